@@ -1,0 +1,11 @@
+"""What a run stands on: CPU with gloo, or CUDA with NCCL, behind one small interface.
+
+Here live the choice of the platform, the CPU layer's table of replaced ``torch`` names, the
+table of replaced Megatron functions, the mechanism both tables share, and ``doctor``, which
+tells what a machine has. Nothing here knows about models, data or training, and nothing
+outside this folder may ask ``torch.cuda.is_available()`` to decide what to do.
+"""
+
+from loongplug.platform.active import Platform, activate, current_platform
+
+__all__ = ["Platform", "activate", "current_platform"]

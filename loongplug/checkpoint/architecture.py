@@ -1,0 +1,90 @@
+"""A note of the model's architecture beside its checkpoints, and the check against it.
+
+Megatron's own error for a checkpoint of another model is about shards and shapes; this one names
+the setting that differs.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+ARCHITECTURE_FILE = "loongplug_architecture.json"
+_MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+_WITHOUT_WEIGHTS = ("freeze", "recompute", "tensor_model_parallel_size")
+_SHOWN = 5
+
+
+def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any]) -> None:
+    """Note the architecture of the checkpoints that will be saved in ``save_dir``.
+
+    ``model_yaml`` is the resolved model as plain data. For all ranks: rank 0 writes, every rank
+    checks. No collectives.
+
+    Raises:
+        ValueError: the folder already has checkpoints of another architecture.
+    """
+    if (save_dir / _MEGATRON_TRACKER).is_file():
+        check_architecture(save_dir, model_yaml)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    save_dir.mkdir(parents=True, exist_ok=True)
+    path = save_dir / ARCHITECTURE_FILE
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(_plain(model_yaml), indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
+    """Refuse the checkpoints in ``load_dir`` when they are of another architecture.
+
+    A folder without a note (checkpoints from elsewhere) passes. No collectives.
+
+    Raises:
+        ValueError: with the settings that differ, or for a note that cannot be read.
+    """
+    path = load_dir / ARCHITECTURE_FILE
+    if not path.is_file():
+        return
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); remove it to load the checkpoint unchecked."
+        ) from error
+    found, expected = dict(_flat(noted)), dict(_flat(_plain(model_yaml)))
+    differences = [
+        f"{key} is {found.get(key, 'absent')} in the checkpoint, {expected.get(key, 'absent')} here"
+        for key in [*expected, *(found.keys() - expected.keys())]
+        if key.rpartition(".")[2] not in _WITHOUT_WEIGHTS
+        and (key not in found or key not in expected or found[key] != expected[key])
+    ]
+    if differences:
+        rest = len(differences) - _SHOWN
+        shown = differences[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
+        raise ValueError(
+            f"The checkpoint in {load_dir} is of another model: {'; '.join(shown)}. Use the "
+            "config it was trained with, or another checkpoint folder."
+        )
+
+
+def _plain(model_yaml: Mapping[str, Any]) -> Any:
+    """As it would come back from the file: tuples are lists then."""
+    return json.loads(json.dumps(model_yaml))
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a list is one value, unless it holds mappings."""
+    items: list[tuple[Any, Any]] | None = None
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, Sequence) and any(isinstance(item, dict) for item in value):
+        items = list(enumerate(value))
+    if items is None:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))

@@ -1,0 +1,56 @@
+"""What one microbatch holds when it reaches the model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """The images of one microbatch (a *unit*), in the order their tokens appear in the text.
+
+    ``pixels`` are the image processor's patches, [patches, channels * temporal * patch * patch]
+    float32; ``grid_thw`` are the patch grids, [images, 3] int64 on the host (time, height,
+    width in patches). A microbatch without images has zero rows in both: it takes part in
+    everything as a zero-length unit.
+    """
+
+    pixels: Tensor
+    grid_thw: Tensor
+
+    def __post_init__(self) -> None:
+        expected = int(self.grid_thw.prod(dim=-1).sum())
+        assert self.pixels.shape[0] == expected, (self.pixels.shape, self.grid_thw.tolist())
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch in decoder layout: b samples padded on the right to s tokens.
+
+    The labels are already shifted: ``labels[:, t]`` is the token that follows
+    ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
+    """
+
+    input_ids: Tensor  # [b, s] int64
+    position_ids: Tensor  # [3, b, s] int64: time, height, width
+    labels: Tensor  # [b, s] int64
+    loss_mask: Tensor  # [b, s] float32
+    tokens: int  # tokens before padding
+    vision: VisionInput | None  # None on ranks that were told not to load images
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """The same microbatch with its tensors on ``device`` (grids stay on the host)."""
+        vision = self.vision
+        if vision is not None:
+            vision = VisionInput(
+                pixels=vision.pixels.to(device, non_blocking=True), grid_thw=vision.grid_thw
+            )
+        return Microbatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            tokens=self.tokens,
+            vision=vision,
+        )

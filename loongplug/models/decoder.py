@@ -1,0 +1,134 @@
+"""The text decoder: Megatron's GPTModel with interleaved mRoPE and deepstack layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from loongplug.models.deepstack import stack_features
+from loongplug.models.features import VisionFeatures, place, visual_positions
+from loongplug.models.mrope import InterleavedMultimodalRotary
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Megatron's transformer config plus what the deepstack layers need to know."""
+
+    deepstack_features: int = 0  # decoder layer i < deepstack_features adds feature i
+
+
+class TextDecoder(GPTModel):
+    """One pipeline stage (or virtual chunk) of the decoder.
+
+    Text is always embedded here, from input ids; vision features take the visual tokens' places
+    afterwards, so that a text embedding's gradient is the same in every layout.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        layer_specs: TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        rotary_base: float,
+        visual_token_ids: tuple[int, ...],
+        share_embeddings_and_output_weights: bool,
+        pre_process: bool,
+        post_process: bool,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=layer_specs,
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            position_embedding_type="mrope",
+            # The embeddings are split over the sequence only after the features are in place.
+            scatter_embedding_sequence_parallel=False,
+            rotary_base=rotary_base,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        assert config.mrope_section is not None
+        assert config.kv_channels is not None
+        time, height, width = config.mrope_section
+        self.rotary_pos_emb = InterleavedMultimodalRotary(
+            kv_channels=config.kv_channels,
+            base=rotary_base,
+            section=(time, height, width),
+            dtype=config.params_dtype,
+        )
+        self.visual_token_ids = visual_token_ids
+
+    def embed(self, input_ids: Tensor, features: VisionFeatures | None) -> Tensor:
+        """The first layer's input: text embeddings, vision features in place, deepstack stacked.
+
+        Collective: the tensor parallel group (vocabulary-parallel embedding).
+
+        Args:
+            input_ids: [b, s] int64.
+            features: None only for a model without an image encoder.
+
+        Returns:
+            [(1 + deepstack features) * s / tp, b, hidden] with sequence parallelism, s without.
+        """
+        hidden_states = self.embedding(input_ids=input_ids, position_ids=None)  # [s, b, hidden]
+        streams = [hidden_states]
+        if features is not None:
+            sample, position = visual_positions(input_ids, self.visual_token_ids)
+            streams = [
+                place(target, feature, sample=sample, position=position)
+                for target, feature in (
+                    (hidden_states, features.embeddings),
+                    *(
+                        (hidden_states.new_zeros(hidden_states.shape), feature)
+                        for feature in features.deepstack
+                    ),
+                )
+            ]
+        if self.config.sequence_parallel:
+            streams = [
+                scatter_to_sequence_parallel_region(stream, group=self.pg_collection.tp)
+                for stream in streams
+            ]
+        return stack_features(streams[0], streams[1:])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        features: VisionFeatures | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """This stage's forward, as GPTModel's.
+
+        Args:
+            input_ids: [b, s] int64. position_ids: [3, b, s] int64, on every stage.
+            features: the unit's vision features, on the first stage.
+            labels: [b, s] int64, on the last stage.
+
+        Returns:
+            on the last stage the loss of every token [b, s] float32 (or logits [b, s, vocab / tp]
+            without labels), elsewhere the hidden states for the next stage.
+        """
+        decoder_input = self.embed(input_ids, features) if self.pre_process else None
+        return super().forward(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=None,
+            decoder_input=decoder_input,
+            labels=labels,
+            **kwargs,
+        )

@@ -1,0 +1,48 @@
+"""Deepstack: vision features that are added behind the first decoder layers.
+
+The features travel *with* the hidden states, stacked in front of the sequence dimension:
+``[(1 + k) * s, b, hidden]``, where k features are still to be added and the first s rows are the
+hidden states themselves. Whatever carries hidden states carries them too: the next layer, an
+activation checkpoint, the next pipeline stage or virtual chunk. Their gradients come back the
+same way, so no schedule needs to know of them.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+
+def stack_features(hidden_states: Tensor, features: list[Tensor]) -> Tensor:
+    """Hidden states [s, b, h] and k features [s, b, h] as one [(1 + k) * s, b, h]."""
+    return torch.cat([hidden_states, *features]) if features else hidden_states
+
+
+def features_behind(*, layer: int, deepstack: int) -> int:
+    """How many of ``deepstack`` features still travel into decoder layer ``layer`` (0-based)."""
+    return max(0, deepstack - layer)
+
+
+class DeepstackTransformerLayer(TransformerLayer):
+    """A decoder layer that adds its deepstack feature to its output and passes on the rest.
+
+    The number of features is ``config.deepstack_features``; layer i (0-based, over the whole
+    decoder) adds feature i.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As TransformerLayer.forward, with ``hidden_states`` [(1 + k) * s, b, h]."""
+        travelling = features_behind(
+            layer=self.layer_number - 1, deepstack=self.config.deepstack_features
+        )
+        if travelling == 0:
+            return super().forward(*args, **kwargs)
+        hidden_states, args = (
+            (kwargs.pop("hidden_states"), args)
+            if "hidden_states" in kwargs
+            else (args[0], args[1:])
+        )
+        hidden_states, own, *rest = hidden_states.chunk(1 + travelling)
+        hidden_states, context = super().forward(hidden_states, *args, **kwargs)
+        return stack_features(hidden_states + own, rest), context

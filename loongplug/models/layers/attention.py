@@ -1,0 +1,185 @@
+"""Core attention on ``torch.nn.functional.scaled_dot_product_attention``."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+from torch import Tensor
+
+from loongplug.models.layers.packed import PackedLayout, layout_of
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
+
+
+class SDPAttention(MegatronModule):
+    """Drop-in for Megatron's DotProductAttention that never holds an S x S matrix.
+
+    The mask is causal or full by ``attn_mask_type`` (the one given to ``forward``, else the
+    constructor's); padding types are taken as "no padding here", since no mask tensor is
+    accepted. Grouped-query attention reads each key/value head in place. With packed ``thd``
+    parameters every segment attends to itself only.
+
+    No collectives: each tensor-parallel rank computes its own heads. The softmax runs in at
+    least float32 inside the kernel, which makes ``apply_query_key_layer_scaling`` (divide by the
+    layer number, multiply back within the softmax) an identity here.
+
+    Raises ValueError at construction for context parallelism, sliding windows and softmax types
+    other than "vanilla".
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        _check_config(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        tp = pg_collection.tp.size()
+        self.num_heads = divide(config.num_attention_heads, tp)
+        self.num_groups = divide(config.num_query_groups, tp)
+        self.softmax_scale = softmax_scale  # None: SDPA's 1 / sqrt(head dim), Megatron's too
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, heads, dim], or [t, heads, dim] when packed; local heads.
+            key, value: [s, b, groups, dim], or [t, groups, dim] when packed.
+            attention_mask: must be None.
+            attn_mask_type: overrides the constructor's.
+            attention_bias: must be None.
+            packed_seq_params: ``thd`` parameters; without tokens the result is empty and still
+                joined to the graph.
+
+        Returns:
+            [s, b, heads * dim], or [t, heads * dim] when packed, in query's dtype.
+
+        Raises:
+            ValueError: for a mask, a bias, or a mask type that SDPA cannot express.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "SDPAttention was given an attention_mask or attention_bias, and holds no S x S "
+                "matrix to apply it to. Pass None: causal or full comes from attn_mask_type, "
+                "separate sequences from packed_seq_params, and padding on the right needs no "
+                "mask under causal attention."
+            )
+        causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, layout_of(packed_seq_params), causal=causal)
+        s_q, s_k = query.size(0), key.size(0)
+        if causal and s_q != s_k:
+            if s_q != 1:
+                raise ValueError(
+                    f"Causal SDPAttention got {s_q} queries for {s_k} keys; it takes as many "
+                    "queries as keys, or a single query that sees every key."
+                )
+            causal = False
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, dim]
+        out = self._attend(q, k, v, causal=causal)
+        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)  # [s, b, heads * dim]
+
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, causal: bool
+    ) -> Tensor:
+        """One SDPA call for all segments of a length; [t, heads, dim] -> [t, heads * dim]."""
+        if query.size(0) != layout.tokens:
+            raise ValueError(
+                f"Packed attention got {query.size(0)} tokens but segments of {layout.tokens} in "
+                "all; packed_seq_params must describe this very batch."
+            )
+        if not layout.groups:
+            # Zeros of no elements that still depend on all three inputs.
+            return query.flatten(1) + 0 * (key.sum() + value.sum())
+        if len(layout.groups) == 1:
+            group = layout.groups[0]
+            batch = len(group.segments)
+            q, k, v = (
+                x.unflatten(0, (batch, group.length)).transpose(1, 2) for x in (query, key, value)
+            )  # [segments, heads, length, dim]
+            out = self._attend(q, k, v, causal=causal)
+            return out.transpose(1, 2).reshape(query.size(0), -1)
+
+        pieces = [x.split(layout.lengths) for x in (query, key, value)]
+        outputs: list[Tensor] = [query.new_empty(0, query[0].numel())] * len(layout.lengths)
+        for group in layout.groups:
+            q, k, v = (
+                torch.stack([piece[i] for i in group.segments]).transpose(1, 2) for piece in pieces
+            )  # [segments, heads, length, dim]
+            out = self._attend(q, k, v, causal=causal).transpose(1, 2).flatten(2)
+            for segment, rows in zip(group.segments, out.unbind(), strict=True):
+                outputs[segment] = rows  # [length, heads * dim]
+        return torch.cat(outputs)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        """[batch, heads, s, dim] x 3 -> [batch, heads, s, dim]."""
+        dropout = self.dropout if self.training else 0.0
+        # Under sequence parallelism the transformer block has entered the tracker already.
+        fork = dropout > 0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=self.softmax_scale,
+                enable_gqa=self.num_groups != self.num_heads,
+            )
+
+
+def _check_config(config: TransformerConfig) -> None:
+    if config.context_parallel_size != 1:
+        raise ValueError(
+            f"context_parallel_size is {config.context_parallel_size}, and SDPAttention sees only "
+            "whole sequences: use 1, or install TransformerEngine."
+        )
+    if config.window_size is not None:
+        raise ValueError(
+            f"window_size is {config.window_size}, and SDPAttention has no sliding window: leave "
+            "it unset, or install TransformerEngine."
+        )
+    if config.softmax_type != "vanilla":
+        raise ValueError(
+            f"softmax_type is {config.softmax_type!r}, and SDPAttention knows only 'vanilla'."
+        )
+
+
+def _is_causal(mask_type: AttnMaskType) -> bool:
+    if mask_type in _CAUSAL:
+        return True
+    if mask_type in _FULL:
+        return False
+    raise ValueError(
+        f"SDPAttention got attn_mask_type {mask_type}; it knows "
+        f"{', '.join(kind.name for kind in _CAUSAL + _FULL)}."
+    )

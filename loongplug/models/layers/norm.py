@@ -1,0 +1,64 @@
+"""Norms that any machine can run and that know sequence parallelism."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class _Norm(torch.nn.Module):
+    """What both norms share: a weight per channel, and the mark that Megatron reduces by."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError(
+                "layernorm_zero_centered_gamma is set, and the norms that work without "
+                "TransformerEngine centre their weight on one: leave it unset."
+            )
+        self.config = config
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.weight = self._parameter(1.0)
+
+    def _parameter(self, value: float) -> Parameter:
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = Parameter(
+            torch.full((self.hidden_size,), value, device=device, dtype=self.config.params_dtype)
+        )
+        # Each tensor-parallel rank norms its own tokens, so Megatron has to sum this gradient
+        # over the group; it finds such parameters by this attribute.
+        parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return parameter
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows."""
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+class RMSNorm(_Norm):
+    """Root-mean-square norm over the last dimension, [..., hidden] -> [..., hidden].
+
+    The statistics are float32 whatever the input's dtype, and the weight multiplies after the
+    result is cast back to it. No collectives.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm ``x``; same shape and dtype."""
+        return F.rms_norm(x, (self.hidden_size,), self.weight, self.eps)
+
+
+class LayerNorm(_Norm):
+    """Layer norm over the last dimension, [..., hidden] -> [..., hidden].
+
+    The statistics are float32 whatever the input's dtype. No collectives.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = self._parameter(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm ``x``; same shape and dtype."""
+        return F.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)

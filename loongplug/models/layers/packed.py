@@ -1,0 +1,129 @@
+"""How variable-length segments lie in a packed batch, planned once on the host."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SegmentGroup:
+    """The segments of one length: their indices within the pack, ascending."""
+
+    length: int
+    segments: tuple[int, ...]
+
+    @property
+    def adjacent(self) -> bool:
+        """Whether the segments follow one another in the pack, so that a view reaches them all."""
+        return self.segments[-1] - self.segments[0] + 1 == len(self.segments)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The segments of a pack by length, each group to be computed as one batch.
+
+    ``lengths`` are the tokens of each segment in pack order, ``offsets`` where each begins;
+    empty segments are kept in both and belong to no group. Groups are ordered by their first
+    segment.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    groups: tuple[SegmentGroup, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the pack."""
+        return sum(self.lengths)
+
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> "PackedLayout":
+        """Plan segments of these ``lengths``. Raises ValueError for a negative length."""
+        lengths = tuple(lengths)
+        by_length: dict[int, list[int]] = {}
+        offsets = []
+        offset = 0
+        for segment, length in enumerate(lengths):
+            if length < 0:
+                raise ValueError(
+                    f"Segment {segment} of a pack has length {length}; lengths must be 0 or more."
+                )
+            offsets.append(offset)
+            offset += length
+            if length:
+                by_length.setdefault(length, []).append(segment)
+        groups = tuple(SegmentGroup(length, tuple(found)) for length, found in by_length.items())
+        return cls(lengths, tuple(offsets), groups)
+
+
+@dataclass
+class PackedSegments(PackedSeqParams):
+    """Megatron's packed-sequence parameters together with the host's plan of the segments."""
+
+    layout: PackedLayout | None = None
+
+
+def pack_segments(lengths: Sequence[int], *, device: torch.device | str) -> PackedSegments:
+    """Packed-sequence parameters (``thd``) of segments that each attend to themselves only.
+
+    Args:
+        lengths: tokens of each segment, known on the host; none at all makes an empty pack.
+        device: where ``cu_seqlens`` (int32, [segments + 1]) go, for kernels that read them.
+
+    Call it once per microbatch and hand the result to every layer: nothing in the layers then
+    waits for the device to learn the lengths.
+    """
+    layout = PackedLayout.of(lengths)
+    cu_seqlens = torch.tensor((*layout.offsets, layout.tokens), dtype=torch.int32)
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)  # [segments + 1]
+    longest = max(layout.lengths, default=0)
+    return PackedSegments(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        layout=layout,
+    )
+
+
+def layout_of(params: PackedSeqParams) -> PackedLayout:
+    """The plan of ``params``: the one it carries, or one read from its ``cu_seqlens_q``.
+
+    Reading waits for the device when the lengths live there. Raises ValueError for a format
+    other than ``thd``, for padding between segments and where queries and keys differ.
+    """
+    if isinstance(params, PackedSegments) and params.layout is not None:
+        return params.layout
+    if params.qkv_format != "thd":
+        raise ValueError(
+            f"Packed attention got qkv_format={params.qkv_format!r}; it needs 'thd'. Make the "
+            "parameters with loongplug.models.layers.packed.pack_segments."
+        )
+    if params.cu_seqlens_q_padded is not None or params.cu_seqlens_kv_padded is not None:
+        raise ValueError(
+            "Packed attention got padded cu_seqlens; segments must follow each other without "
+            "padding. Make the parameters with loongplug.models.layers.packed.pack_segments."
+        )
+    queries = _boundaries(params.cu_seqlens_q)
+    if params.cu_seqlens_kv is not params.cu_seqlens_q:
+        keys = _boundaries(params.cu_seqlens_kv)
+        if keys != queries:
+            raise ValueError(
+                f"Packed attention got cu_seqlens_q={queries} but cu_seqlens_kv={keys}; each "
+                "segment attends to itself, so they must be the same."
+            )
+    return PackedLayout.of(end - start for start, end in pairwise(queries))
+
+
+def _boundaries(cu_seqlens: Tensor) -> list[int]:
+    boundaries: list[int] = cu_seqlens.tolist()
+    if not boundaries or boundaries[0] != 0:
+        raise ValueError(
+            f"cu_seqlens is {boundaries}; it must start with 0 and hold the end of each segment."
+        )
+    return boundaries

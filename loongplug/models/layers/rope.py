@@ -1,0 +1,114 @@
+"""Rotary position embedding from a table that all layers share."""
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+
+def rope_table(angles: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Cosines and signed sines of rotary ``angles``, in the form RotarySelfAttention takes.
+
+    Args:
+        angles: [s, b or 1, 1, dim / 2] float32, one angle per pair of channels (channel i turns
+            with channel i + dim / 2); for a packed batch s = t and b = 1.
+        dtype: the dtype the rotation is computed in.
+
+    Returns:
+        [s, b or 1, 1, 2 * dim]: cos, cos, -sin, sin. It is one tensor so that it passes through
+        recompute and schedules wherever Megatron carries a ``rotary_pos_emb``.
+    """
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos, -sin, sin), dim=-1).to(dtype)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn ``x`` [s, b, heads, dim] by ``table`` [s, b or 1, 1, 2 * dim]; x's shape and dtype."""
+    dim = x.size(-1)
+    if table.size(-1) != 2 * dim:
+        raise ValueError(
+            f"A rope table of width {table.size(-1)} met heads of {dim} channels; it must be "
+            f"{2 * dim} wide. Make it with loongplug.models.layers.rope.rope_table from "
+            f"{dim // 2} angles."
+        )
+    cos, sin = table.split(dim, dim=-1)
+    # roll by half swaps the halves; the table's sines carry the sign.
+    turned = torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
+    return turned.to(x.dtype)
+
+
+class RotarySelfAttention(SelfAttention):
+    """Megatron's SelfAttention with ``rotary_pos_emb`` read as a :func:`rope_table`.
+
+    Upstream takes the cosine and sine of the angles again in every layer and, for packed input,
+    walks the segments on the host. Here the table is made once per microbatch, already in the
+    order of the tokens, so that packed input needs neither.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As upstream, with ``rotary_pos_emb`` a table [s, b or 1, 1, 2 * dim] or None."""
+        assert key_value_states is None, "self-attention has no other sequence to look at"
+        if hidden_states.size(0) == 0:
+            return self._forward_empty(hidden_states)
+        # Upstream hands key_value_states untouched to get_query_key_value_tensors, where
+        # self-attention has no use for it: that is how the table gets there.
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            key_value_states=rotary_pos_emb,
+            inference_context=inference_context,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            rotary_pos_cos_sin=rotary_pos_cos_sin,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+            sequence_len_offset=sequence_len_offset,
+            inference_params=inference_params,
+        )
+
+    def _forward_empty(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """No tokens, [0, b, hidden]: upstream's reshapes cannot infer a size from no elements.
+
+        Every parameter still takes part and gets a gradient of zeros, and the collectives of
+        both linears run, so that a rank without tokens stays in step with the others.
+        """
+        mixed, _ = self.linear_qkv(hidden_states)  # [0, b, query + key + value]
+        heads = mixed.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        normed = [norm(heads) for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
+        width = self.num_attention_heads_per_partition * self.hidden_size_per_attention_head
+        context = mixed[..., :width] + sum(x.sum() for x in normed)  # [0, b, heads * dim]
+        output, bias = self.linear_proj(context)
+        return output, bias
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Query [s, b, heads, dim], key and value [s, b, groups, dim]; query and key turned."""
+        table = key_value_states
+        query, key, *rest = super().get_query_key_value_tensors(
+            hidden_states, None, output_gate=output_gate, split_qkv=split_qkv
+        )
+        if table is not None:
+            query, key = rotate(query, table), rotate(key, table)
+        return (query, key, *rest)

@@ -1,0 +1,139 @@
+"""Layer specs for Megatron's TransformerBlock, with TransformerEngine or without."""
+
+import importlib.util
+from typing import Literal
+
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.norm import LayerNorm, RMSNorm
+from loongplug.models.layers.rope import RotarySelfAttention
+from loongplug.platform import current_platform
+
+Backend = Literal["te", "local"]
+
+
+class SDPASpecProvider(LocalSpecProvider):
+    """Upstream's local modules with this package's attention and norms in their place."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> LayerNormBuilder:
+        """The norm class; q/k norms and norms before a residual are no different."""
+        return RMSNorm if rms_norm else LayerNorm
+
+    def core_attention(self) -> type:
+        """The core attention class."""
+        return SDPAttention
+
+
+def pick_backend() -> Backend:
+    """ "te" on CUDA with TransformerEngine installed, else "local"."""
+    if current_platform().name == "cpu":
+        return "local"
+    return "te" if importlib.util.find_spec("transformer_engine") else "local"
+
+
+def decoder_layer_spec(
+    config: TransformerConfig,
+    *,
+    backend: Backend,
+    layer_class: type[TransformerLayer] = TransformerLayer,
+) -> ModuleSpec:
+    """A causal decoder layer; q/k norm, gated MLP or experts as ``config`` says.
+
+    Layers take ``rotary_pos_emb`` as made by ``rope_table``.
+    """
+    return _layer_spec(config, AttnMaskType.causal, backend=backend, layer_class=layer_class)
+
+
+def vision_layer_spec(
+    config: TransformerConfig,
+    *,
+    backend: Backend,
+    layer_class: type[TransformerLayer] = TransformerLayer,
+) -> ModuleSpec:
+    """An encoder layer with full attention within each packed segment.
+
+    Layers take ``packed_seq_params`` as made by ``pack_segments`` and ``rotary_pos_emb`` as made
+    by ``rope_table``.
+    """
+    return _layer_spec(config, AttnMaskType.no_mask, backend=backend, layer_class=layer_class)
+
+
+def final_norm(config: TransformerConfig, backend: Backend) -> LayerNormBuilder:
+    """The norm after the last layer, for ``TransformerBlockSubmodules.layer_norm``."""
+    return _provider(backend).layer_norm(rms_norm=_is_rms(config))
+
+
+def _layer_spec(
+    config: TransformerConfig,
+    mask: AttnMaskType,
+    *,
+    backend: Backend,
+    layer_class: type[TransformerLayer],
+) -> ModuleSpec:
+    provider = _provider(backend)
+    fused = provider.fuse_layernorm_and_linear()
+    norm = provider.layer_norm(rms_norm=_is_rms(config), has_residual=True)
+    qk_norm = provider.layer_norm(rms_norm=_is_rms(config), for_qk=True)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=(
+            provider.column_parallel_layer_norm_linear()
+            if fused
+            else provider.column_parallel_linear()
+        ),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=qk_norm if config.qk_layernorm else IdentityOp,
+        k_layernorm=qk_norm if config.qk_layernorm else IdentityOp,
+    )
+    experts = config.num_moe_experts
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=IdentityOp if fused else norm,
+        self_attention=ModuleSpec(
+            module=RotarySelfAttention, params={"attn_mask_type": mask}, submodules=attention
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        # Only a dense MLP's first linear has the norm inside it.
+        pre_mlp_layernorm=IdentityOp if fused and not experts else norm,
+        mlp=get_mlp_module_spec_for_backend(
+            backend=provider, num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm
+        ),
+        mlp_bda=get_bias_dropout_add,
+        # Checkpoints carry the fused names either way, so that they move between backends.
+        sharded_state_dict_keys_map={} if fused else _fused_names(dense=not experts),
+    )
+    return ModuleSpec(module=layer_class, submodules=submodules)
+
+
+def _fused_names(*, dense: bool) -> dict[str, str]:
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if dense:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+def _provider(backend: Backend) -> BackendSpecProvider:
+    if backend == "local":
+        return SDPASpecProvider()
+    if backend == "te":
+        return TESpecProvider()
+    raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local' (see pick_backend).")
+
+
+def _is_rms(config: TransformerConfig) -> bool:
+    return bool(config.normalization == "RMSNorm")

@@ -1,0 +1,97 @@
+"""The composed model: image encoder, projector and text decoder as one Megatron module."""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.models.decoder import TextDecoder
+from loongplug.models.features import VisionFeatures
+
+
+class MultimodalModel(MegatronModule):
+    """One pipeline stage (or virtual chunk) of a multimodal model.
+
+    The first stage has the encoder and the projector beside its decoder layers; every other stage
+    has decoder layers only. What Megatron's training loop asks of a language model is answered by
+    the decoder.
+    """
+
+    def __init__(
+        self,
+        text_decoder: TextDecoder,
+        *,
+        image_encoder: MegatronModule | None,
+        image_projector: MegatronModule | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=text_decoder.config)
+        assert (image_encoder is None) == (image_projector is None)
+        self.image_encoder = image_encoder
+        self.image_projector = image_projector
+        self.text_decoder = text_decoder
+        self.pg_collection = pg_collection
+        self.pre_process = text_decoder.pre_process
+        self.post_process = text_decoder.post_process
+        self.vp_stage = text_decoder.vp_stage
+        self.share_embeddings_and_output_weights = text_decoder.share_embeddings_and_output_weights
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Take the previous stage's hidden states (Megatron's schedules call this)."""
+        self.text_decoder.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The tied embedding's weight on the stages that hold it."""
+        return self.text_decoder.shared_embedding_or_output_weight()
+
+    def freeze(self, *, image_encoder: bool, image_projector: bool) -> None:
+        """Stop training the named modules on the stages that have them."""
+        for frozen, module in (
+            (image_encoder, self.image_encoder),
+            (image_projector, self.image_projector),
+        ):
+            if frozen and module is not None:
+                module.requires_grad_(False)
+
+    def encode(self, vision: VisionInput) -> VisionFeatures:
+        """Vision features of one unit; the encoder's tensor parallel group enters together.
+
+        A unit without images runs through the encoder like any other, as a blank image whose
+        features are dropped: its parameters then have a (zero) gradient in every microbatch, which
+        the overlapped gradient reduction counts on.
+        """
+        assert self.image_encoder is not None
+        assert self.image_projector is not None
+        trainable = any(parameter.requires_grad for parameter in self.image_encoder.parameters())
+        empty = vision.pixels.shape[0] == 0
+        if empty:
+            vision = self.image_encoder.blank_unit()
+        # A frozen encoder's activations serve no backward pass: do not keep them.
+        with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
+            states, taps = self.image_encoder(vision)
+        features: VisionFeatures = self.image_projector(states, taps)
+        return features.none_of_them() if empty else features
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        vision: VisionInput | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """This stage's forward; see :meth:`TextDecoder.forward` for shapes.
+
+        ``vision`` is needed on the first stage, with zero rows for a text-only microbatch.
+        """
+        features = None
+        if self.image_encoder is not None:
+            assert vision is not None, "the first stage needs the unit's images"
+            features = self.encode(vision)
+        return self.text_decoder(
+            input_ids, position_ids, features=features, labels=labels, **kwargs
+        )

@@ -1,0 +1,112 @@
+"""The Qwen3-VL image encoder: patches in, patch states and deepstack taps out."""
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.rope import rope_table
+from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
+from loongplug.models.qwen3_vl.grids import (
+    frame_lengths,
+    packed_position_taps,
+    packed_rotary_angles,
+)
+
+
+class Qwen3VisionEncoder(MegatronModule):
+    """ViT over packed images of any number and size; attention stays within a frame.
+
+    The transformer layers are Megatron's, sharded over the tensor parallel group of
+    ``pg_collection``; the patch embedding and the position table are replicated. Every rank of
+    that group enters every forward. Megatron's attention cannot shape zero tokens: an empty unit
+    is computed as :meth:`blank_unit`, of which the caller keeps nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Qwen3VisionConfig,
+        *,
+        layer_spec: ModuleSpec,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        patch_values = (
+            architecture.in_channels * architecture.temporal_patch_size * architecture.patch_size**2
+        )
+        # A 3D convolution whose stride is its kernel is a linear map of each patch.
+        self.patch_embed = nn.Linear(patch_values, architecture.hidden_size)
+        self.position_embedding = nn.Embedding(
+            architecture.num_position_embeddings, architecture.hidden_size
+        )
+        if config.perform_initialization:
+            config.init_method(self.patch_embed.weight)
+            nn.init.zeros_(self.patch_embed.bias)
+            config.init_method(self.position_embedding.weight)
+        self.blocks = TransformerBlock(
+            config=config, spec=layer_spec, post_layer_norm=False, pg_collection=pg_collection
+        )
+
+    def blank_unit(self) -> VisionInput:
+        """The smallest image there is, all zero: one merge block of one frame."""
+        merge = self.architecture.spatial_merge_size
+        weight = self.patch_embed.weight
+        return VisionInput(
+            pixels=weight.new_zeros(merge * merge, weight.shape[1], dtype=torch.float32),
+            grid_thw=torch.tensor([[1, merge, merge]]),
+        )
+
+    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit.
+
+        Returns:
+            the last layer's states [patches, hidden] and the states behind each of
+            ``deepstack_layers``, in their order, [patches, hidden] each.
+        """
+        hidden_states = self._embed(vision)[:, None]  # [patches, 1, hidden]
+        deepstack_layers = self.architecture.deepstack_layers
+        output = self.blocks(
+            hidden_states=hidden_states,
+            attention_mask=None,
+            rotary_pos_emb=self._rope_table(vision.grid_thw, hidden_states.device),
+            packed_seq_params=pack_segments(
+                frame_lengths(vision.grid_thw), device=hidden_states.device
+            ),
+            extract_layer_indices=set(deepstack_layers),
+        )
+        states, taps = output if deepstack_layers else (output, [])
+        return states[:, 0], [tap[:, 0] for tap in taps]
+
+    def _embed(self, vision: VisionInput) -> Tensor:
+        """Patch embeddings plus the interpolated position table, [patches, hidden]."""
+        weight = self.patch_embed.weight
+        taps, shares = packed_position_taps(
+            vision.grid_thw,
+            side=round(self.architecture.num_position_embeddings**0.5),
+            merge=self.architecture.spatial_merge_size,
+        )
+        taps = taps.to(weight.device, non_blocking=True)
+        shares = shares.to(weight.device, non_blocking=True)
+        table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
+        positions = (table_rows * shares[:, :, None]).sum(dim=1)
+        patches = F.linear(vision.pixels.to(weight.dtype), weight, self.patch_embed.bias)
+        return patches + positions.to(patches.dtype)
+
+    def _rope_table(self, grid_thw: Tensor, device: torch.device) -> Tensor:
+        """The rope table of all patches, [patches, 1, 1, 2 * head_dim] float32."""
+        angles = packed_rotary_angles(
+            grid_thw,
+            head_dim=self.architecture.hidden_size // self.architecture.num_attention_heads,
+            base=self.architecture.rotary_base,
+            merge=self.architecture.spatial_merge_size,
+        )
+        angles = angles.to(device, non_blocking=True)[:, None, None, :]
+        return rope_table(angles, dtype=torch.float32)

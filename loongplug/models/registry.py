@@ -1,0 +1,129 @@
+"""The model families LoongPlug knows, and how a package outside it adds one."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchitectureArgument:
+    """The value of one Megatron argument that the model's YAML decides.
+
+    ``key`` is the YAML key, below ``model``, that an override would set; None where the family
+    fixes the value.
+    """
+
+    value: object
+    key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family. What is heavy to import is named as ``"module:attribute"``.
+
+    ``config_class`` names the frozen dataclass that the family's YAML files fill; ``builder`` the
+    function that builds one pipeline stage; ``arguments`` the function from such a config to the
+    Megatron arguments it decides, by their names in Megatron's namespace.
+    """
+
+    name: str
+    model_type: str  # Hugging Face's name for it
+    config_class: str
+    builder: str
+    arguments: str
+    special_tokens: Mapping[str, str]  # config field -> the token's text
+
+    def load_config_class(self) -> type:
+        """The dataclass of the family's configs."""
+        return _load(self.config_class)
+
+    def load_builder(self) -> Callable[..., Any]:
+        """The function that builds one pipeline stage."""
+        return _load(self.builder)
+
+    def megatron_arguments(self, config: object) -> dict[str, ArchitectureArgument]:
+        """Megatron's architecture arguments for ``config``, by their names in its namespace."""
+        return _load(self.arguments)(config)
+
+
+_BUILT_IN = (
+    Family(
+        name="qwen3_vl",
+        model_type="qwen3_vl",
+        config_class="loongplug.models.qwen3_vl.config:Qwen3VLConfig",
+        builder="loongplug.models.qwen3_vl.model:build_model",
+        arguments="loongplug.models.qwen3_vl.arguments:megatron_arguments",
+        special_tokens={
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        },
+    ),
+)
+
+
+def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
+    """All known families by name: LoongPlug's own, then those of the trusted packages.
+
+    A trusted package adds families by a ``LOONGPLUG_FAMILIES`` tuple at its top level; one without
+    it adds config classes only.
+
+    Raises:
+        ValueError: a trusted package cannot be imported, or gives a name that is taken.
+    """
+    known = {family.name: family for family in _BUILT_IN}
+    for package in trusted_packages:
+        try:
+            module = importlib.import_module(package)
+        except ImportError as error:
+            raise ValueError(
+                f"--trusted-packages names {package}, which cannot be imported ({error}); "
+                "install it or put its folder on PYTHONPATH"
+            ) from error
+        for family in getattr(module, "LOONGPLUG_FAMILIES", ()):
+            if family.name in known:
+                raise ValueError(
+                    f"{package} adds a model family {family.name}, a name that is taken; rename it"
+                )
+            known[family.name] = family
+    return known
+
+
+def find_family(name: str, *, trusted_packages: Sequence[str] = ()) -> Family:
+    """The family called ``name``.
+
+    Raises:
+        ValueError: there is none; the message lists those that exist.
+    """
+    known = families(trusted_packages)
+    if name not in known:
+        raise ValueError(
+            f"there is no model family {name}; known are {', '.join(known)}, and "
+            "--trusted-packages can add more"
+        )
+    return known[name]
+
+
+def family_of(config_class: type, *, trusted_packages: Sequence[str] = ()) -> Family:
+    """The family whose config class is ``config_class`` or its nearest base.
+
+    Raises:
+        ValueError: no family has such configs.
+    """
+    known = families(trusted_packages)
+    by_class = {family.load_config_class(): family for family in known.values()}
+    for base in config_class.__mro__:
+        if base in by_class:
+            return by_class[base]
+    wanted = ", ".join(family.config_class.replace(":", ".") for family in known.values())
+    raise ValueError(
+        f"{config_class.__module__}.{config_class.__qualname__} describes no known model family; "
+        f"a model's _target_ is one of {wanted}"
+    )
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

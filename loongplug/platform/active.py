@@ -1,0 +1,106 @@
+"""The one platform of this process: chosen once, asked for everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from loongplug.platform.replacements import ReplacementTable
+
+PLATFORM_NAMES = ("auto", "cpu", "cuda")
+
+
+@runtime_checkable
+class Platform(Protocol):
+    """What differs between a CPU run and a CUDA run."""
+
+    @property
+    def name(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+
+    @property
+    def backend(self) -> str:
+        """The torch.distributed backend: ``"gloo"`` or ``"nccl"``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's tensors live."""
+
+    def synchronize(self) -> None:
+        """Return when all work given to the device is done."""
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory held since the start or since ``reset_peak_memory``."""
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak from the memory held now."""
+
+    def use(self, table: ReplacementTable) -> None:
+        """Apply a table that ends with this platform; a second time does nothing."""
+
+    def deactivate(self) -> None:
+        """Undo every replacement and leave the process without a platform."""
+
+
+class _Process:
+    """The process's platform; the only state of this module."""
+
+    platform: Platform | None = None
+
+
+def activate(name: str = "auto") -> Platform:
+    """Choose the process's platform, before the first ``import megatron``.
+
+    ``"auto"`` takes CUDA where ``torch.cuda.is_available()``, and the CPU elsewhere; it keeps
+    a platform that is already active. On the CPU this applies the table of
+    ``loongplug.platform.cpu``; on CUDA it changes nothing.
+
+    Raises ValueError for an unknown name, for ``"cuda"`` without a usable GPU, and when
+    another platform is active already.
+    """
+    if name not in PLATFORM_NAMES:
+        raise ValueError(f"device {name!r} is unknown; expected one of {', '.join(PLATFORM_NAMES)}")
+    active = _Process.platform
+    if active is not None:
+        if name in ("auto", active.name):
+            return active
+        raise ValueError(
+            f"this process runs on {active.name!r} already and cannot change to {name!r}; "
+            "call current_platform().deactivate() first"
+        )
+    _Process.platform = _make(name)
+    return _Process.platform
+
+
+def current_platform() -> Platform:
+    """The active platform. Raises RuntimeError when ``activate`` has not been called."""
+    if _Process.platform is None:
+        raise RuntimeError("no platform is active; call loongplug.platform.activate() first")
+    return _Process.platform
+
+
+def forget(platform: Platform) -> None:
+    """Leave the process without a platform if ``platform`` is the active one."""
+    if _Process.platform is platform:
+        _Process.platform = None
+
+
+def _make(name: str) -> Platform:
+    # Here and not above, so that importing loongplug.platform stays free of torch.
+    import torch
+
+    usable = torch.cuda.is_available()
+    if name == "cuda" and not usable:
+        raise ValueError(
+            "device 'cuda' was asked for, but torch sees no usable CUDA GPU here "
+            "(torch.cuda.is_available() is False); use --device cpu, or --device auto"
+        )
+    if name == "cuda" or (name == "auto" and usable):
+        from loongplug.platform.cuda import CudaPlatform
+
+        return CudaPlatform()
+    from loongplug.platform.cpu import CpuPlatform
+
+    return CpuPlatform()

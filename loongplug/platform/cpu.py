@@ -1,0 +1,348 @@
+"""CPU with gloo: Megatron's CUDA calls land on the host.
+
+Upstream names CUDA where it means "the device": one table answers those names for the CPU.
+Only names that upstream's training paths use are in it, and only those that fail, or that
+mean something else, on a machine without a GPU. ``torch.cuda.is_available()`` stays False:
+torch itself decides by it (fused optimizers, pinned memory, autocast).
+
+Tensors keep torch's own dispatch: a global ``TorchFunctionMode`` would tax every operation.
+"""
+
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.utils._device
+
+from loongplug.platform.base import PlatformBase
+from loongplug.platform.replacements import Replacement, ReplacementTable
+
+_HOST = torch.device("cpu")
+
+
+class HostStream:
+    """A CPU runs its work in the order of the calls: one queue, so all streams are equal."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """(lowest, highest): there is one."""
+        return (0, 0)
+
+    def wait_stream(self, stream: "HostStream") -> None:
+        """Already so."""
+
+    def wait_event(self, event: "HostEvent") -> None:
+        """Already so."""
+
+    def synchronize(self) -> None:
+        """Already so."""
+
+    def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
+        """An event at this point of the one queue."""
+        event = event or HostEvent()
+        event.record(self)
+        return event
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostStream)
+
+    def __hash__(self) -> int:
+        return hash(HostStream)
+
+
+class HostEvent:
+    """A point in the one queue: it has always been reached, and it knows when."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._seconds: float | None = None
+
+    def record(self, stream: HostStream | None = None) -> None:
+        """Note the time."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: HostStream | None = None) -> None:
+        """Already so."""
+
+    def synchronize(self) -> None:
+        """Already so."""
+
+    def query(self) -> bool:
+        """Whether the work before the event is done."""
+        return True
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds from this event to ``end``; both must have been recorded."""
+        if self._seconds is None or end._seconds is None:
+            raise ValueError("both events must be recorded before their time can be taken")
+        return (end._seconds - self._seconds) * 1e3
+
+
+class _HostGenerators:
+    """``torch.cuda.default_generators`` by any device: the host's one generator."""
+
+    def __getitem__(self, device: object) -> torch.Generator:
+        return torch.default_generator
+
+
+def _current_device() -> torch.device:
+    return _HOST
+
+
+def _device_count() -> int:
+    return 1
+
+
+def _set_device(device: Any) -> None:
+    pass
+
+
+def _synchronize(device: Any = None) -> None:
+    pass
+
+
+def _reset_peak_memory_stats(device: Any = None) -> None:
+    pass
+
+
+def _is_current_stream_capturing() -> bool:
+    return False
+
+
+def _current_stream(device: Any = None) -> HostStream:
+    return HostStream()
+
+
+def _default_stream(device: Any = None) -> HostStream:
+    return HostStream()
+
+
+def _set_stream(stream: Any) -> None:
+    pass
+
+
+@contextmanager
+def _stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _lazy_call(call: Callable[[], object], **_: Any) -> None:
+    call()
+
+
+def _lazy_init() -> None:
+    pass
+
+
+# One function per replaced name: torch keeps tables by function object, and refuses one that
+# stands under two names.
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _get_rng_state_of_random(device: Any = "cuda") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.set_rng_state(new_state)
+
+
+def _set_rng_state_of_random(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int)
+
+
+def _on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A tensor factory for which device="cuda" is the host, and host memory is never pinned."""
+
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and _names_cuda(device):
+                kwargs["device"] = _HOST
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _tensor_cuda(
+    self: torch.Tensor,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = torch.preserve_format,
+) -> torch.Tensor:
+    return self
+
+
+def _tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    return self
+
+
+def _tensor_record_stream(self: torch.Tensor, stream: Any) -> None:
+    pass
+
+
+def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type()`` that answers torch.cuda.FloatTensor for a float tensor on the host."""
+
+    @functools.wraps(original)
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str):
+            return re.sub(r"^torch\.(?=\w+Tensor$)", "torch.cuda.", answer)
+        return answer
+
+    return tensor_type
+
+
+def _row(
+    target: str,
+    reason: str,
+    replacement: Any = None,
+    *,
+    wrapper: Callable[[Any], Any] | None = None,
+    signature: str | None = None,
+) -> Replacement:
+    return Replacement(
+        target=target, reason=reason, replacement=replacement, wrapper=wrapper, signature=signature
+    )
+
+
+_FACTORY = "upstream calls it with device='cuda' (or pinned, as a stop on the way there)"
+_DRIVER = "asks the CUDA driver, which is not there"
+_ONE_QUEUE = "streams and events order GPU work; a CPU has one queue"
+_RNG = "upstream's RNG tracker keeps the state of the device's generator: here the host's"
+
+CPU_ROWS: tuple[Replacement, ...] = (
+    _row("torch.cuda.current_device", "upstream gives it as device=; answers the host's device",
+         _current_device, signature="() -> int"),
+    _row("torch.cuda.device_count", "initialize_megatron makes no model-parallel groups and no "
+         "RNG tracker where it is 0", _device_count, signature="() -> int"),
+    _row("torch.cuda.set_device", _DRIVER, _set_device),
+    _row("torch.cuda.synchronize", _DRIVER + "; timers, p2p and checkpoints call it", _synchronize),
+    _row("torch.cuda.reset_peak_memory_stats", _DRIVER, _reset_peak_memory_stats),
+    _row("torch.cuda.is_current_stream_capturing", _DRIVER, _is_current_stream_capturing),
+    _row("torch.cuda.Stream", _ONE_QUEUE, HostStream),
+    _row("torch.cuda.Event", _ONE_QUEUE, HostEvent),
+    _row("torch.cuda.current_stream", _ONE_QUEUE, _current_stream),
+    _row("torch.cuda.default_stream", _ONE_QUEUE, _default_stream),
+    _row("torch.cuda.set_stream", _ONE_QUEUE, _set_stream),
+    _row("torch.cuda.stream", _ONE_QUEUE, _stream),
+    _row("torch.Tensor.record_stream", _ONE_QUEUE, _tensor_record_stream),
+    _row("torch.cuda._lazy_call", "waits for a CUDA start that never comes; "
+         "tensor_parallel.random sets RNG states through it", _lazy_call),
+    _row("torch.cuda._lazy_init", _DRIVER, _lazy_init),
+    _row("torch.cuda.get_rng_state", _RNG, _get_rng_state),
+    _row("torch.cuda.random.get_rng_state", _RNG, _get_rng_state_of_random),
+    _row("torch.cuda.set_rng_state", _RNG, _set_rng_state),
+    _row("torch.cuda.random.set_rng_state", _RNG, _set_rng_state_of_random),
+    _row("torch.cuda.manual_seed", _RNG, _manual_seed),
+    _row("torch.cuda.default_generators", _RNG, _HostGenerators()),
+    *(_row(f"torch.{name}", _FACTORY, wrapper=_on_host)
+      for name in ("tensor", "empty", "empty_like", "zeros", "ones", "rand")),
+    _row("torch.Tensor.cuda", "the host's tensors are where they belong", _tensor_cuda),
+    _row("torch.Tensor.pin_memory", "pinning needs the CUDA driver; offload buffers are pinned",
+         _tensor_pin_memory),
+    _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
+         "torch.cuda ones", wrapper=_device_type_name),
+)  # fmt: skip
+
+
+class CpuPlatform(PlatformBase):
+    """Host memory and gloo; active from its construction until ``deactivate``."""
+
+    name = "cpu"
+    backend = "gloo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
+        # to be made of torch's own functions, which the wrappers call.
+        torch.utils._device._device_constructors()
+        self._dynamo_before = _disable_dynamo()
+        self.use(ReplacementTable("cpu", CPU_ROWS))
+
+    @property
+    def device(self) -> torch.device:
+        """The host."""
+        return _HOST
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def peak_memory_bytes(self) -> int:
+        """The most resident memory of this process."""
+        try:
+            status = Path("/proc/self/status").read_text()
+        except OSError:
+            import resource
+
+            # Linux counts KiB, macOS bytes; only the latter comes here.
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak where the kernel lets a process do so (Linux); else keep the old."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+    def deactivate(self) -> None:
+        """Undo the CPU layer."""
+        super().deactivate()
+        _restore_dynamo(self._dynamo_before)
+
+
+def _disable_dynamo() -> str | None:
+    """Run what upstream hands to torch.compile eagerly; returns the variable's former value.
+
+    Upstream compiles its small fused functions when they are first called. On the CPU that
+    needs a C++ compiler and takes longer than it saves, and dynamo refuses to start when
+    torch's functions are not the ones it knows.
+    """
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    _set_dynamo_disabled(True)
+    return before
+
+
+def _restore_dynamo(before: str | None) -> None:
+    if before is None:
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    else:
+        os.environ["TORCHDYNAMO_DISABLE"] = before
+    _set_dynamo_disabled(before == "1")
+
+
+def _set_dynamo_disabled(disabled: bool) -> None:
+    """The variable is read when dynamo is imported: tell one that already was."""
+    config = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        cast(Any, config).disable = disabled

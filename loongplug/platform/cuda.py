@@ -1,0 +1,29 @@
+"""CUDA with NCCL: upstream's code as it is."""
+
+import torch
+
+from loongplug.platform.base import PlatformBase
+
+
+class CudaPlatform(PlatformBase):
+    """One GPU per process; which one is Megatron's choice, by LOCAL_RANK."""
+
+    name = "cuda"
+    backend = "nccl"
+
+    @property
+    def device(self) -> torch.device:
+        """The current GPU; asked anew each time, because Megatron sets it while it starts."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Most bytes that torch's allocator held in tensors."""
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak."""
+        torch.cuda.reset_peak_memory_stats()

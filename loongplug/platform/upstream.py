@@ -1,0 +1,136 @@
+"""Every function of Megatron that LoongPlug replaces, each with its reason and signature."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from loongplug.platform.active import Platform
+from loongplug.platform.replacements import Replacement, ReplacementTable
+
+
+def _prebuilt_helpers(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(allow_no_cuda: bool = False, *args: Any, **kwargs: Any) -> Any:
+        return original(True, *args, **kwargs)
+
+    return initialize_megatron
+
+
+def _no_stream_order() -> int:
+    return 10
+
+
+def _split_sizes(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+
+def _uses_torch_adam(optimizer: Any) -> bool:
+    """Whether a DistributedOptimizer steps with torch's Adam (neither TE nor Apex is there)."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE and optimizer.config.optimizer == "adam"
+
+
+def _with_adam_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        if not _uses_torch_adam(self) or adam is None:
+            return original(self)
+        for group in adam.param_groups:
+            for param in group["params"]:
+                if not adam.state[param]:
+                    adam.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+        return original(self)
+
+    return state_dict
+
+
+def _with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        if _uses_torch_adam(self) and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+EVERYWHERE: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.core.datasets.utils.compile_helpers",
+        wrapper=_prebuilt_helpers,
+        signature="()",
+        reason="runs make without the Makefile, which the wheel lacks, although the wheel "
+        "brings the helpers built",
+    ),
+    Replacement(
+        target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+        wrapper=_with_adam_state,
+        signature="(self)",
+        reason="reads the step from the state of torch's Adam, which has none before the first "
+        "step: no checkpoint can be loaded without TE or Apex",
+    ),
+    Replacement(
+        target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+        wrapper=_with_own_steps,
+        signature="(self, state_dict)",
+        reason="gives all parameters one step tensor, which torch's Adam then advances once for "
+        "each parameter",
+    ),
+)
+
+ON_CPU: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.training.initialize.initialize_megatron",
+        wrapper=_without_cuda,
+        signature="(allow_no_cuda=False, skip_mpu_initialization=False, "
+        "get_embedding_ranks=None, get_position_embedding_ranks=None, store=None, "
+        "skip_model_parallel_init=False, seed_pp_group=None, seed_dp_group=None, "
+        "seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, skip_random_seed=False)",
+        reason="pretrain() calls it without allow_no_cuda, and so refuses a machine without a GPU",
+    ),
+    Replacement(
+        target="megatron.training.utils.common_utils.get_device_arch_version",
+        replacement=_no_stream_order,
+        signature="()",
+        reason="from 10 on upstream does not ask for CUDA_DEVICE_MAX_CONNECTIONS=1, which "
+        "orders kernels of several streams",
+    ),
+    Replacement(
+        target="megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+        replacement=_split_sizes,
+        signature="(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) "
+        "-> torch.Tensor",
+        reason="turns split sizes into numbers only when they come from a GPU; gloo's all-to-all "
+        "takes no tensors for them",
+    ),
+)
+
+
+def apply_upstream_replacements(platform: Platform) -> None:
+    """Replace what has to give way in Megatron, until the platform ends; idempotent.
+
+    Imports the targets' modules (``megatron.training`` among them), so call it after
+    ``activate``. Raises ReplacementError, with nothing changed, when a target is missing or
+    its signature is another than the one its replacement was written for.
+    """
+    rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
+    platform.use(ReplacementTable("upstream", rows))

@@ -1,0 +1,39 @@
+"""Train a multimodal model: ``torchrun ... loongplug/train.py FLAGS`` (or ``-m loongplug.train``).
+
+This file only chooses the platform, which has to happen before Megatron is imported, and sees to
+it that an error on one rank ends all of them.
+"""
+
+import os
+import sys
+
+# Started by path, this file's folder heads sys.path, and its ``platform`` folder would stand in
+# for the standard library's module of that name.
+if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+    del sys.path[0]
+
+import argparse
+
+
+def requested_device(argv: list[str]) -> str:
+    """The value of ``--device``, read ahead of all other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="auto")
+    return str(parser.parse_known_args(argv)[0].device)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run training with ``argv`` (default: the command line). Every rank enters."""
+    from loongplug.parallel.failure import failure_board
+    from loongplug.platform import activate
+
+    argv = sys.argv[1:] if argv is None else argv
+    with failure_board():
+        activate(requested_device(argv))
+        from loongplug.training.run import run
+
+        run(argv)
+
+
+if __name__ == "__main__":
+    main()

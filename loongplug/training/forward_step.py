@@ -1,0 +1,62 @@
+"""The forward step and the loss that Megatron's schedules call for every microbatch."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from loongplug.data.microbatch import Microbatch
+
+LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
+    """Sum of the losses of the tokens that count.
+
+    Megatron divides the gradients by the number of such tokens of the whole global batch (all
+    microbatches, all data parallel ranks), so the loss is the mean over tokens however the batch
+    is split.
+
+    Args:
+        loss_mask: [b, s] float32, 1 where a token counts.
+        losses: [b, s] float32.
+
+    Returns:
+        the sum, the number of tokens (int32), and the pair of both for the log.
+    """
+    total = (losses.float() * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return (
+        total,
+        tokens.to(torch.int32),
+        {"lm loss": torch.stack([total.detach(), tokens])},
+    )
+
+
+class ForwardStep:
+    """Take the next microbatch, run this rank's chunk on it, count its tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.tokens = 0  # tokens before padding of all training microbatches seen by this rank
+        self.started: float | None = None  # when the first of them was asked for
+
+    def __call__(
+        self, data_iterator: Iterator[Microbatch], model: MegatronModule
+    ) -> tuple[Tensor, Callable[[Tensor], LossReport]]:
+        """Output of this stage and the loss function for the last one."""
+        if self.started is None:
+            self.started = time.monotonic()
+        microbatch = next(data_iterator).to(self._device)
+        if model.training:
+            self.tokens += microbatch.tokens
+        output = model(
+            microbatch.input_ids,
+            microbatch.position_ids,
+            vision=microbatch.vision,
+            labels=microbatch.labels,
+        )
+        return output, partial(token_loss, microbatch.loss_mask)

@@ -1,0 +1,231 @@
+"""What a person sees while training runs: a bar on a terminal, plain lines elsewhere."""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the log knows after an iteration; the same on every rank."""
+
+    iteration: int
+    loss: float  # mean over tokens since the last report
+    tokens: int  # tokens before padding since the last report, over all data parallel ranks
+    seconds: float  # wall time since the last report
+
+
+class TokenCounter(Protocol):
+    """What this rank has trained on so far."""
+
+    tokens: int  # before padding
+    started: float | None  # time.monotonic() of the first microbatch
+
+
+class ProgressSink(Protocol):
+    """Where reports are shown."""
+
+    def report(self, step: StepReport) -> None:
+        """Show one report."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+def describe(step: StepReport, *, total: int) -> str:
+    """One plain line for one report."""
+    rate = step.tokens / step.seconds if step.seconds > 0 else 0.0
+    return f"iteration {step.iteration}/{total} | loss {step.loss:.4f} | {rate:,.0f} tokens/s"
+
+
+class PlainLines:
+    """A line at most every ``every_seconds``, and one for the first and the last iteration."""
+
+    def __init__(self, stream: TextIO, *, total: int, every_seconds: float = 5.0) -> None:
+        self._stream = stream
+        self._total = total
+        self._every = every_seconds
+        self._last_time: float | None = None
+        self._start: tuple[int, float] | None = None
+
+    def report(self, step: StepReport) -> None:
+        now = time.monotonic()
+        if self._start is None:
+            self._start = (step.iteration, now)
+        due = self._last_time is None or now - self._last_time >= self._every
+        if due or step.iteration == self._total:
+            self._last_time = now
+            print(
+                f"{describe(step, total=self._total)}{self._eta(step.iteration, now)}",
+                file=self._stream,
+                flush=True,
+            )
+
+    def _eta(self, iteration: int, now: float) -> str:
+        assert self._start is not None
+        first, since = self._start
+        if iteration == first:
+            return ""
+        remaining = (self._total - iteration) * (now - since) / (iteration - first)
+        return f" | {remaining:.0f} s left"
+
+    def close(self) -> None:
+        pass
+
+
+class RichBar:
+    """A progress bar with loss, tokens/s and the time that is left."""
+
+    def __init__(self, stream: TextIO, *, total: int) -> None:
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+            console=Console(file=stream, force_terminal=True),
+        )
+        self._task = self._bar.add_task("training", total=total, loss="-", rate="-")
+        self._bar.start()
+
+    def report(self, step: StepReport) -> None:
+        rate = step.tokens / step.seconds if step.seconds > 0 else 0.0
+        self._bar.update(
+            self._task, completed=step.iteration, loss=f"{step.loss:.4f}", rate=f"{rate:,.0f}"
+        )
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def progress_sink(stream: TextIO, *, total: int) -> ProgressSink:
+    """The bar where ``stream`` is a terminal, plain lines elsewhere."""
+    return RichBar(stream, total=total) if stream.isatty() else PlainLines(stream, total=total)
+
+
+@dataclass(frozen=True)
+class TrainingMetrics:
+    """The figures of one training run, written as JSON."""
+
+    loss_first: float
+    loss_last: float
+    tokens_per_second: float
+    train_seconds: float
+    iterations: int
+
+
+class TrainingProgress:
+    """Collects reports on every rank, shows them on rank 0, sums the run up.
+
+    Collective: every rank calls :meth:`step` in every iteration; every ``interval`` iterations
+    (and in the first and last one) one all-reduce over the default group brings the last stage's
+    loss and all ranks' token counts together.
+    """
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        interval: int,
+        device: torch.device,
+        counter: TokenCounter,
+        counts_tokens: bool,
+        has_loss: bool,
+        sink: ProgressSink | None,
+    ) -> None:
+        """``counts_tokens``: this rank speaks for its data parallel replica (tp 0, stage 0).
+        ``has_loss``: this rank speaks for the loss (the last stage's tp 0 of replica 0).
+        """
+        self._total = total
+        self._interval = interval
+        self._device = device
+        self._counter = counter
+        self._counts_tokens = counts_tokens
+        self._has_loss = has_loss
+        self._sink = sink
+        self._losses: list[torch.Tensor] = []
+        self._reported_tokens = 0
+        self._reports: list[StepReport] = []
+        self._last_time: float | None = None
+
+    def step(self, iteration: int, loss: torch.Tensor | None) -> None:
+        """Take note of one iteration; ``loss`` is set on the last stage."""
+        if loss is not None:
+            self._losses.append(loss.detach().float().reshape(()))
+        if iteration % self._interval == 0 or iteration == self._total or not self._reports:
+            self._report(iteration)
+
+    def _report(self, iteration: int) -> None:
+        tokens = self._counter.tokens
+        loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
+        # float64 [loss, tokens]: exact for counts far beyond any run's
+        sums = torch.tensor(
+            [
+                loss.item() if self._has_loss else 0.0,
+                tokens - self._reported_tokens if self._counts_tokens else 0,
+            ],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        torch.distributed.all_reduce(sums)
+        now = time.monotonic()
+        since = self._last_time if self._last_time is not None else self._counter.started
+        assert since is not None, "a report comes after the first microbatch"
+        report = StepReport(
+            iteration=iteration, loss=float(sums[0]), tokens=int(sums[1]), seconds=now - since
+        )
+        self._losses.clear()
+        self._reported_tokens = tokens
+        self._last_time = now
+        self._reports.append(report)
+        if self._sink is not None:
+            self._sink.report(report)
+
+    def close(self) -> None:
+        """End the display."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def metrics(self) -> TrainingMetrics | None:
+        """The run's figures, None when it had no iteration.
+
+        The first report holds start-up costs; the rate is that of all others when there are any.
+        """
+        if not self._reports:
+            return None
+        steady = self._reports[1:] or self._reports
+        return TrainingMetrics(
+            loss_first=self._reports[0].loss,
+            loss_last=self._reports[-1].loss,
+            tokens_per_second=sum(step.tokens for step in steady)
+            / sum(step.seconds for step in steady),
+            train_seconds=sum(step.seconds for step in self._reports),
+            iterations=self._reports[-1].iteration,
+        )
+
+
+def write_metrics(path: Path, metrics: TrainingMetrics) -> None:
+    """Merge the figures into the JSON object at ``path``, atomically."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps({**known, **asdict(metrics)}, indent=2) + "\n")
+    partial.replace(path)

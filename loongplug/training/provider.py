@@ -1,0 +1,57 @@
+"""The model provider that Megatron's training loop calls, once per stage or virtual chunk."""
+
+from pathlib import Path
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import get_args
+from megatron.training.argument_utils import core_transformer_config_from_args
+
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.models.decoder import DecoderConfig
+from loongplug.models.layers.specs import Backend
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.models.registry import family_of
+
+
+class ModelProvider:
+    """Build the chunks of one rank and remember them, so that they can be exported at the end."""
+
+    def __init__(
+        self, model: Qwen3VLConfig, *, backend: Backend, hf_folder: Path | None = None
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.hf_folder = hf_folder
+        self.chunks: list[MultimodalModel] = []
+
+    def __call__(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> MultimodalModel:
+        """One chunk, with weights from ``hf_folder`` where one is given.
+
+        Collective: every rank builds as many chunks as every other, in the same order.
+        """
+        if config is None:
+            config = core_transformer_config_from_args(get_args(), DecoderConfig)
+        assert isinstance(config, DecoderConfig)
+        chunk = family_of(self.model).build_model(
+            self.model,
+            config,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            backend=self.backend,
+        )
+        if self.hf_folder is not None:
+            # Before the optimizer copies the weights into its own shards.
+            load_hf_weights([chunk], self.hf_folder, config=self.model)
+        self.chunks.append(chunk)
+        return chunk

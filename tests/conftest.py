@@ -1,0 +1,32 @@
+"""One import of torch and Megatron on the CPU platform for all tests; ranks are forked from it."""
+
+import os
+import warnings
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from loongplug.platform import activate
+
+# Before any parallel region: threads of an OpenMP pool don't survive a fork.
+torch.set_num_threads(1)
+_PLATFORM = activate("cpu")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from loongplug.platform.upstream import apply_upstream_replacements
+
+    apply_upstream_replacements(_PLATFORM)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU on a machine without one."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,84 @@
+"""Patch geometry against transformers' own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3VLConfig as HfConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionRotaryEmbedding
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from loongplug.models.qwen3_vl.grids import (
+    frame_lengths,
+    packed_position_taps,
+    packed_rotary_angles,
+    patch_coordinates,
+)
+
+pytestmark = pytest.mark.quick
+
+grids = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6)).map(
+        lambda grid: [grid[0], 2 * grid[1], 2 * grid[2]]
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(grid=grids, side=st.sampled_from([4, 8, 48]))
+def test_position_taps_resample_the_table_as_transformers_does(grid, side):
+    grid_thw = torch.tensor(grid)
+    table = torch.randn(side * side, 5)
+    taps, weights = packed_position_taps(grid_thw, side=side, merge=2)
+    rows, shares = get_vision_interpolation_indices_and_weights(
+        grid_thw, side, mode="bilinear", align_corners=True, spatial_merge_size=2
+    )
+    ours = (table[taps] * weights[:, :, None]).sum(1)
+    theirs = (table[rows] * shares[:, :, None]).sum(1)
+    # transformers computes the coordinates (up to 47) in float32: 47 * 2^-23, a few times over.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(grid=grids)
+def test_rotary_angles_are_those_of_transformers(grid):
+    grid_thw = torch.tensor(grid)
+    vision = HfConfig().vision_config
+    vision.hidden_size, vision.num_heads = 64, 4
+    reference = Qwen3VLVisionRotaryEmbedding(vision)
+    cos, sin = reference(torch.zeros(1), get_vision_position_ids(grid_thw, 2))
+    angles = packed_rotary_angles(grid_thw, head_dim=16, base=10000.0, merge=2)
+    angles = torch.cat([angles, angles], dim=1)
+    torch.testing.assert_close(angles.cos(), cos, rtol=0, atol=1e-6)
+    torch.testing.assert_close(angles.sin(), sin, rtol=0, atol=1e-6)
+
+
+def test_patches_of_one_token_stand_together():
+    row, column = patch_coordinates(4, 4, merge=2)
+    assert list(zip(row.tolist(), column.tolist(), strict=True))[:8] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (1, 3),
+    ]
+
+
+def test_attention_stays_within_a_frame():
+    assert frame_lengths(torch.tensor([[2, 2, 4], [1, 2, 2]])) == [8, 8, 4]
+
+
+def test_no_images_give_empty_geometry():
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    taps, weights = packed_position_taps(none, side=8, merge=2)
+    assert taps.shape == weights.shape == (0, 4)
+    assert packed_rotary_angles(none, head_dim=16, base=1e4, merge=2).shape == (0, 8)
+    assert frame_lengths(none) == []

@@ -1,0 +1,59 @@
+"""Interleaved mRoPE against transformers' own."""
+
+import pytest
+import torch
+from transformers import Qwen3VLConfig as HfConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLTextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from loongplug.models.layers.rope import rotate
+from loongplug.models.mrope import InterleavedMultimodalRotary
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("kv_channels", "section"), [(32, (6, 5, 5)), (128, (24, 20, 20)), (16, (8, 0, 0))]
+)
+def test_rotation_is_that_of_transformers(kv_channels, section):
+    text = HfConfig().text_config
+    text.head_dim = kv_channels
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_section": list(section),
+        "mrope_interleaved": True,
+    }
+    reference = Qwen3VLTextRotaryEmbedding(text)
+    position_ids = torch.randint(0, 3000, (3, 2, 7))
+    query = torch.randn(2, 4, 7, kv_channels)  # [b, heads, s, dim]
+    cos, sin = reference(query, position_ids)
+    expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
+    rotary = InterleavedMultimodalRotary(
+        kv_channels=kv_channels, base=5e6, section=section, dtype=torch.float32
+    )
+    turned = rotate(query.permute(2, 0, 1, 3), rotary(position_ids, list(section)))
+    torch.testing.assert_close(turned.permute(1, 2, 0, 3), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_axes_are_told_apart():
+    rotary = InterleavedMultimodalRotary(
+        kv_channels=32, base=1e4, section=(6, 5, 5), dtype=torch.float32
+    )
+    base = torch.zeros(3, 1, 1, dtype=torch.int64)
+    tables = []
+    for axis in range(3):
+        position_ids = base.clone()
+        position_ids[axis] = 3
+        tables.append(rotary(position_ids, [6, 5, 5]))
+    turned = [(table != rotary(base, [6, 5, 5]))[..., :16].sum().item() for table in tables]
+    assert turned == [6, 5, 5]
+
+
+def test_sections_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"sums to 15, expected kv_channels / 2 = 16"):
+        InterleavedMultimodalRotary(
+            kv_channels=32, base=1e4, section=(5, 5, 5), dtype=torch.float32
+        )
