@@ -106,14 +106,15 @@ def find_family(name: str, *, trusted_packages: Sequence[str] = ()) -> Family:
     return known[name]
 
 
-def family_of(config_class: type, *, trusted_packages: Sequence[str] = ()) -> Family:
-    """The family whose config class is ``config_class`` or its nearest base.
+def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
+    """The family of a model's config (or config class); a derived class counts as its base.
 
     Raises:
         ValueError: no family has such configs.
     """
     known = families(trusted_packages)
     by_class = {family.load_config_class(): family for family in known.values()}
+    config_class = model if isinstance(model, type) else type(model)
     for base in config_class.__mro__:
         if base in by_class:
             return by_class[base]

@@ -65,10 +65,14 @@ def _with_adam_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        original(self, state_dict)
-        if _uses_torch_adam(self) and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                state["step"] = state["step"].clone()
+        if not _uses_torch_adam(self) or self.optimizer is None:
+            original(self, state_dict)
+            return
+        steps = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
+        with torch.no_grad():
+            original(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(max(steps, default=0.0))
 
     return load_state_dict
 
@@ -92,8 +96,9 @@ EVERYWHERE: tuple[Replacement, ...] = (
         target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
         wrapper=_with_own_steps,
         signature="(self, state_dict)",
-        reason="gives all parameters one step tensor, which torch's Adam then advances once for "
-        "each parameter",
+        reason="leaves torch's Adam with one step tensor for all parameters, which then advances "
+        "once for each, and which sharded states set back to what it was before the load; and "
+        "copies into fp32 parameters, which are leaves that require grad",
     ),
 )
 
@@ -134,3 +139,45 @@ def apply_upstream_replacements(platform: Platform) -> None:
     """
     rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
     platform.use(ReplacementTable("upstream", rows))
+
+
+def training_log_table(
+    on_iteration: Callable[[int, dict[str, torch.Tensor]], None],
+) -> ReplacementTable:
+    """Call ``on_iteration(iteration, losses)`` whenever Megatron logs an iteration.
+
+    It is called after Megatron's own logging, on every rank in every iteration; ``losses`` is
+    empty but on the last pipeline stage.
+    """
+
+    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def training_log(
+            loss_dict: dict[str, torch.Tensor],
+            total_loss_dict: dict[str, Any],
+            learning_rate: float | None,
+            iteration: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            on_iteration(iteration, loss_dict)
+            return result
+
+        return training_log
+
+    return ReplacementTable(
+        "training log",
+        (
+            Replacement(
+                target="megatron.training.training.training_log",
+                wrapper=tapped,
+                signature="(loss_dict, total_loss_dict, learning_rate: float | None, iteration, "
+                "loss_scale, report_memory_flag, skipped_iter, grad_norm, params_norm, "
+                "num_zeros_in_grad, max_attention_logit, pg_collection=None, "
+                "is_first_iteration=False, seqlen_squared_sum_in_batch: float | None = None, "
+                "total_real_tokens_in_batch: float | None = None)",
+                reason="the only place that knows every iteration's losses; it has no hook",
+            ),
+        ),
+    )

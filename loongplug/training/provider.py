@@ -12,16 +12,22 @@ from loongplug.models.decoder import DecoderConfig
 from loongplug.models.layers.specs import Backend
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
-from loongplug.models.registry import family_of
+from loongplug.models.registry import Family
 
 
 class ModelProvider:
     """Build the chunks of one rank and remember them, so that they can be exported at the end."""
 
     def __init__(
-        self, model: Qwen3VLConfig, *, backend: Backend, hf_folder: Path | None = None
+        self,
+        model: Qwen3VLConfig,
+        family: Family,
+        *,
+        backend: Backend,
+        hf_folder: Path | None = None,
     ) -> None:
         self.model = model
+        self.family = family
         self.backend = backend
         self.hf_folder = hf_folder
         self.chunks: list[MultimodalModel] = []
@@ -41,7 +47,7 @@ class ModelProvider:
         if config is None:
             config = core_transformer_config_from_args(get_args(), DecoderConfig)
         assert isinstance(config, DecoderConfig)
-        chunk = family_of(self.model).build_model(
+        chunk: MultimodalModel = self.family.load_builder()(
             self.model,
             config,
             pre_process=pre_process,

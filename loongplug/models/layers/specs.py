@@ -1,5 +1,6 @@
 """Layer specs for Megatron's TransformerBlock, with TransformerEngine or without."""
 
+import functools
 import importlib.util
 from typing import Literal
 
@@ -10,15 +11,19 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_bac
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
+    MlpBuilder,
     TransformerLayer,
     TransformerLayerSubmodules,
 )
 
 from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from loongplug.models.layers.mlp import LocalMLP
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.rope import RotarySelfAttention
 from loongplug.platform import current_platform
@@ -27,13 +32,21 @@ Backend = Literal["te", "local"]
 
 
 class SDPASpecProvider(LocalSpecProvider):
-    """Upstream's local modules with this package's attention and norms in their place."""
+    """Upstream's local backend with this package's attention, norms and linears."""
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> LayerNormBuilder:
         """The norm class; q/k norms and norms before a residual are no different."""
         return RMSNorm if rms_norm else LayerNorm
+
+    def column_parallel_linear(self) -> type:
+        """The column-parallel linear class."""
+        return LocalColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The row-parallel linear class."""
+        return LocalRowParallelLinear
 
     def core_attention(self) -> type:
         """The core attention class."""
@@ -101,7 +114,7 @@ def _layer_spec(
         q_layernorm=qk_norm if config.qk_layernorm else IdentityOp,
         k_layernorm=qk_norm if config.qk_layernorm else IdentityOp,
     )
-    experts = config.num_moe_experts
+    dense = config.num_moe_experts is None
     submodules = TransformerLayerSubmodules(
         input_layernorm=IdentityOp if fused else norm,
         self_attention=ModuleSpec(
@@ -109,15 +122,27 @@ def _layer_spec(
         ),
         self_attn_bda=get_bias_dropout_add,
         # Only a dense MLP's first linear has the norm inside it.
-        pre_mlp_layernorm=IdentityOp if fused and not experts else norm,
-        mlp=get_mlp_module_spec_for_backend(
-            backend=provider, num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm
-        ),
+        pre_mlp_layernorm=IdentityOp if fused and dense else norm,
+        mlp=_mlp(config, provider),
         mlp_bda=get_bias_dropout_add,
         # Checkpoints carry the fused names either way, so that they move between backends.
-        sharded_state_dict_keys_map={} if fused else _fused_names(dense=not experts),
+        sharded_state_dict_keys_map={} if fused else _fused_names(dense=dense),
     )
     return ModuleSpec(module=layer_class, submodules=submodules)
+
+
+def _mlp(config: TransformerConfig, provider: BackendSpecProvider) -> MlpBuilder:
+    if config.num_moe_experts is None and isinstance(provider, SDPASpecProvider):
+        linears = MLPSubmodules(
+            linear_fc1=provider.column_parallel_linear(),
+            linear_fc2=provider.row_parallel_linear(),
+        )
+        return functools.partial(LocalMLP.as_mlp_submodule, submodules=linears)
+    return get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
 
 
 def _fused_names(*, dense: bool) -> dict[str, str]:

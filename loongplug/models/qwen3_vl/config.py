@@ -67,7 +67,6 @@ class Qwen3VLConfig:
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
 
-    @property
     def visual_token_ids(self) -> tuple[int, int]:
         """The ids of the image and the video placeholder, known once a tokenizer was read."""
         assert self.image_token_id is not None

@@ -10,6 +10,7 @@ from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 _VISION, _VISION_HF = "image_encoder.blocks.layers.{}.", "model.visual.blocks.{}."
 _TEXT, _TEXT_HF = "text_decoder.decoder.layers.{}.", "model.language_model.layers.{}."
 _HF_EMBEDDING, _HF_HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
+_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
 _HF_NORM_EPSILON = 1e-6  # transformers has no key for the encoder's and the mergers' norms
 
@@ -175,15 +176,12 @@ def hf_config(config: Qwen3VLConfig) -> Any:
                 f"{module}.layernorm_epsilon is {epsilon}, but transformers' Qwen3-VL has "
                 f"{_HF_NORM_EPSILON} there; only a model with that value can be exchanged with it"
             )
-    assert None not in (config.vision_start_token_id, config.vision_end_token_id)
-    image_token_id, video_token_id = config.visual_token_ids()
+    token_ids = {name: getattr(config, name) for name in _TOKEN_IDS}
+    assert None not in token_ids.values(), token_ids
     return HFConfig(
         text_config=_text_config(config),
         vision_config=_vision_config(config),
-        image_token_id=image_token_id,
-        video_token_id=video_token_id,
-        vision_start_token_id=config.vision_start_token_id,
-        vision_end_token_id=config.vision_end_token_id,
+        **token_ids,
         tie_word_embeddings=config.foundation.tie_word_embeddings,
         architectures=["Qwen3VLForConditionalGeneration"],
     )

@@ -1,0 +1,53 @@
+"""Samples into one microbatch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from loongplug.data.dataset import Sample
+from loongplug.data.images import load_images
+from loongplug.data.microbatch import Microbatch, VisionInput
+from loongplug.data.processor import Processor
+
+
+def collate(
+    samples: Sequence[Sample], *, processor: Processor, seq_length: int, with_images: bool
+) -> Microbatch:
+    """Pad the samples on the right to ``seq_length`` and load their images if asked to.
+
+    Padding has position 0 and mask 0. Without images, no image file is opened and the
+    microbatch's vision is None.
+    """
+    shape = (len(samples), seq_length)
+    input_ids = np.full(shape, processor.pad_token_id, dtype=np.int64)
+    labels = np.full(shape, processor.pad_token_id, dtype=np.int64)
+    loss_mask = np.zeros(shape, dtype=np.float32)
+    position_ids = np.zeros((3, *shape), dtype=np.int64)
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        input_ids[row, :length] = sample.input_ids
+        labels[row, :length] = sample.labels
+        loss_mask[row, :length] = sample.loss_mask
+        position_ids[:, row, :length] = sample.position_ids
+    return Microbatch(
+        input_ids=torch.from_numpy(input_ids),  # [b, s]
+        position_ids=torch.from_numpy(position_ids),  # [3, b, s]
+        labels=torch.from_numpy(labels),  # [b, s]
+        loss_mask=torch.from_numpy(loss_mask),  # [b, s]
+        tokens=sum(len(sample.input_ids) for sample in samples),
+        vision=_vision(samples, processor) if with_images else None,
+    )
+
+
+def _vision(samples: Sequence[Sample], processor: Processor) -> VisionInput:
+    paths = [path for sample in samples for path in sample.image_paths]
+    where = ", ".join(sample.where for sample in samples)
+    vision = load_images(paths, processor, where=where)
+    grids = [list(grid) for sample in samples for grid in sample.image_grids]
+    if vision.grid_thw.tolist() != grids:
+        raise ValueError(
+            f"{where}: the images have patch grids {vision.grid_thw.tolist()}, but the text was"
+            f" written for {grids}: do not change image files while they are in use."
+        )
+    return vision

@@ -1,0 +1,165 @@
+"""The tokenizer and the image processor of a model, from one folder in Hugging Face format."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+
+IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
+VISION_START_TOKEN = "<|vision_start|>"
+VISION_END_TOKEN = "<|vision_end|>"
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What turns a conversation into tokens and patches, with the ids that both sides share.
+
+    The image processor is always the Pillow one, so that a machine with torchvision makes
+    the same pixels as one without.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    image_processor: Qwen2VLImageProcessorPil
+    folder: Path
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    end_token: str
+    end_token_id: int
+    pad_token_id: int
+    vocab_size: int  # one more than the highest id; a model may pad beyond it
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    patch_dim: int  # channels * temporal * patch * patch: the width of a row of pixels
+
+    @property
+    def vision_token_ids(self) -> frozenset[int]:
+        """Ids that only mark or hold the place of images and videos."""
+        return frozenset(
+            (
+                self.image_token_id,
+                self.video_token_id,
+                self.vision_start_token_id,
+                self.vision_end_token_id,
+            )
+        )
+
+
+def load_processor(folder: str | Path) -> Processor:
+    """Load tokenizer, chat template and image processor from ``folder``, without any network.
+
+    Raises ValueError when the folder or one of its files is missing, and when the tokenizer
+    has no vision tokens, no chat template or no end token.
+    """
+    folder = Path(folder)
+    _require_files(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    image_processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
+    ids = _special_ids(tokenizer, folder=folder)
+    patch, temporal = image_processor.patch_size, image_processor.temporal_patch_size
+    return Processor(
+        tokenizer=tokenizer,
+        image_processor=image_processor,
+        folder=folder,
+        image_token_id=ids[IMAGE_TOKEN],
+        video_token_id=ids[VIDEO_TOKEN],
+        vision_start_token_id=ids[VISION_START_TOKEN],
+        vision_end_token_id=ids[VISION_END_TOKEN],
+        end_token=tokenizer.eos_token,
+        end_token_id=tokenizer.eos_token_id,
+        pad_token_id=(
+            tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        ),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        patch_size=patch,
+        temporal_patch_size=temporal,
+        spatial_merge_size=image_processor.merge_size,
+        patch_dim=len(image_processor.image_mean) * temporal * patch * patch,
+    )
+
+
+def require_fit(
+    processor: Processor,
+    *,
+    image_token_id: int,
+    video_token_id: int,
+    vision_start_token_id: int,
+    vision_end_token_id: int,
+    vocab_size: int,
+    patch_size: int,
+    temporal_patch_size: int,
+    spatial_merge_size: int,
+) -> None:
+    """Refuse a processor that was made for another model than the one described here."""
+    expected = {
+        "image_token_id": image_token_id,
+        "video_token_id": video_token_id,
+        "vision_start_token_id": vision_start_token_id,
+        "vision_end_token_id": vision_end_token_id,
+        "patch_size": patch_size,
+        "temporal_patch_size": temporal_patch_size,
+        "spatial_merge_size": spatial_merge_size,
+    }
+    wrong = [
+        f"{name} is {getattr(processor, name)} in the folder but {value} in the model"
+        for name, value in expected.items()
+        if getattr(processor, name) != value
+    ]
+    if processor.vocab_size > vocab_size:
+        wrong.append(
+            f"the tokenizer has {processor.vocab_size} ids but the model's vocab_size is"
+            f" {vocab_size}"
+        )
+    if wrong:
+        raise ValueError(
+            f"{processor.folder} does not fit the model: {'; '.join(wrong)}. Name the folder that"
+            " belongs to this model, or correct these values in the model's YAML."
+        )
+
+
+def _require_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(
+            f"No tokenizer folder at {folder}: looked for a folder with"
+            f" {' or '.join(_TOKENIZER_FILES)} and {' or '.join(_IMAGE_PROCESSOR_FILES)}. Give the"
+            " path of a downloaded Hugging Face model or of a folder made by"
+            " scripts/make_demo_data.py."
+        )
+    for kind, names in (
+        ("tokenizer", _TOKENIZER_FILES),
+        ("image processor", _IMAGE_PROCESSOR_FILES),
+    ):
+        if not any((folder / name).is_file() for name in names):
+            raise ValueError(
+                f"No {kind} in {folder}: looked for {' or '.join(names)}. Copy the file from the"
+                " model that this folder belongs to."
+            )
+
+
+def _special_ids(tokenizer: Any, *, folder: Path) -> dict[str, int]:
+    vocab = tokenizer.get_vocab()
+    tokens = (IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN)
+    missing = [token for token in tokens if token not in vocab]
+    if missing:
+        raise ValueError(
+            f"The tokenizer in {folder} has no {', '.join(missing)}: a Qwen-VL tokenizer was"
+            " expected. Use the tokenizer of the vision model, not of its text model."
+        )
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer in {folder} has no chat template: put chat_template.jinja into the"
+            " folder."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer in {folder} names no eos_token, the token that ends an answer: set it"
+            " in tokenizer_config.json."
+        )
+    return {token: vocab[token] for token in tokens}

@@ -1,0 +1,96 @@
+"""What ``loongplug eval`` does."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from loongplug.data.processor import Processor, load_processor, require_fit
+from loongplug.evaluate.generation import generate_answers, load_model, pick_device
+from loongplug.evaluate.questions import read_questions
+from loongplug.evaluate.report import (
+    merge_metrics,
+    print_scores,
+    print_wrong,
+    progress,
+    read_metrics,
+)
+from loongplug.evaluate.scoring import is_match, tally, tally_by_kind
+
+
+def evaluate(
+    model: Path,
+    data: Path,
+    *,
+    media_root: Path | None,
+    batch_size: int,
+    max_new_tokens: int,
+    limit: int | None,
+    device: str,
+    json_path: Path | None,
+) -> float:
+    """Let the model in folder ``model`` answer the questions in ``data``; return the exact match.
+
+    Prints the exact match overall and per kind of question (a row's ``kind`` or ``task``), and a
+    few wrong answers. ``json_path`` gets ``exact_match``, ``eval_samples`` and ``eval_seconds``
+    (without loading the model); what else it holds stays.
+
+    Raises:
+        ValueError: one sentence on what is wrong with the folder, the data or the options.
+    """
+    for name, value in (
+        ("--batch-size", batch_size),
+        ("--max-new-tokens", max_new_tokens),
+        ("--limit", limit),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1.")
+    if json_path is not None:
+        read_metrics(json_path)  # better now than after the work
+    console = Console()
+    target = pick_device(device)
+    hf_model = load_model(model, device=target)
+    processor = load_processor(model)
+    _require_fit(processor, hf_model.config)
+
+    started = time.monotonic()
+    questions = read_questions(data, processor, media_root=media_root, limit=limit)
+    with progress(len(questions), console) as on_done:
+        answers = generate_answers(
+            hf_model,
+            processor,
+            questions,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            on_done=on_done,
+        )
+    seconds = time.monotonic() - started
+
+    matches = [is_match(a, q.answer) for a, q in zip(answers, questions, strict=True)]
+    overall = tally(matches)
+    print_scores(console, overall, tally_by_kind(matches, [q.kind for q in questions]))
+    print_wrong(console, questions, answers, matches)
+    if json_path is not None:
+        metrics = {
+            "exact_match": overall.share,
+            "eval_samples": overall.total,
+            "eval_seconds": round(seconds, 3),
+        }
+        merge_metrics(json_path, metrics)
+    return overall.share
+
+
+def _require_fit(processor: Processor, config: Any) -> None:
+    vision = config.vision_config
+    require_fit(
+        processor,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vision_start_token_id=config.vision_start_token_id,
+        vision_end_token_id=config.vision_end_token_id,
+        vocab_size=config.text_config.vocab_size,
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        spatial_merge_size=vision.spatial_merge_size,
+    )

@@ -1,0 +1,125 @@
+"""Greedy answers from an exported model, in batches."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loongplug.data.images import load_images
+from loongplug.data.processor import Processor
+from loongplug.evaluate.questions import Question
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called ``name``; "auto" is CUDA where there is one.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name!r} is unknown: expected auto, cpu or cuda.")
+    if name == "cuda" and not available:
+        raise ValueError("--device cuda: torch finds no CUDA device here; use cpu or auto.")
+    return torch.device(name)
+
+
+def load_model(folder: Path, *, device: torch.device) -> Any:
+    """The model in ``folder`` on ``device``, for inference, from safetensors only.
+
+    On the CPU it computes in float32, which is faster there than what it was saved in.
+
+    Raises:
+        ValueError: there is no model in the folder, or its weights do not fill the model.
+    """
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"No config.json in {folder}: give a Hugging Face model folder, as --save-hf writes it."
+        )
+    logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            str(folder),
+            dtype=torch.float32 if device.type == "cpu" else "auto",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ValueError(f"The model in {folder} cannot be loaded: {error}") from error
+    finally:
+        logging.enable_progress_bar()
+    if report["missing_keys"]:
+        # transformers would answer with random weights in their place.
+        missing = ", ".join(sorted(report["missing_keys"]))
+        raise ValueError(f"The model in {folder} lacks {missing}: export it anew.")
+    return model.to(device).eval()
+
+
+def generate_answers(
+    model: Any,
+    processor: Processor,
+    questions: Sequence[Question],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    on_done: Callable[[int], None],
+) -> list[str]:
+    """The model's greedy answers, in the order of ``questions``.
+
+    Questions of similar length share a batch. ``on_done`` hears of every batch's size.
+    """
+    config = _greedy_config(model, processor, max_new_tokens=max_new_tokens)
+    order = sorted(range(len(questions)), key=lambda index: len(questions[index].input_ids))
+    answers = [""] * len(questions)
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        inputs = _batch([questions[index] for index in chosen], processor)
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, generation_config=config)
+        new_tokens = tokens[:, inputs["input_ids"].shape[1] :]
+        texts = processor.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+        for index, text in zip(chosen, texts, strict=True):
+            answers[index] = text
+        on_done(len(chosen))
+    return answers
+
+
+def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> Any:
+    from transformers import GenerationConfig
+
+    end = model.generation_config.eos_token_id
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=processor.end_token_id if end is None else end,
+        pad_token_id=processor.pad_token_id,
+    )
+
+
+def _batch(questions: Sequence[Question], processor: Processor) -> dict[str, Tensor]:
+    """Prompts padded on the left to the longest, with the patches of their images."""
+    shape = len(questions), max(len(question.input_ids) for question in questions)
+    input_ids = torch.full(shape, processor.pad_token_id)  # [b, s] int64
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    for row, question in enumerate(questions):
+        length = len(question.input_ids)
+        input_ids[row, shape[1] - length :] = torch.from_numpy(question.input_ids)
+        attention_mask[row, shape[1] - length :] = 1
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    paths = [path for question in questions for path in question.image_paths]
+    if paths:
+        where = ", ".join(question.where for question in questions if question.image_paths)
+        vision = load_images(paths, processor, where=where)
+        inputs["pixel_values"] = vision.pixels
+        inputs["image_grid_thw"] = vision.grid_thw
+        inputs["mm_token_type_ids"] = (input_ids == processor.image_token_id).to(torch.int32)
+    return inputs

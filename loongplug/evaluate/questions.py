@@ -1,0 +1,64 @@
+"""Rows of a JSONL file as questions with their right answers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loongplug.data.conversation import Conversation, parse_conversation
+from loongplug.data.images import image_grid, image_tokens
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.processor import Processor
+from loongplug.data.template import tokenize_prompt
+
+_KIND_KEYS = ("kind", "task")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything before a conversation's last answer, as tokens, and that answer."""
+
+    input_ids: NDArray[np.int64]  # [n], images expanded
+    image_paths: tuple[Path, ...]
+    answer: str
+    kind: str | None  # what the row says it is, for scores per kind
+    where: str  # path:line
+
+
+def read_questions(
+    data: Path, processor: Processor, *, media_root: Path | None, limit: int | None
+) -> list[Question]:
+    """The file's rows in order, the first ``limit`` of them; opens image headers only.
+
+    Relative image paths start at ``media_root``, by default the file's folder.
+
+    Raises:
+        ValueError: no file, no rows, or a row that cannot be asked, with its place.
+    """
+    rows = JsonlIndex(data)
+    folder = data.parent if media_root is None else media_root
+    questions: list[Question] = []
+    for index in range(len(rows) if limit is None else min(limit, len(rows))):
+        row, where = rows.read(index), rows.where(index)
+        conversation = parse_conversation(row, where=where)
+        *asked, last = conversation.messages
+        if last.role != "assistant":
+            raise ValueError(
+                f"{where}: the last message is the {last.role}'s: end the row with the assistant's "
+                "right answer, which is compared with the model's."
+            )
+        prompt = Conversation(messages=tuple(asked), where=where)
+        paths = prompt.image_paths(folder)
+        counts = [image_tokens(image_grid(p, processor, where=where), processor) for p in paths]
+        kind = next((row[key] for key in _KIND_KEYS if key in row), None)
+        questions.append(
+            Question(
+                input_ids=tokenize_prompt(prompt, processor, image_token_counts=counts),
+                image_paths=paths,
+                answer=last.text,
+                kind=None if kind is None else str(kind),
+                where=where,
+            )
+        )
+    return questions

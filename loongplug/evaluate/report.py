@@ -1,0 +1,106 @@
+"""What a person sees of an evaluation, and the JSON file it leaves behind."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from loongplug.evaluate.questions import Question
+from loongplug.evaluate.scoring import Tally
+
+WRONG_ANSWERS_SHOWN = 5
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def progress(total: int, console: Console) -> Iterator[Callable[[int], None]]:
+    """A function to call with each number of newly answered questions.
+
+    Shows a bar on a terminal, a plain line every few seconds elsewhere.
+    """
+    if console.is_terminal:
+        columns = (
+            TextColumn("evaluating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    done, last = 0, time.monotonic()
+
+    def line(count: int) -> None:
+        nonlocal done, last
+        done += count
+        now = time.monotonic()
+        if done == total or now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            console.print(f"evaluating: {done}/{total}", highlight=False)
+
+    yield line
+
+
+def print_scores(console: Console, overall: Tally, by_kind: Mapping[str, Tally]) -> None:
+    """The exact match, overall and per kind of question."""
+    table = Table("questions", "right", "of", "exact match")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, tally in (*by_kind.items(), ("all", overall)):
+        table.add_row(Text(name), str(tally.correct), str(tally.total), f"{tally.share:.1%}")
+    console.print(table)
+
+
+def print_wrong(
+    console: Console,
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    matches: Sequence[bool],
+) -> None:
+    """A few wrong answers with their places."""
+    wrong = [
+        (question, answer)
+        for question, answer, match in zip(questions, answers, matches, strict=True)
+        if not match
+    ]
+    if not wrong:
+        return
+    console.print(f"wrong answers ({min(len(wrong), WRONG_ANSWERS_SHOWN)} of {len(wrong)}):")
+    for question, answer in wrong[:WRONG_ANSWERS_SHOWN]:
+        line = f"  {question.where}: {answer.strip()!r} instead of {question.answer.strip()!r}"
+        console.print(Text(line), soft_wrap=True)
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """The metrics that ``path`` already has; none when there is no file.
+
+    Raises:
+        ValueError: there is something else in the file.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): give another file.") from error
+    if not isinstance(metrics, dict):
+        raise ValueError(f"{path} has no JSON object in it: give another file.")
+    return metrics
+
+
+def merge_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
+    """Write ``metrics`` into ``path``, beside what else it has, in one piece."""
+    merged = read_metrics(path) | dict(metrics)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(merged, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,138 @@
+"""From a command line to arguments that megatron.training takes and a model config."""
+
+import contextlib
+import io
+import os
+import traceback
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loongplug.models.registry import ArchitectureArgument, Family
+from loongplug.training.config import ComposedModel, compose_model, to_yaml_data
+from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
+from loongplug.training.flags import CommandLine, read_command_line, requested_device
+from loongplug.training.rules import violated_rules
+from loongplug.training.special_tokens import read_tokenizer, with_token_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedArguments:
+    """A checked command line.
+
+    ``args`` is what ``megatron.training.global_vars.set_global_variables`` takes; ``model`` the
+    family's config with its token ids filled in, ``model_yaml`` the data that gives it again.
+    """
+
+    args: Namespace
+    model: Any
+    family: Family
+    model_yaml: dict[str, Any]
+
+
+def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
+    """Parse and check ``argv`` (without the program's name) for this rank.
+
+    Activates the platform that ``--device`` asks for. RANK and WORLD_SIZE come from the
+    environment as torchrun sets them; nothing is communicated, and every rank comes to the same
+    answer. Megatron's global variables are left for the caller to set.
+
+    Raises:
+        ValueError: with every problem found, one line each.
+        SystemExit: with code 0 after ``--print-config`` or ``--help``.
+    """
+    # Megatron wants it on Hopper and before, and CUDA reads it when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from loongplug.platform import activate
+
+    platform = activate(requested_device(argv))
+    from loongplug.platform.upstream import apply_upstream_replacements
+
+    apply_upstream_replacements(platform)  # Megatron's checks ask for the device, too
+    line = read_command_line(argv)
+    args = line.args
+    composed = compose_model(
+        model_name=args.model_name,
+        config_file=Path(args.config_file) if args.config_file else None,
+        overrides=line.overrides,
+        trusted_packages=args.trusted_packages,
+    )
+    _complete(args, device=platform.name)
+    if args.print_config:
+        if args.rank == 0:
+            print(composed.to_yaml(), end="", flush=True)
+        raise SystemExit(0)
+
+    architecture = composed.family.megatron_arguments(composed.config)
+    problems = _contradictions(line, architecture)
+    for name, argument in architecture.items():
+        setattr(args, name, argument.value)
+    apply_defaults(args, given=line.flags, backend=platform.backend)
+    problems += violated_rules(args, composed.config)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+    args.tokenizer_type = MEGATRON_TOKENIZER
+    _validate_with_megatron(args)
+    model = _with_tokenizer(args, composed)
+    return ParsedArguments(
+        args=args, model=model, family=composed.family, model_yaml=to_yaml_data(model)
+    )
+
+
+def _complete(args: Namespace, *, device: str) -> None:
+    """Add what is known beside the flags: the device, and what Megatron's parse_args adds."""
+    from megatron.core.msc_utils import MultiStorageClientFeature
+
+    args.device = device
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    MultiStorageClientFeature.disable()
+
+
+def _contradictions(
+    line: CommandLine, architecture: Mapping[str, ArchitectureArgument]
+) -> list[str]:
+    """Flags that say something else than the model's YAML."""
+    problems = []
+    for name, argument in architecture.items():
+        given = getattr(line.args, name)
+        if name not in line.flags or given == argument.value:
+            continue
+        flag = line.flags[name]
+        says = f"{flag} gives {given}, but the model has {argument.value}"
+        if argument.key is None:
+            problems.append(f"{says}, which is fixed for its family; drop the flag")
+        else:
+            problems.append(
+                f"{says} by its YAML; drop the flag and use the override model.{argument.key}=..."
+            )
+    return problems
+
+
+def _with_tokenizer(args: Namespace, composed: ComposedModel) -> Any:
+    return with_token_ids(
+        composed.config,
+        read_tokenizer(Path(args.tokenizer_model)),
+        special_tokens=composed.family.special_tokens,
+    )
+
+
+def _validate_with_megatron(args: Namespace) -> None:
+    """Megatron's own checks, without its listing of all arguments, as ValueError."""
+    from megatron.training.arguments import validate_args
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            validate_args(args)
+    except (AssertionError, RuntimeError) as error:
+        # Some of its assertions have no text; the line itself then says most.
+        asserted = traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"Megatron-Core refuses the arguments: {error or asserted}") from error
+    except SystemExit as error:
+        last = said.getvalue().strip().rpartition("\n")[2]
+        raise ValueError(f"Megatron-Core refuses the arguments: {last}") from error

@@ -1,0 +1,276 @@
+"""Compose a model from YAML files with Hydra and check it against its config classes."""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from loongplug.models.registry import Family, families, family_of
+from loongplug.paths import configs_dir
+from loongplug.training.suggest import the_closest_is
+from loongplug.training.typed import TARGET, Filler, plain
+
+_MODEL = "model"  # the package all model YAML lives in
+_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
+_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedModel:
+    """A checked model: its frozen config, its family, and the YAML data that gives it again."""
+
+    config: Any
+    family: Family
+    yaml: dict[str, Any]  # {"model": ...} with every key, also those left at their defaults
+
+    def to_yaml(self) -> str:
+        """The model as a file that ``--config-file`` takes."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.yaml))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """One YAML file of the composition and the key its content is mounted under."""
+
+    file: Path
+    package: str
+
+
+def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
+    """The models that ``--model-name`` finds: ``configs/models/<family>/<name>.yaml``."""
+    root = configs_dir() / "models"
+    return {
+        file.stem: file
+        for family in families(trusted_packages)
+        for file in sorted((root / family).glob("*.yaml"))
+    }
+
+
+def compose_model(
+    *,
+    model_name: str | None = None,
+    config_file: Path | None = None,
+    overrides: Sequence[str] = (),
+    trusted_packages: Sequence[str] = (),
+) -> ComposedModel:
+    """Compose, check and type one model; exactly one of ``model_name`` and ``config_file``.
+
+    ``overrides`` are ``key=value`` with keys from ``model.`` on; ``+`` and ``++`` before the key
+    mean the same. ``_target_`` may name frozen dataclasses of loongplug and of
+    ``trusted_packages`` only, and nothing else in a YAML file can make code run.
+
+    Raises:
+        ValueError: an unknown model, key or override, a wrong type, a missing key, a refused
+            ``_target_``; the message names the file and the key, and the closest known name.
+    """
+    file = _model_file(model_name, config_file, trusted_packages)
+    settings = dict(_parse_override(override, file) for override in overrides)
+    data, layers = _compose(file, [f"++{key}={value}" for key, value in settings.items()])
+    origins = _Origins(layers, settings)
+    known = families(trusted_packages)
+
+    for key in data:
+        if key != _MODEL:
+            raise ValueError(
+                f"{origins.of(str(key))}: {key} is no key of a model file, whose content belongs "
+                f"under {_MODEL} (start the file with the line '# @package {_MODEL}')"
+            )
+    root = data.get(_MODEL)
+    if not isinstance(root, Mapping) or TARGET not in root:
+        raise ValueError(
+            f"{file}: {_MODEL}.{TARGET} is missing; it names the model's config class, such as "
+            f"{next(iter(known.values())).config_class.replace(':', '.')}"
+        )
+    filler = Filler(resolve=lambda target: _resolve(target, trusted_packages), origin=origins.of)
+    try:
+        config_class = _resolve(str(root[TARGET]), trusted_packages)
+        family = family_of(config_class, trusted_packages=trusted_packages)
+    except ValueError as error:
+        raise ValueError(
+            f"{origins.of(f'{_MODEL}.{TARGET}')}: {_MODEL}.{TARGET} is refused: {error}"
+        ) from error
+    config = filler.fill(config_class, root, key=_MODEL)
+    if filler.problems:
+        raise ValueError("\n".join(filler.problems))
+    return ComposedModel(config=config, family=family, yaml=to_yaml_data(config))
+
+
+def to_yaml_data(config: Any) -> dict[str, Any]:
+    """The complete YAML data of a model's config, from which it can be composed again."""
+    return {_MODEL: plain(config)}
+
+
+def _model_file(
+    model_name: str | None, config_file: Path | None, trusted_packages: Sequence[str]
+) -> Path:
+    if (model_name is None) == (config_file is None):
+        raise ValueError("give one of --model-name NAME and --config-file PATH")
+    if model_name is not None:
+        models = available_models(trusted_packages=trusted_packages)
+        if model_name not in models:
+            raise ValueError(
+                f"there is no model {model_name}{the_closest_is(model_name, models)} "
+                f"(--model-name takes one of {', '.join(models)})"
+            )
+        return models[model_name]
+    assert config_file is not None
+    file = config_file.expanduser().resolve()
+    if not file.is_file() or file.suffix != ".yaml":
+        raise ValueError(f"--config-file {config_file} is no .yaml file (looked at {file})")
+    return file
+
+
+def _parse_override(override: str, file: Path) -> tuple[str, str]:
+    match = _OVERRIDE.fullmatch(override)
+    if match is None:
+        raise ValueError(
+            f"{override} is no override; write key=value, such as model.image_encoder.freeze=True"
+        )
+    key, value = match["key"], match["value"]
+    if not key.startswith(f"{_MODEL}."):
+        known = _dotted_keys(_compose(file, ())[0])
+        raise ValueError(
+            f"override {override}: {key} is no key of a model{the_closest_is(key, known)} "
+            f"(all keys start with {_MODEL}.)"
+        )
+    try:
+        (parsed,) = OverridesParser.create().parse_overrides([f"++{key}={value}"])
+        parsed.value()
+    except HydraException as error:
+        raise ValueError(f"override {override}: {value} is no YAML value ({error})") from error
+    if parsed.is_sweep_override():
+        raise ValueError(f"override {override} gives several values; write a list as [{value}]")
+    return key, value
+
+
+def _dotted_keys(data: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in data.items():
+        keys.append(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            keys.extend(_dotted_keys(value, f"{prefix}{name}."))
+    return keys
+
+
+def _compose(file: Path, overrides: Sequence[str]) -> tuple[dict[Any, Any], list[_Layer]]:
+    """The composed plain data, and the files it came from in the order they were merged."""
+    models = configs_dir() / "models"
+    directory, name = file.parent, file.stem
+    if file.is_relative_to(models):
+        directory, name = models, str(file.relative_to(models).with_suffix(""))
+    quoted = str(models).replace("\\", "\\\\").replace("'", "\\'")
+    arguments = [*overrides, f"hydra.searchpath=['file://{quoted}']"]
+    try:
+        if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
+            raise ValueError(f"{file}: hydra is no key of a model file; remove it")
+        with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
+            data = OmegaConf.to_container(
+                compose(name, overrides=arguments), resolve=True, throw_on_missing=True
+            )
+            defaults = (
+                GlobalHydra.instance()
+                .config_loader()
+                .compute_defaults_list(config_name=name, overrides=arguments, run_mode=RunMode.RUN)
+            )
+    except MissingConfigException as error:
+        raise ValueError(_missing_file(file, error)) from error
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"{file} does not compose: {' '.join(str(error).split())}") from error
+    assert isinstance(data, dict)
+    layers = [
+        _Layer(file=found, package=default.package or "")
+        for default in defaults.defaults
+        for found in (
+            directory / f"{default.config_path}.yaml",
+            models / f"{default.config_path}.yaml",
+        )
+        if found.is_file()
+    ]
+    return data, layers
+
+
+def _missing_file(file: Path, error: MissingConfigException) -> str:
+    missing = error.missing_cfg_file or "a mounted file"
+    options = [str(option) for option in error.options or ()]
+    suggestion = the_closest_is(str(missing).rpartition("/")[2], options)
+    choice = f" (there are {', '.join(options)})" if options else ""
+    return f"{file} mounts {missing}.yaml, which does not exist{suggestion}{choice}"
+
+
+def _resolve(target: str, trusted_packages: Sequence[str]) -> type:
+    """The config class a ``_target_`` names; only modules of allowed packages are imported."""
+    allowed = ("loongplug", *trusted_packages)
+
+    def is_allowed(name: str) -> bool:
+        return any(name.startswith(f"{package}.") for package in allowed)
+
+    if _DOTTED_NAME.fullmatch(target) is None or not is_allowed(target):
+        raise ValueError(
+            f"{target} is not in {' or '.join(allowed)}; to use config classes of another "
+            "package, name it with --trusted-packages"
+        )
+    module_name, _, attribute = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{target} does not exist ({error})") from error
+    is_config = (
+        isinstance(found, type)
+        and dataclasses.is_dataclass(found)
+        and found.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        and is_allowed(f"{found.__module__}.")
+    )
+    if not is_config:
+        raise ValueError(f"{target} is no frozen dataclass of {' or '.join(allowed)}")
+    return found
+
+
+class _Origins:
+    """Finds out which file or override set a key."""
+
+    def __init__(self, layers: Sequence[_Layer], settings: Mapping[str, str]) -> None:
+        self._layers = layers
+        self._settings = settings
+
+    def of(self, key: str) -> str:
+        """The override or the last file that sets ``key``, else the file mounted nearest above."""
+        path = re.sub(r"\[\d+\]$", "", key)
+        if path in self._settings:
+            return f"override {path}={self._settings[path]}"
+        for layer in reversed(self._layers):
+            rest = _below(path, layer.package)
+            if rest and _contains(layer.file, rest):
+                return str(layer.file)
+        for name, value in self._settings.items():
+            if name.startswith(f"{path}.") or path.startswith(f"{name}."):
+                return f"override {name}={value}"
+        above = [layer for layer in self._layers if _below(path, layer.package) is not None]
+        return str(max(above, key=lambda layer: len(layer.package)).file)
+
+
+def _below(key: str, package: str) -> list[str] | None:
+    """The parts of ``key`` below ``package``, or None where it is elsewhere."""
+    if package == "" or key == package or key.startswith(f"{package}."):
+        return [part for part in key[len(package) :].split(".") if part]
+    return None
+
+
+def _contains(file: Path, path: Sequence[str]) -> bool:
+    node: object = OmegaConf.to_container(OmegaConf.load(file))
+    for part in path:
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True

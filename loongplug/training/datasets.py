@@ -1,0 +1,85 @@
+"""The data iterators that Megatron's training loop pulls microbatches from."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.processor import load_processor, require_fit
+from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+
+Iterators = tuple[MicrobatchLoader, MicrobatchLoader | None, None]
+
+
+class DatasetProvider:
+    """Megatron's dataset provider, for ``--dataloader-type external``.
+
+    Every rank builds the text of its data parallel replica's samples; images are loaded only
+    where the encoder runs.
+    """
+
+    is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
+
+    def __init__(self, args: Namespace, model: Qwen3VLConfig) -> None:
+        """Open the files; raises ValueError for what is missing or does not fit the model."""
+        self._args = args
+        processor = load_processor(args.tokenizer_model)
+        require_fit(
+            processor,
+            **{
+                name: getattr(model, name)
+                for name in (
+                    "image_token_id",
+                    "video_token_id",
+                    "vision_start_token_id",
+                    "vision_end_token_id",
+                )
+            },
+            vocab_size=model.foundation.vocab_size,
+            patch_size=model.image_encoder.patch_size,
+            temporal_patch_size=model.image_encoder.temporal_patch_size,
+            spatial_merge_size=model.image_encoder.spatial_merge_size,
+        )
+
+        def open_dataset(paths: Sequence[str] | None) -> ChatDataset | None:
+            if not paths:
+                return None
+            (path,) = paths
+            return ChatDataset(
+                Path(path),
+                processor=processor,
+                seq_length=args.seq_length,
+                training_phase=args.training_phase,
+            )
+
+        train = open_dataset(args.data_path or args.train_data_path)
+        assert train is not None, "the start-up rules ask for training data"
+        self._train = train
+        self._valid = open_dataset(args.valid_data_path)
+
+    def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
+        """Iterators for one chunk of this rank, from the consumed samples on."""
+        args = self._args
+        encodes = parallel_state.is_pipeline_first_stage(ignore_virtual=True) and not vp_stage
+        common = {
+            "micro_batch_size": args.micro_batch_size,
+            "dp_rank": parallel_state.get_data_parallel_rank(),
+            "dp_size": parallel_state.get_data_parallel_world_size(),
+            "with_images": encodes,
+        }
+        train = MicrobatchLoader(
+            self._train, seed=args.seed, consumed_samples=args.consumed_train_samples, **common
+        )
+        if self._valid is None:
+            return train, None, None
+        valid = MicrobatchLoader(
+            self._valid,
+            seed=None,
+            restart_after=args.eval_iters * args.global_batch_size,
+            **common,
+        )
+        return train, valid, None

@@ -1,0 +1,59 @@
+"""LoongPlug's values for Megatron's arguments, where the user gave none."""
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Collection
+from typing import Any
+
+# In the run's own tokenizer LoongPlug reads --tokenizer-model itself; Megatron's stays a stub.
+MEGATRON_TOKENIZER = "NullTokenizer"
+
+
+def apply_defaults(args: Namespace, *, given: Collection[str], backend: str) -> None:
+    """Set what the user left open; ``backend`` is the platform's for torch.distributed."""
+    defaults = _common(args) | {"distributed_backend": backend}
+    defaults |= _on_cpu() if args.device == "cpu" else _on_cuda()
+    for name, value in defaults.items():
+        if name not in given:
+            setattr(args, name, value)
+
+
+def _common(args: Namespace) -> dict[str, Any]:
+    return {
+        "dataloader_type": "external",
+        "calculate_per_token_loss": True,  # the same loss under any split of the batch
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "exit_signal_handler": True,  # SIGTERM saves and ends
+        "enable_one_logger": False,
+        "eval_iters": args.eval_iters if args.valid_data_path else 0,
+        "eval_interval": 1000,  # upstream divides by it, also when nothing is evaluated
+        "save_interval": args.train_iters if args.save else None,
+        "split": "100,0,0" if args.data_path else None,  # held-out data have files of their own
+    }
+
+
+def _on_cpu() -> dict[str, Any]:
+    return {
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        # Kernels that exist for CUDA only, and fusions by torch.compile that cost more than they
+        # save in short CPU runs.
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "no_persist_layer_norm": True,
+        "bias_dropout_fusion": False,
+        "bias_gelu_fusion": False,
+        "bias_swiglu_fusion": False,
+        "disable_jit_fuser": True,
+    }
+
+
+def _on_cuda() -> dict[str, Any]:
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "transformer_impl": "transformer_engine" if has_engine else "local",
+        "gradient_accumulation_fusion": has_apex,
+        "no_persist_layer_norm": not has_engine,
+    }

@@ -1,0 +1,174 @@
+"""The command line: Megatron's flags, LoongPlug's own, and Hydra overrides among them."""
+
+import argparse
+import re
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+from loongplug.training.suggest import closest
+
+DEVICES = ("auto", "cpu", "cuda")
+PHASES = ("pretrain", "sft")
+
+# An override's key has a dot, and no slash as a path would.
+_OVERRIDE = re.compile(r"\+{0,2}\w+(\.\w+)+=.*", re.DOTALL)
+_KEY_VALUE = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """A command line taken apart; ``flags`` are the flags the user gave, by their names in args."""
+
+    args: Namespace
+    flags: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage of a thousand lines and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def requested_device(argv: Sequence[str]) -> str:
+    """What ``--device`` says, read without importing Megatron, which needs the device's answer.
+
+    Raises:
+        ValueError: it names no device.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    _add_device(parser)
+    return parser.parse_known_args(argv)[0].device
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Parse ``argv``; imports ``megatron.training``, so the platform has to be active.
+
+    Raises:
+        ValueError: unknown flags, each with its closest known one, or a value of the wrong kind.
+    """
+    parser = _build_parser()
+    overrides, rest = _split_overrides(argv, parser)
+    args, left_over = parser.parse_known_args(rest)
+    overrides += _take_left_over(left_over, parser)
+    options = {action.dest: action.option_strings for action in parser._actions}
+    for action in parser._actions:
+        action.default = SUPPRESS
+    given = vars(parser.parse_known_args(rest)[0])
+    return CommandLine(
+        args=args,
+        flags={name: options[name][0] for name in given},
+        overrides=tuple(overrides),
+    )
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = _Parser(
+        prog="loongplug/train.py",
+        usage="torchrun ... %(prog)s (--model-name NAME | --config-file PATH) "
+        "[flags of LoongPlug and Megatron] [model.key=value ...]",
+        allow_abbrev=False,
+    )
+    _add_own_flags(parser)
+    add_megatron_arguments(parser)
+    for action in parser._actions:
+        if callable(action.type) and action.type not in (int, float, str, bool):
+            action.type = _speaking(action.type, action.choices)
+    return parser
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(title="LoongPlug")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--model-name", metavar="NAME", help="a model of configs/models/<family>/NAME.yaml"
+    )
+    source.add_argument("--config-file", metavar="PATH", help="a model's YAML file of your own")
+    group.add_argument(
+        "--training-phase",
+        choices=PHASES,
+        help="pretrain: loss on all text; sft: loss on the assistant's answers",
+    )
+    _add_device(group)
+    group.add_argument(
+        "--trusted-packages",
+        nargs="+",
+        default=[],
+        metavar="PACKAGE",
+        help="packages beside loongplug whose config classes _target_ may name",
+    )
+    group.add_argument(
+        "--print-config", action="store_true", help="print the model's YAML and exit"
+    )
+    group.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face folder")
+    group.add_argument(
+        "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
+    )
+    group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
+    group.add_argument(
+        "--enable-encoder-hetero-dp", action="store_true", help="heterogeneous DP (not there yet)"
+    )
+    group.add_argument(
+        "--enable-full-hetero-dp", action="store_true", help="full separation (not there yet)"
+    )
+
+
+def _add_device(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="auto: CUDA where there is a GPU"
+    )
+
+
+def _speaking(convert: Callable[[str], Any], choices: Iterable[Any] | None) -> Callable[[str], Any]:
+    """``convert`` with any failure turned into a sentence; some converters raise KeyError."""
+
+    def converted(text: str) -> Any:
+        try:
+            return convert(text)
+        except Exception as error:
+            names = [item.name for item in choices or () if isinstance(item, Enum)]
+            expected = f" (choose from {', '.join(names)})" if names else ""
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}{expected}") from error
+
+    return converted
+
+
+def _split_overrides(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], list[str]]:
+    """Take overrides out first: a flag with any number of values would swallow one behind it."""
+    overrides, rest = [], []
+    for index, token in enumerate(argv):
+        before = parser._option_string_actions.get(argv[index - 1]) if index else None
+        is_value = before is not None and before.nargs not in (0, "*")
+        if _OVERRIDE.fullmatch(token) and not is_value:
+            overrides.append(token)
+        else:
+            rest.append(token)
+    return overrides, rest
+
+
+def _take_left_over(left_over: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """What no flag took: further overrides, or an error for each of the rest."""
+    known = {option.lstrip("-"): option for option in parser._option_string_actions}
+    overrides, problems = [], []
+    flag: str | None = None
+    for token in left_over:
+        if token.startswith("-"):
+            flag = token.partition("=")[0]
+            match = closest(flag.lstrip("-").replace("_", "-"), known)
+            suggestion = f"the closest is {known[match]}" if match else "--help lists them all"
+            problems.append(f"there is no flag {flag}; {suggestion}")
+        elif _KEY_VALUE.fullmatch(token):
+            overrides.append(token)
+        elif flag is None:
+            problems.append(f"{token} belongs to no flag and is no override key=value")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return overrides

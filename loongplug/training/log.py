@@ -1,0 +1,67 @@
+"""Our progress in the place of Megatron's log lines, and Megatron's output in files."""
+
+import contextlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from torch import Tensor
+
+from loongplug.platform.upstream import training_log_table
+from loongplug.training.progress import TrainingMetrics, TrainingProgress
+
+
+class LogTap:
+    """While entered, every iteration that Megatron logs goes to a TrainingProgress as well.
+
+    The progress is made at the first iteration, when the parallel state is there to ask.
+    """
+
+    def __init__(self, make_progress: Callable[[], TrainingProgress]) -> None:
+        self._make_progress = make_progress
+        self._progress: TrainingProgress | None = None
+        self._table = training_log_table(self._on_iteration)
+
+    def __enter__(self) -> "LogTap":
+        self._table.apply()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._table.undo()
+        if self._progress is not None:
+            self._progress.close()
+
+    def metrics(self) -> TrainingMetrics | None:
+        """The run's figures; None when no iteration was run."""
+        return None if self._progress is None else self._progress.metrics()
+
+    def _on_iteration(self, iteration: int, losses: dict[str, Tensor]) -> None:
+        if self._progress is None:
+            self._progress = self._make_progress()
+        self._progress.step(iteration, losses.get("lm loss"))
+
+
+@contextlib.contextmanager
+def megatron_output(args: Namespace) -> Iterator[TextIO]:
+    """Send what Megatron prints to ``<save>/logs/rank_<r>.log``; gives the stream it went to.
+
+    Without ``--save`` it is printed as always.
+    """
+    terminal = sys.stdout
+    if not args.save:
+        yield terminal
+        return
+    path = Path(args.save) / "logs" / f"rank_{args.rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if args.rank == 0:
+        print(f"Megatron's own log of each rank: {path.parent}", flush=True)
+    with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
+        yield terminal

@@ -1,0 +1,315 @@
+"""The one table of refusals at start-up. ``python -m loongplug.training.rules`` prints it."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from loongplug.training import checks, model_checks
+from loongplug.training.checks import Check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One refusal: when (in words and as a check), why, and what to do instead.
+
+    ``check`` gets the arguments and the model's config and answers what is wrong with the given
+    values, or None. It must not communicate: every rank evaluates every rule alike.
+    """
+
+    name: str
+    refuses: str
+    check: Check
+    reason: str
+    cure: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="required-flags",
+        refuses="`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or "
+        "`--train-iters` (or `--train-samples`) is missing",
+        check=checks.required_flags,
+        reason="a run is not defined without them",
+        cure="add them",
+    ),
+    Rule(
+        name="positive-numbers",
+        refuses="a parallel size, batch size, length or interval below 1",
+        check=checks.positive_numbers,
+        reason="they count things",
+        cure="give 1 or more",
+    ),
+    Rule(
+        name="tokenizer-folder",
+        refuses="`--tokenizer-model` is missing, or is no folder with a `tokenizer.json`",
+        check=checks.tokenizer_folder,
+        reason="text and special tokens come from it",
+        cure="give the folder of a Hugging Face tokenizer",
+    ),
+    Rule(
+        name="tokenizer-fits",
+        refuses="the tokenizer lacks the model's special tokens, gives them other ids, or has more "
+        "ids than `vocab_size`",
+        check=checks.tokenizer_fits,
+        reason="images would not be found among the tokens, or tokens not in the embedding",
+        cure="use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
+        "model.foundation.vocab_size",
+    ),
+    Rule(
+        name="data-given",
+        refuses="no training data, more than one file, or `--data-path` beside "
+        "`--train-data-path` or `--valid-data-path`",
+        check=checks.data_given,
+        reason="a run trains on one file",
+        cure="give --train-data-path FILE, and --valid-data-path FILE for held-out data",
+    ),
+    Rule(
+        name="data-exists",
+        refuses="a data path that does not exist",
+        check=checks.data_exists,
+        reason="there is nothing to read",
+        cure="correct the path",
+    ),
+    Rule(
+        name="hf-folder",
+        refuses="`--load-hf` is no folder with a `config.json`",
+        check=checks.hf_folder,
+        reason="it is no Hugging Face checkpoint",
+        cure="give a folder that transformers' from_pretrained takes",
+    ),
+    Rule(
+        name="world-size",
+        refuses="the number of ranks is no multiple of tp x pp x cp",
+        check=checks.world_size,
+        reason="each model replica takes that many ranks",
+        cure="change the number of processes, or the parallel sizes",
+    ),
+    Rule(
+        name="global-batch",
+        refuses="`--global-batch-size` is no multiple of micro-batch size x dp",
+        check=checks.global_batch,
+        reason="every data parallel rank runs the same number of microbatches",
+        cure="give a multiple",
+    ),
+    Rule(
+        name="learning-rates",
+        refuses="`--min-lr` above `--lr`",
+        check=checks.learning_rates,
+        reason="the rate decays from the one to the other",
+        cure="lower --min-lr",
+    ),
+    Rule(
+        name="sequence-length",
+        refuses="`--seq-length` above the model's `max_position_embeddings`",
+        check=checks.sequence_length,
+        reason="the model knows no later positions",
+        cure="shorten it, or raise model.foundation.max_position_embeddings",
+    ),
+    Rule(
+        name="sequence-parallel",
+        refuses="`--sequence-parallel` with a sequence length that tp does not divide",
+        check=checks.sequence_parallel,
+        reason="each rank of the group holds an equal slice of the sequence",
+        cure="give a multiple of tp",
+    ),
+    Rule(
+        name="pipeline-layers",
+        refuses="decoder layers that pp does not divide, or fewer than pp",
+        check=checks.pipeline_layers,
+        reason="every stage holds the same number of layers, at least one",
+        cure="change --pipeline-model-parallel-size, or say how to split by "
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+    ),
+    Rule(
+        name="virtual-needs-pipeline",
+        refuses="virtual pipeline stages with pp 1",
+        check=checks.virtual_needs_pipeline,
+        reason="they interleave the stages of a pipeline",
+        cure="raise --pipeline-model-parallel-size, or drop the virtual stages",
+    ),
+    Rule(
+        name="virtual-layers",
+        refuses="a stage's layers do not divide into its virtual stages",
+        check=checks.virtual_layers,
+        reason="every virtual stage holds the same number of layers",
+        cure="choose a divisor",
+    ),
+    Rule(
+        name="virtual-microbatches",
+        refuses="virtual stages with microbatches that do not fill the interleaved schedule",
+        check=checks.virtual_microbatches,
+        reason="the schedule runs them in groups of pp",
+        cure="make the number of microbatches a multiple of pp",
+    ),
+    Rule(
+        name="virtual-overlap",
+        refuses="virtual stages at pp 2 with `--no-overlap-p2p-communication`",
+        check=checks.virtual_overlap,
+        reason="two ranks would send and receive several tensors in one exchange",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="decoder-heads",
+        refuses="decoder heads that tp does not divide",
+        check=model_checks.decoder_heads,
+        reason="each rank holds whole heads",
+        cure="choose another --tensor-model-parallel-size",
+    ),
+    Rule(
+        name="decoder-groups",
+        refuses="decoder query groups (key and value heads) that tp does not divide",
+        check=model_checks.decoder_groups,
+        reason="each rank holds whole groups",
+        cure="choose another --tensor-model-parallel-size",
+    ),
+    Rule(
+        name="decoder-ffn",
+        refuses="a decoder `ffn_hidden_size` that tp does not divide",
+        check=model_checks.decoder_ffn,
+        reason="each rank holds an equal slice",
+        cure="choose another --tensor-model-parallel-size",
+    ),
+    Rule(
+        name="vocabulary",
+        refuses="a `vocab_size` that tp does not divide",
+        check=model_checks.vocabulary,
+        reason="the embedding is sharded, and padding it would change the checkpoint",
+        cure="choose another --tensor-model-parallel-size, or raise model.foundation.vocab_size",
+    ),
+    Rule(
+        name="encoder-sizes",
+        refuses="encoder heads, `ffn_hidden_size` or projector width that tp does not divide",
+        check=model_checks.encoder_sizes,
+        reason="encoder and projector are sharded like the decoder",
+        cure="choose another --tensor-model-parallel-size",
+    ),
+    Rule(
+        name="encoder-layout",
+        refuses="an encoder `tensor_model_parallel_size` other than the decoder's",
+        check=model_checks.encoder_layout,
+        reason="heterogeneous tensor parallelism is not there yet",
+        cure="leave it null",
+    ),
+    Rule(
+        name="positive-sizes",
+        refuses="a size of encoder or decoder that is not above 0",
+        check=model_checks.positive_sizes,
+        reason="no such module can be built",
+        cure="correct the YAML",
+    ),
+    Rule(
+        name="query-groups",
+        refuses="decoder heads that do not divide by the query groups",
+        check=model_checks.query_groups,
+        reason="every group serves the same number of heads",
+        cure="correct model.foundation.num_query_groups",
+    ),
+    Rule(
+        name="encoder-shape",
+        refuses="encoder heads of a size that is no multiple of 4, or a position table that is no "
+        "square",
+        check=model_checks.encoder_shape,
+        reason="rotary positions split a head in four, and the table is a square grid",
+        cure="correct model.image_encoder",
+    ),
+    Rule(
+        name="deepstack",
+        refuses="`deepstack_layers` out of range, unsorted, or more than there are decoder layers",
+        check=model_checks.deepstack,
+        reason="tap j of the encoder is added behind decoder layer j",
+        cure="correct model.image_encoder.deepstack_layers",
+    ),
+    Rule(
+        name="mrope",
+        refuses="an `mrope_section` that does not sum to half of `kv_channels`, or cannot "
+        "interleave",
+        check=model_checks.mrope,
+        reason="it deals out a head's pairs of channels to time, height and width",
+        cure="correct model.foundation.mrope_section",
+    ),
+    Rule(
+        name="hetero-flags",
+        refuses="`--enable-encoder-hetero-dp`, `--enable-full-hetero-dp`",
+        check=checks.hetero_flags,
+        reason="heterogeneous data parallelism of the encoder is not there yet",
+        cure="drop the flag: the encoder then runs in the first stage's tensor parallel group",
+    ),
+    Rule(
+        name="context-parallel",
+        refuses="`--context-parallel-size` above 1",
+        check=checks.context_parallel,
+        reason="deepstack and images are not split along the sequence yet",
+        cure="use tensor and sequence parallelism for long sequences",
+    ),
+    Rule(
+        name="expert-parallel",
+        refuses="`--expert-model-parallel-size` above 1 with a dense model",
+        check=checks.expert_parallel,
+        reason="there are no experts to distribute",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="precision",
+        refuses="`--fp16`, `--fp8-format`, `--fp4-format`",
+        check=checks.precision,
+        reason="the models are trained in bf16; smaller ranges and formats are not tested",
+        cure="use --bf16, or no flag for fp32",
+    ),
+    Rule(
+        name="checkpoint-format",
+        refuses="`--ckpt-format` other than `torch_dist`",
+        check=checks.checkpoint_format,
+        reason="only torch_dist checkpoints load into another layout",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="data-loading",
+        refuses="a `--dataloader-type` other than `external`, a `--tokenizer-type` other than "
+        "`HuggingFaceTokenizer`",
+        check=checks.data_loading,
+        reason="LoongPlug loads samples and the tokenizer itself",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="backend",
+        refuses="`nccl` on CPU, `gloo` on CUDA",
+        check=checks.backend,
+        reason="the backend follows the device",
+        cure="drop --distributed-backend, or choose by --device",
+    ),
+    Rule(
+        name="transformer-engine",
+        refuses="a `--transformer-impl` that the machine does not have",
+        check=checks.transformer_engine,
+        reason="TransformerEngine runs on CUDA, where it is installed; inference has no backward",
+        cure="drop the flag: TransformerEngine is used where it is there",
+    ),
+    Rule(
+        name="unsupported",
+        refuses=", ".join(f"`--{name.replace('_', '-')}`" for name in checks.UNSUPPORTED)
+        + ", `--cuda-graph-impl`",
+        check=checks.unsupported,
+        reason="these parts of Megatron go around what LoongPlug brings, or are not tested with it",
+        cure="drop the flag",
+    ),
+)
+
+
+def violated_rules(args: Namespace, model: Any) -> list[str]:
+    """One line for each rule that ``args`` and ``model`` violate, in the table's order."""
+    lines = []
+    for rule in RULES:
+        problem = rule.check(args, model)
+        if problem is not None:
+            lines.append(f"{problem}: {rule.reason}; {rule.cure} [{rule.name}]")
+    return lines
+
+
+def markdown_table() -> str:
+    """The rules as a Markdown table for the docs."""
+    rows = [f"| {rule.name} | {rule.refuses} | {rule.reason} | {rule.cure} |" for rule in RULES]
+    return "\n".join(["| rule | refused | why | what to do |", "| --- | --- | --- | --- |", *rows])
+
+
+if __name__ == "__main__":
+    print(markdown_table())

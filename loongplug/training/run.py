@@ -1,0 +1,110 @@
+"""One training run: from a command line to a trained, saved and exported model."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.checkpointing import checkpoint_exists
+from megatron.training.global_vars import set_global_variables
+
+from loongplug.checkpoint.architecture import check_architecture, write_architecture
+from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.models.layers.specs import pick_backend
+from loongplug.platform import current_platform
+from loongplug.platform.upstream import apply_upstream_replacements
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.datasets import DatasetProvider
+from loongplug.training.forward_step import ForwardStep
+from loongplug.training.log import LogTap, megatron_output
+from loongplug.training.progress import TrainingProgress, progress_sink, write_metrics
+from loongplug.training.provider import ModelProvider
+
+
+def run(argv: Sequence[str]) -> None:
+    """Train as ``argv`` says. Every rank enters; every rank gets the same error."""
+    parsed = parse_arguments(argv)
+    args = parsed.args
+    platform = current_platform()
+    apply_upstream_replacements(platform)
+    datasets = DatasetProvider(args, parsed.model)
+    if args.load:
+        check_architecture(Path(args.load), parsed.model_yaml)
+    if args.save and args.rank == 0:
+        write_architecture(Path(args.save), parsed.model_yaml)
+    provider = ModelProvider(
+        parsed.model,
+        parsed.family,
+        backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
+        hf_folder=Path(args.load_hf) if args.load_hf and not _has_checkpoint(args) else None,
+    )
+    forward_step = ForwardStep(platform.device)
+    with megatron_output(args) as terminal:
+        set_global_variables(args)
+        _pretrain(args, datasets, provider, forward_step, terminal)
+        if args.save_hf:
+            save_hf_folder(
+                provider.chunks,
+                Path(args.save_hf),
+                config=parsed.model,
+                processor_folder=Path(args.tokenizer_model),
+            )
+
+
+def _pretrain(
+    args: Namespace,
+    datasets: DatasetProvider,
+    provider: ModelProvider,
+    forward_step: ForwardStep,
+    terminal: TextIO,
+) -> None:
+    """Megatron's own loop, with our progress beside it."""
+    from megatron.training.training import pretrain
+
+    device = current_platform().device
+    with LogTap(
+        lambda: TrainingProgress(
+            total=args.train_iters,
+            interval=args.log_interval,
+            device=device,
+            counter=forward_step,
+            counts_tokens=_speaks_for_replica(),
+            has_loss=_speaks_for_loss(),
+            sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
+        )
+    ) as tap:
+        pretrain(
+            pretrain_cfg_container_from_args(args),
+            datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            provider,
+        )
+    metrics = tap.metrics()
+    if metrics is not None and args.metrics_json and args.rank == 0:
+        write_metrics(Path(args.metrics_json), metrics)
+
+
+def _has_checkpoint(args: Namespace) -> bool:
+    """Whether --load names a folder with a checkpoint, which then wins over --load-hf."""
+    return bool(args.load) and checkpoint_exists(args.load)
+
+
+def _speaks_for_replica() -> bool:
+    """One rank per data parallel replica: its first stage's first tensor parallel rank."""
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def _speaks_for_loss() -> bool:
+    """One rank of all: the losses of the last stage are reduced over the replicas already."""
+    return (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank() == 0
+    )

@@ -1,0 +1,196 @@
+"""What is wrong with a folder is said completely, and on every rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from ranks import model_parallel, run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_qwen3_vl import build_chunks, save_random_hf_model, tiny_config
+
+from loongplug.checkpoint.hf_import import load_hf_weights
+
+GATE = "model.language_model.layers.1.mlp.gate_proj.weight"
+NORM = "model.language_model.norm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return save_random_hf_model(tmp_path / "hf", tied=False)
+
+
+@pytest.fixture
+def tied_folder(tmp_path) -> Path:
+    return save_random_hf_model(tmp_path / "tied", tied=True)
+
+
+def change_tensors(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, change) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def load(rank, *, folder, tp=1, pp=1, tied=False):
+    """The error's text, and whether the parameters are still what they were."""
+    config = tiny_config(tied=tied)
+    with model_parallel(tp=tp, pp=pp):
+        chunks = build_chunks(config, tp=tp, pp=pp)
+        before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+        own = folder[rank] if isinstance(folder, list) else folder
+        with pytest.raises(ValueError, match=r".") as caught:
+            load_hf_weights(chunks, own, config=config)
+        after = [p for chunk in chunks for p in chunk.parameters()]
+        untouched = all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+        return str(caught.value), untouched
+
+
+def load_alone(folder: Path, *, tied: bool = False) -> str:
+    ((message, untouched),) = run_ranks(load, 1, folder=folder, tied=tied)
+    assert untouched
+    return message
+
+
+def test_all_differences_are_named_at_once_on_every_rank(folder):
+    def change(tensors):
+        del tensors[NORM]
+        tensors[GATE] = tensors[GATE][:-4].contiguous()
+        tensors["model.visual.extra"] = torch.zeros(2, 3)
+
+    change_tensors(folder, change)
+    results = run_ranks(load, 4, folder=folder, tp=2, pp=2)
+    assert len(set(results)) == 1
+    message, untouched = results[0]
+    assert untouched
+    assert str(folder) in message
+    assert f"missing {NORM} (64,)" in message
+    assert "extra model.visual.extra (2, 3)" in message
+    assert f"{GATE} has shape (76, 64), expected (80, 64)" in message
+
+
+def test_one_ranks_error_is_everyones(folder, tmp_path):
+    folders = [folder, folder, tmp_path / "nowhere", folder]
+    results = run_ranks(load, 4, folder=folders, tp=2, pp=2)
+    assert len({message for message, _ in results}) == 1
+    assert results[0][0].startswith("rank 2: No Hugging Face model at")
+
+
+def test_numbers_of_heads_are_compared_though_shapes_agree(folder):
+    def change(config):
+        config["text_config"].update(num_attention_heads=16, num_key_value_heads=8, head_dim=8)
+        config["text_config"]["rope_parameters"]["rope_theta"] = 10000.0
+        config["vision_config"]["num_heads"] = 2
+
+    change_config(folder, change)
+    message = load_alone(folder)
+    assert "text_config.num_attention_heads 16, expected 8" in message
+    assert "text_config.num_key_value_heads 8, expected 4" in message
+    assert "vision_config.num_heads 2, expected 4" in message
+    assert "'rope_theta': 10000.0" in message
+
+
+def test_published_configs_spell_rope_otherwise(folder):
+    def change(config):
+        text = config["text_config"]
+        rope = text.pop("rope_parameters")
+        text["rope_theta"] = rope["rope_theta"]
+        text["rope_scaling"] = {
+            "rope_type": "default",
+            "mrope_section": rope["mrope_section"],
+            "mrope_interleaved": True,
+        }
+        del config["vision_config"]["rope_parameters"]
+        config["vision_config"]["model_type"] = "qwen3_vl"
+
+    change_config(folder, change)
+    run_ranks(load_well, 1, folder=folder)
+
+
+def load_well(rank, *, folder, tied=False):
+    with model_parallel():
+        config = tiny_config(tied=tied)
+        load_hf_weights(build_chunks(config), folder, config=config)
+
+
+def test_a_folder_without_config_is_judged_by_its_tensors(folder):
+    (folder / "config.json").unlink()
+    run_ranks(load_well, 1, folder=folder)
+
+
+def test_another_model_type_is_refused(folder):
+    change_config(folder, lambda config: config.update(model_type="qwen2_vl"))
+    assert "model_type 'qwen2_vl', expected 'qwen3_vl'" in load_alone(folder)
+
+
+def test_a_tied_file_for_an_untied_model_and_the_reverse(folder, tied_folder):
+    message = load_alone(tied_folder)
+    assert "missing lm_head.weight (136, 64)" in message
+    assert "tie_word_embeddings True, expected False" in message
+    message = load_alone(folder, tied=True)
+    assert "tie_word_embeddings False, expected True" in message
+
+
+def test_a_tied_file_may_have_the_output_layer_twice(tied_folder):
+    embedding = "model.language_model.embed_tokens.weight"
+    change_tensors(tied_folder, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    run_ranks(load_well, 1, folder=tied_folder, tied=True)
+    change_tensors(tied_folder, lambda t: t["lm_head.weight"][5, 5].add_(1))
+    ((message, _),) = run_ranks(load, 1, folder=tied_folder, tied=True)
+    assert "lm_head.weight" in message
+    assert "differs" in message
+
+
+def test_quantized_tensors_are_refused(folder):
+    change_tensors(folder, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}))
+    assert f"{NORM} has type F8_E4M3" in load_alone(folder)
+
+
+def test_pickles_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "has neither model.safetensors nor" in load_alone(folder)
+
+
+def test_a_damaged_file_is_named(folder):
+    (folder / "model.safetensors").write_bytes(b"not a header")
+    assert f"{folder / 'model.safetensors'} cannot be read" in load_alone(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {NORM: "../model.safetensors"}}, "points outside its folder"),
+        ({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}, "which is not in"),
+        ({"weights": {}}, "is no index"),
+        ([], "is no index"),
+    ],
+)
+def test_a_bad_index_is_named(folder, index, message):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert message in load_alone(folder)
+
+
+def load_into_another_model(rank, *, folder):
+    config = tiny_config(tied=False)
+    with model_parallel(tp=2, pp=2):
+        chunks = build_chunks(config, tp=2, pp=2)
+        if parallel_state.get_pipeline_model_parallel_rank() == 1:
+            layer = chunks[0].text_decoder.decoder.layers[0]
+            layer.mlp.linear_fc1.weight = torch.nn.Parameter(torch.zeros(8, 64))
+            layer.adapter = torch.nn.Linear(2, 3, bias=False)
+        with pytest.raises(ValueError, match="rank 2, 3") as caught:
+            load_hf_weights(chunks, folder, config=config)
+        return str(caught.value)
+
+
+def test_parameters_without_a_row_are_named(folder):
+    for message in run_ranks(load_into_another_model, 4, folder=folder):
+        assert "text_decoder.decoder.layers.2.adapter.weight (3, 2)" in message

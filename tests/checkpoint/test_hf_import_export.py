@@ -1,0 +1,288 @@
+"""Weights from a Hugging Face folder into every layout, and back to the same bits."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from ranks import model_parallel, run_ranks
+from safetensors.torch import load_file
+from tiny_qwen3_vl import build_chunks, random_hf_model, save_random_hf_model, tiny_config
+from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
+
+from loongplug.checkpoint import hf_export
+from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.data.demo_processor import write_processor
+
+
+@pytest.fixture(scope="module")
+def processor_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("processor")
+    write_processor(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def original(request, tmp_path_factory) -> tuple[bool, Path]:
+    folder = tmp_path_factory.mktemp("original")
+    return request.param, save_random_hf_model(folder, tied=request.param)
+
+
+def in_and_out(
+    rank, *, tp, pp, vpp, source, target, processor, tied, max_file_bytes=hf_export.MAX_FILE_BYTES
+):
+    config = tiny_config(tied=tied)
+    with model_parallel(tp=tp, pp=pp, vpp=vpp):
+        chunks = build_chunks(config, tp=tp, pp=pp, vpp=vpp)
+        for chunk in chunks:  # as a model provider does, chunk by chunk
+            load_hf_weights([chunk], source, config=config)
+        save_hf_folder(
+            chunks,
+            target,
+            config=config,
+            processor_folder=processor,
+            max_file_bytes=max_file_bytes,
+        )
+
+
+LAYOUTS = [  # ranks, tp, pp, vpp
+    (1, 1, 1, None),
+    (2, 2, 1, None),
+    (4, 2, 2, None),
+    (4, 4, 1, None),
+    (2, 1, 2, 2),
+    (4, 2, 2, 2),
+    (4, 1, 4, None),
+    (4, 1, 2, None),  # two data-parallel ranks
+]
+
+
+@pytest.mark.parametrize(("ranks", "tp", "pp", "vpp"), LAYOUTS)
+def test_there_and_back_to_the_same_bits(original, processor_folder, tmp_path, ranks, tp, pp, vpp):
+    tied, source = original
+    run_ranks(
+        in_and_out,
+        ranks,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        source=source,
+        target=tmp_path / "out",
+        processor=processor_folder,
+        tied=tied,
+    )
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name]), name
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing left beside it
+
+
+def test_transformers_loads_the_export(original, processor_folder, tmp_path):
+    tied, source = original
+    target = tmp_path / "out"
+    run = partial(run_ranks, in_and_out, 4, tp=2, pp=2, vpp=None, tied=tied)
+    run(source=source, target=target, processor=processor_folder, max_file_bytes=40_000)
+    shards = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+
+    model, report = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
+    assert not any(report.values()), report
+    assert isinstance(model, Qwen3VLForConditionalGeneration)
+    assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) == tied
+    reference = Qwen3VLForConditionalGeneration.from_pretrained(source)
+    inputs = picture_inputs()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
+    assert model.generation_config.eos_token_id == 2  # <|im_end|>
+    assert model.generation_config.pad_token_id == 0
+    ours, theirs = model.config.to_dict(), reference.config.to_dict()
+    assert {**ours, "_name_or_path": ""} == {**theirs, "_name_or_path": ""}
+    for name in ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json"):
+        assert (target / name).read_bytes() == (processor_folder / name).read_bytes()
+
+    again = tmp_path / "again"  # a folder with an index is read as well
+    run_ranks(
+        in_and_out,
+        1,
+        tp=1,
+        pp=1,
+        vpp=None,
+        source=target,
+        target=again,
+        processor=processor_folder,
+        tied=tied,
+    )
+    assert load_file(again / "model.safetensors").keys() == report_names(target)
+
+
+def picture_inputs() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[10, 3, 5, 5, 4, 11, 12]])
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == 5).int(),
+        "pixel_values": torch.randn(8, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 2, 4]]),
+    }
+
+
+def report_names(folder: Path) -> set[str]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return set(index["weight_map"])
+
+
+def tied_copies(rank, *, source):
+    config = tiny_config(tied=True)
+    with model_parallel(tp=2, pp=2):
+        (chunk,) = build_chunks(config, tp=2, pp=2)
+        load_hf_weights([chunk], source, config=config)
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in chunk.named_parameters()
+            if "word_embeddings" in name or "output_layer" in name
+        }
+
+
+def test_the_last_stages_tied_copy_is_filled(tmp_path):
+    source = save_random_hf_model(tmp_path / "hf", tied=True)
+    embedding = load_file(source / "model.safetensors")[
+        "model.language_model.embed_tokens.weight"
+    ].chunk(2)
+    results = run_ranks(tied_copies, 4, source=source)
+    assert [list(result) for result in results[1:3]] == [
+        ["text_decoder.embedding.word_embeddings.weight"],
+        ["text_decoder.output_layer.weight"],
+    ]
+    for rank, result in enumerate(results):  # ranks 0 and 1 are stage 0, 2 and 3 are stage 1
+        (weight,) = result.values()
+        assert torch.equal(weight, embedding[rank % 2])
+
+
+def wrapped_and_bf16(rank, *, source, target, processor):
+    config = tiny_config(tied=False)
+    with model_parallel():
+        (chunk,) = build_chunks(config, dtype=torch.bfloat16)
+        wrapped = DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(),
+            module=Float16Module(chunk.config, chunk),
+        )
+        load_hf_weights([wrapped], source, config=config)
+        save_hf_folder([wrapped], target, config=config, processor_folder=processor)
+
+
+def test_wrapped_models_keep_their_precision(tmp_path, processor_folder):
+    source = save_random_hf_model(tmp_path / "hf", tied=False)
+    target = tmp_path / "out"
+    run_ranks(wrapped_and_bf16, 1, source=source, target=target, processor=processor_folder)
+    before = load_file(source / "model.safetensors")
+    for name, tensor in load_file(target / "model.safetensors").items():
+        assert torch.equal(tensor, before[name].bfloat16()), name
+    model = AutoModelForImageTextToText.from_pretrained(target)
+    assert model.dtype is torch.bfloat16
+
+
+def gather_gradients(rank, *, tp, pp):
+    config = tiny_config(tied=False)
+    with model_parallel(tp=tp, pp=pp):
+        (chunk,) = build_chunks(config, tp=tp, pp=pp)
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("image_encoder"):
+                parameter.requires_grad_(False)
+            elif "linear_fc2" in name:
+                parameter.main_grad = torch.full_like(parameter, 2.0)
+                parameter.grad = torch.full_like(parameter, 3.0)
+            else:
+                parameter.grad = torch.full_like(parameter, 1.0)
+        return gather_full_tensors([chunk], config=config, what="grad")
+
+
+def test_gradients_are_gathered_where_there_are_any():
+    gradients, *others = run_ranks(gather_gradients, 4, tp=2, pp=2)
+    assert others == [None, None, None]
+    weights = dict(random_hf_model(tied=False).named_parameters())
+    trained = {name for name in weights if "visual.blocks" not in name and "embed.proj" not in name}
+    assert gradients.keys() == trained - {"model.visual.pos_embed.weight"}
+    for name, gradient in gradients.items():
+        assert gradient.shape == weights[name].shape
+        fc2 = "linear_fc2" in name or "down_proj" in name
+        assert gradient.unique().tolist() == [2.0 if fc2 else 1.0], name
+
+
+def drifted_replicas(rank, *, source):
+    config = tiny_config(tied=False)
+    with model_parallel(tp=2):
+        (chunk,) = build_chunks(config, tp=2)
+        load_hf_weights([chunk], source, config=config)
+        before = replica_differences([chunk], config=config, what="weight")
+        if rank == 1:
+            with torch.no_grad():
+                chunk.text_decoder.decoder.layers[2].self_attention.q_layernorm.weight[3] -= 0.5
+        after = replica_differences([chunk], config=config, what="weight")
+        return before, after
+
+
+def test_replicas_that_drifted_apart_are_seen(tmp_path):
+    source = save_random_hf_model(tmp_path, tied=False)
+    name = "text_decoder.decoder.layers.2.self_attention.q_layernorm.weight"
+    for before, after in run_ranks(drifted_replicas, 2, source=source):
+        assert set(before.values()) == {0.0}
+        assert after.pop(name) == pytest.approx(0.5)
+        assert set(after.values()) == {0.0}
+        assert "image_encoder.patch_embed.bias" in after
+        assert "text_decoder.decoder.layers.2.mlp.linear_fc1.weight" not in after
+
+
+def export_twice(rank, *, source, target, processor):
+    """A good export, then one whose writing fails after all was gathered."""
+    config = tiny_config(tied=False)
+    with model_parallel(tp=2):
+        chunks = build_chunks(config, tp=2)
+        load_hf_weights(chunks, source, config=config)
+        save_hf_folder(chunks, target, config=config, processor_folder=processor)
+        first = (target / "model.safetensors").stat().st_ino
+
+        def full_disk(*args):
+            raise OSError(28, "No space left on device")
+
+        add, hf_export.ShardWriter.add = hf_export.ShardWriter.add, full_disk
+        with pytest.raises(ValueError, match="No space left") as caught:
+            save_hf_folder(chunks, target, config=config, processor_folder=processor)
+        kept = (target / "model.safetensors").stat().st_ino == first
+        hf_export.ShardWriter.add = add
+        save_hf_folder(chunks, target, config=config, processor_folder=processor)
+        replaced = (target / "model.safetensors").stat().st_ino != first
+        return str(caught.value), kept, replaced
+
+
+def test_a_failed_export_leaves_the_older_one_and_fails_everywhere(tmp_path, processor_folder):
+    source = save_random_hf_model(tmp_path / "hf", tied=False)
+    target = tmp_path / "deeper" / "out"
+    results = run_ranks(export_twice, 2, source=source, target=target, processor=processor_folder)
+    assert [result[1:] for result in results] == [(True, True)] * 2
+    assert results[0][0] == results[1][0]
+    assert results[0][0].startswith("rank 0: ")
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_folder):
+    config = tiny_config(tied=False)
+    check = partial(check_hf_export, config=config, processor_folder=processor_folder)
+    check(tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    check(tmp_path / "empty")
+    foreign = save_random_hf_model(tmp_path / "foreign", tied=False)
+    with pytest.raises(ValueError, match="no earlier export"):
+        check(foreign)
+    with pytest.raises(ValueError, match="is a file"):
+        check(foreign / "config.json")
+    with pytest.raises(ValueError, match=r"no tokenizer.json"):
+        check_hf_export(tmp_path / "new", config=config, processor_folder=foreign)

@@ -1,0 +1,225 @@
+"""The harness itself: what every other distributed test relies on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from ranks import RankError, model_parallel, run_ranks
+
+pytestmark = pytest.mark.quick
+
+
+def _children() -> set[str]:
+    """Processes that have this one as parent, zombies too."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    )
+    return {line.strip() for line in found.stdout.splitlines()}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = _children()
+    yield
+    assert len(_children() - before) <= 1  # ps itself
+    assert list(tmp_path.iterdir()) == []
+
+
+def _report(rank: int, *, factor: int) -> tuple[int, int, float, str]:
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return (rank, rank * factor, total.item(), os.environ["RANK"])
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_ranks(_report, 3, factor=10) == [
+        (0, 0, 6.0, "0"),
+        (1, 10, 6.0, "1"),
+        (2, 20, 6.0, "2"),
+    ]
+
+
+def test_eight_ranks_take_tenths_of_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(rank: int) -> float:
+        with model_parallel(tp=2, pp=2):
+            value = torch.ones(1)
+            dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+        return value.item()
+
+    started = time.perf_counter()
+    assert run_ranks(work, 8) == [2.0] * 8
+    seconds = time.perf_counter() - started
+    with capsys.disabled():
+        print(f" [8 ranks: {seconds:.2f} s]", end="")
+    assert seconds < 5
+
+
+def _fail_alone(rank: int) -> None:
+    print(f"rank {rank} was here")
+    if rank == 1:
+        raise ValueError("the one that went wrong")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_exception_in_one_rank_while_others_wait_in_a_collective() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(_fail_alone, 4, timeout=30)
+    assert time.monotonic() - started < 10
+    text = str(caught.value)
+    assert caught.value.rank == 1
+    assert text.startswith("rank 1 failed")
+    # the full traceback: the line of source, and the exception with its type
+    assert 'raise ValueError("the one that went wrong")' in text
+    assert "ValueError: the one that went wrong" in text
+    assert "rank 1 was here" in text
+
+
+def _fail_all(rank: int) -> None:
+    raise ValueError(f"bad input on rank {rank}")
+
+
+def test_exceptions_of_all_ranks_are_kept() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_fail_all, 3)
+    assert sorted(caught.value.errors) == [0, 1, 2]
+    for rank, text in caught.value.errors.items():
+        assert f"ValueError: bad input on rank {rank}" in text
+
+
+def _exit_early(rank: int) -> None:
+    if rank == 2:
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_rank_that_exits() -> None:
+    with pytest.raises(RankError, match="exited with code 3") as caught:
+        run_ranks(_exit_early, 3, timeout=30)
+    assert caught.value.rank == 2
+
+
+def _exit_zero(rank: int) -> None:
+    if rank == 0:
+        os._exit(0)
+
+
+def test_rank_that_exits_with_zero_returned_nothing() -> None:
+    with pytest.raises(RankError, match="exited with code 0 and returned nothing"):
+        run_ranks(_exit_zero, 2, timeout=30)
+
+
+def _crash(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_rank_that_crashes() -> None:
+    with pytest.raises(RankError, match="killed by signal SIGSEGV") as caught:
+        run_ranks(_crash, 2, timeout=30)
+    assert caught.value.rank == 1
+    assert "in _crash" in str(caught.value)  # faulthandler's stack, from what it printed
+
+
+def _hang_in_python() -> None:
+    time.sleep(600)
+
+
+def _hang(rank: int) -> int:
+    if rank == 0:
+        return rank
+    if rank == 1:
+        dist.recv(torch.ones(1), src=2)
+    _hang_in_python()
+    return rank
+
+
+def test_hang_shows_the_stack_of_each_rank_alive() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="after 1 s these ranks still ran: 0, 1, 2") as caught:
+        run_ranks(_hang, 3, timeout=1.0)
+    assert time.monotonic() - started < 6
+    assert "in barrier" in caught.value.errors[0]  # done, waiting for the others
+    assert "in recv" in caught.value.errors[1]
+    assert "in _hang_in_python" in caught.value.errors[2]
+
+
+def _start_a_process(rank: int) -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def test_processes_of_a_rank_end_with_it() -> None:
+    for pid in run_ranks(_start_a_process, 2):
+        until = time.monotonic() + 5
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def _unpicklable(rank: int) -> object:
+    return lambda: rank
+
+
+def test_result_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"(?i)pickle"):
+        run_ranks(_unpicklable, 1)
+
+
+def _print(rank: int) -> None:
+    print(f"hello from {rank}")
+    print(f"warning from {rank}", file=sys.stderr)
+    os.system(f"echo nested {rank}")
+
+
+def test_what_ranks_print_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_print, 2)
+    printed = capsys.readouterr().out
+    assert printed.index("[rank 0]") < printed.index("hello from 0") < printed.index("[rank 1]")
+    assert "warning from 1" in printed
+    assert "nested 1" in printed
+
+
+def _backward(rank: int) -> float:
+    weight = torch.ones(4, requires_grad=True)
+    (weight * rank).sum().backward()
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    return weight.grad[0].item()
+
+
+def test_backward_in_the_parent_does_not_harm_the_ranks() -> None:
+    torch.ones(4, requires_grad=True).sum().backward()
+    assert run_ranks(_backward, 2) == [1.0, 1.0]
+
+
+def _states(rank: int) -> list[tuple[int, int]]:
+    names = [
+        name
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__") and not callable(value)
+    ]
+    clean = {name: str(getattr(parallel_state, name)) for name in names}
+    sizes = []
+    for tp, pp in ((2, 1), (1, 2), (2, 2)):
+        with model_parallel(tp=tp, pp=pp):
+            sizes.append(
+                (
+                    parallel_state.get_tensor_model_parallel_world_size(),
+                    parallel_state.get_pipeline_model_parallel_world_size(),
+                )
+            )
+        assert {name: str(getattr(parallel_state, name)) for name in names} == clean
+    return sizes
+
+
+def test_model_parallel_leaves_no_state_behind() -> None:
+    assert run_ranks(_states, 4) == [[(2, 1), (1, 2), (2, 2)]] * 4
