@@ -6,22 +6,21 @@ import numpy as np
 import torch
 
 from loongplug.data.dataset import Sample
-from loongplug.data.images import load_images
+from loongplug.data.images import ImageLoader
 from loongplug.data.microbatch import Microbatch, VisionInput
-from loongplug.data.processor import Processor
 
 
 def collate(
-    samples: Sequence[Sample], *, processor: Processor, seq_length: int, with_images: bool
+    samples: Sequence[Sample], *, pad_token_id: int, seq_length: int, images: ImageLoader | None
 ) -> Microbatch:
-    """Pad the samples on the right to ``seq_length`` and load their images if asked to.
+    """Pad the samples on the right to ``seq_length`` and load their images.
 
-    Padding has position 0 and mask 0. Without images, no image file is opened and the
-    microbatch's vision is None.
+    Padding has position 0 and mask 0. Without an image loader, no image file is opened and
+    the microbatch's vision is None.
     """
     shape = (len(samples), seq_length)
-    input_ids = np.full(shape, processor.pad_token_id, dtype=np.int64)
-    labels = np.full(shape, processor.pad_token_id, dtype=np.int64)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, pad_token_id, dtype=np.int64)
     loss_mask = np.zeros(shape, dtype=np.float32)
     position_ids = np.zeros((3, *shape), dtype=np.int64)
     for row, sample in enumerate(samples):
@@ -36,14 +35,14 @@ def collate(
         labels=torch.from_numpy(labels),  # [b, s]
         loss_mask=torch.from_numpy(loss_mask),  # [b, s]
         tokens=sum(len(sample.input_ids) for sample in samples),
-        vision=_vision(samples, processor) if with_images else None,
+        vision=None if images is None else _vision(samples, images),
     )
 
 
-def _vision(samples: Sequence[Sample], processor: Processor) -> VisionInput:
+def _vision(samples: Sequence[Sample], images: ImageLoader) -> VisionInput:
     paths = [path for sample in samples for path in sample.image_paths]
     where = ", ".join(sample.where for sample in samples)
-    vision = load_images(paths, processor, where=where)
+    vision = images.load(paths, where=where)
     grids = [list(grid) for sample in samples for grid in sample.image_grids]
     if vision.grid_thw.tolist() != grids:
         raise ValueError(

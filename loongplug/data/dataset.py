@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import parse_conversation
 from loongplug.data.images import image_grid, image_tokens
 from loongplug.data.jsonl import JsonlIndex
@@ -30,9 +31,15 @@ class Sample:
     image_grids: tuple[Grid, ...]
     where: str  # path:line
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        arrays = (self.input_ids, self.labels, self.loss_mask, self.position_ids)
+        return sum(array.nbytes for array in arrays)
+
 
 class ChatDataset:
-    """The rows of a JSONL file as samples, by index.
+    """The rows of a JSONL file as samples, by index, with a bounded cache of them.
 
     Reads image headers only: a sample's text, labels and positions come out the same on every
     rank, whether that rank loads the images or not.
@@ -45,6 +52,7 @@ class ChatDataset:
         processor: Processor,
         seq_length: int,
         training_phase: TrainingPhase,
+        cache_bytes: int = 64 * 2**20,
     ) -> None:
         if seq_length < (least := shortest_sample(processor)):
             raise ValueError(
@@ -55,12 +63,20 @@ class ChatDataset:
         self.seq_length = seq_length
         self.training_phase = training_phase
         self._rows = JsonlIndex(path)
+        self._cache: ByteBoundedCache[int, Sample] = ByteBoundedCache(cache_bytes)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
         """Raises ValueError with the row's place for a row that cannot be used."""
+        sample = self._cache.get(index)
+        if sample is None:
+            sample = self._make(index)
+            self._cache.put(index, sample, size=sample.nbytes)
+        return sample
+
+    def _make(self, index: int) -> Sample:
         where, processor = self._rows.where(index), self.processor
         conversation = parse_conversation(self._rows.read(index), where=where)
         paths = conversation.image_paths(self._rows.path.parent)

@@ -1,12 +1,15 @@
 """From image files to patches, and an image's patch grid from the file's header alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -25,7 +28,7 @@ _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 
 def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
-    """The patch grid that ``load_images`` will make of this file; reads its header only."""
+    """The patch grid that the image processor will make of this file; reads its header only."""
     with _open(path, where=where) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
@@ -51,23 +54,72 @@ def image_tokens(grid: Grid, processor: Processor) -> int:
     return time * height * width // processor.spatial_merge_size**2
 
 
-def load_images(paths: Sequence[Path], processor: Processor, *, where: str) -> VisionInput:
-    """Decode and process all images in one call, in order.
+class ImageLoader:
+    """Image files to one microbatch's pixels, with a bounded cache of processed images.
 
-    One call for many images costs a third of one call each. No paths give the zero-length
-    unit. Raises ValueError for a file that is missing or no image.
+    All images that are not in the cache go through the image processor in one call, which
+    takes less than half the time of one call each. A file that changes is processed anew.
     """
-    if not paths:
+
+    def __init__(self, processor: Processor, *, cache_bytes: int = 256 * 2**20) -> None:
+        self._processor = processor
+        self._cache: ByteBoundedCache[_FileVersion, _Image] = ByteBoundedCache(cache_bytes)
+
+    def load(self, paths: Sequence[Path], *, where: str) -> VisionInput:
+        """The images in order; none give the zero-length unit.
+
+        Raises ValueError, with ``where``, for a file that is missing, damaged or no image.
+        """
+        if not paths:
+            return VisionInput(
+                pixels=torch.zeros(0, self._processor.patch_dim),
+                grid_thw=torch.zeros(0, 3, dtype=torch.int64),
+            )
+        versions = [_file_version(path, where=where) for path in paths]
+        images = {version: image for version in versions if (image := self._cache.get(version))}
+        missing = list(dict.fromkeys(version for version in versions if version not in images))
+        for version, image in zip(missing, self._process(missing, where=where), strict=True):
+            images[version] = image
+            self._cache.put(version, image, size=image.pixels.nbytes)
+        ordered = [images[version] for version in versions]
         return VisionInput(
-            pixels=torch.zeros(0, processor.patch_dim),
-            grid_thw=torch.zeros(0, 3, dtype=torch.int64),
+            pixels=torch.cat([image.pixels for image in ordered]),  # [patches, patch_dim]
+            grid_thw=torch.tensor([image.grid for image in ordered]),  # [images, 3]
         )
-    images = [_decode(path, where=where) for path in paths]
-    features = processor.image_processor(images=images, return_tensors="pt")
-    return VisionInput(
-        pixels=features["pixel_values"],  # [patches, patch_dim]
-        grid_thw=features["image_grid_thw"],  # [images, 3]
-    )
+
+    def _process(self, versions: Sequence["_FileVersion"], *, where: str) -> list["_Image"]:
+        if not versions:
+            return []
+        decoded = [_decode(version.path, where=where) for version in versions]
+        features = self._processor.image_processor(images=decoded, return_tensors="pt")
+        grids = features["image_grid_thw"]
+        pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
+        return [
+            # A view would keep the whole call's pixels alive.
+            _Image(pixels=part.clone(), grid=tuple(grid))
+            for part, grid in zip(pixels, grids.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _FileVersion:
+    path: Path
+    modified_ns: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Image:
+    pixels: Tensor  # [patches, patch_dim] float32
+    grid: Grid
+
+
+def _file_version(path: Path, *, where: str) -> _FileVersion:
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error, where=where) from error
+    return _FileVersion(path, modified_ns=state.st_mtime_ns, size=state.st_size)
 
 
 def _decode(path: Path, *, where: str) -> Image.Image:
@@ -85,14 +137,18 @@ def _decode(path: Path, *, where: str) -> Image.Image:
 def _open(path: Path, *, where: str) -> Image.Image:
     try:
         return Image.open(path)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder."
-        ) from error
     except UnidentifiedImageError as error:
         raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
     except OSError as error:
-        raise ValueError(f"{where}: image {path} cannot be opened: {error}.") from error
+        raise _unreadable(path, error, where=where) from error
+
+
+def _unreadable(path: Path, error: OSError, *, where: str) -> ValueError:
+    if isinstance(error, FileNotFoundError):
+        return ValueError(
+            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder."
+        )
+    return ValueError(f"{where}: image {path} cannot be opened: {error}.")
 
 
 def _orientation(image: Image.Image) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.images import ImageLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder, microbatch_positions
 
@@ -35,7 +36,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._with_images = with_images
+        self._images = ImageLoader(dataset.processor) if with_images else None
         self._order = SampleOrder(len(dataset), seed=seed, restart_after=restart_after)
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
 
@@ -50,9 +51,9 @@ class MicrobatchLoader(Iterator[Microbatch]):
         samples = [self._dataset[index] for index in self._order.indices(positions)]
         microbatch = collate(
             samples,
-            processor=self._dataset.processor,
+            pad_token_id=self._dataset.processor.pad_token_id,
             seq_length=self._dataset.seq_length,
-            with_images=self._with_images,
+            images=self._images,
         )
         self.consumed_samples += self._micro_batch_size * self._dp_size
         return microbatch

@@ -39,7 +39,8 @@ def mrope_position_ids(
     }
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
-    for start in np.flatnonzero(np.isin(input_ids, list(pictures))).tolist():
+    in_picture = (input_ids == image_token_id) | (input_ids == video_token_id)
+    for start in np.flatnonzero(in_picture).tolist():
         if start < token:  # inside the picture before
             continue
         positions[:, token:start] = np.arange(start - token) + position

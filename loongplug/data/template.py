@@ -49,10 +49,9 @@ def tokenize_conversation(
         if phase == "sft"
         else [_Segment(_render(conversation.messages, processor, where=conversation.where), True)]
     )
-    encoded = [
-        processor.tokenizer.encode(segment.text, add_special_tokens=False) for segment in segments
-    ]
-    ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in encoded])
+    texts = [segment.text for segment in segments]
+    encoded = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = np.array([token for part in encoded for token in part], dtype=np.int64)
     lengths = [len(part) for part in encoded]
     trained = np.repeat([segment.trained for segment in segments], lengths)
     ids, trained = _expand_images(
@@ -116,7 +115,8 @@ def _assistant_segments(conversation: Conversation, processor: Processor) -> lis
             f"{where}: no assistant message, so nothing to train on: add the answer, or train with"
             " --training-phase pretrain."
         )
-    pending += _continuation(_render(messages, processor, where=where), done, where=where)
+    if messages[-1].role != "assistant":
+        pending += _continuation(_render(messages, processor, where=where), done, where=where)
     return [*segments, _Segment(pending, False)]
 
 

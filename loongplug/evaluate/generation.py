@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.data.images import load_images
+from loongplug.data.images import ImageLoader
 from loongplug.data.processor import Processor
 from loongplug.evaluate.questions import Question
 
@@ -77,11 +77,12 @@ def generate_answers(
     Questions of similar length share a batch. ``on_done`` hears of every batch's size.
     """
     config = _greedy_config(model, processor, max_new_tokens=max_new_tokens)
+    images = ImageLoader(processor)
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].input_ids))
     answers = [""] * len(questions)
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        inputs = _batch([questions[index] for index in chosen], processor)
+        inputs = _batch([questions[index] for index in chosen], processor, images)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=config)
@@ -105,7 +106,9 @@ def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> 
     )
 
 
-def _batch(questions: Sequence[Question], processor: Processor) -> dict[str, Tensor]:
+def _batch(
+    questions: Sequence[Question], processor: Processor, images: ImageLoader
+) -> dict[str, Tensor]:
     """Prompts padded on the left to the longest, with the patches of their images."""
     shape = len(questions), max(len(question.input_ids) for question in questions)
     input_ids = torch.full(shape, processor.pad_token_id)  # [b, s] int64
@@ -118,7 +121,7 @@ def _batch(questions: Sequence[Question], processor: Processor) -> dict[str, Ten
     paths = [path for question in questions for path in question.image_paths]
     if paths:
         where = ", ".join(question.where for question in questions if question.image_paths)
-        vision = load_images(paths, processor, where=where)
+        vision = images.load(paths, where=where)
         inputs["pixel_values"] = vision.pixels
         inputs["image_grid_thw"] = vision.grid_thw
         inputs["mm_token_type_ids"] = (input_ids == processor.image_token_id).to(torch.int32)

@@ -31,18 +31,15 @@ class DeepstackTransformerLayer(TransformerLayer):
     decoder) adds feature i.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """As TransformerLayer.forward, with ``hidden_states`` [(1 + k) * s, b, h]."""
         travelling = features_behind(
             layer=self.layer_number - 1, deepstack=self.config.deepstack_features
         )
         if travelling == 0:
-            return super().forward(*args, **kwargs)
-        hidden_states, args = (
-            (kwargs.pop("hidden_states"), args)
-            if "hidden_states" in kwargs
-            else (args[0], args[1:])
-        )
+            return super().forward(hidden_states, *args, **kwargs)
         hidden_states, own, *rest = hidden_states.chunk(1 + travelling)
         hidden_states, context = super().forward(hidden_states, *args, **kwargs)
         return stack_features(hidden_states + own, rest), context

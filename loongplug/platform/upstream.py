@@ -65,16 +65,34 @@ def _with_adam_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        if not _uses_torch_adam(self) or self.optimizer is None:
-            original(self, state_dict)
-            return
-        steps = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
-        with torch.no_grad():
-            original(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(max(steps, default=0.0))
+        original(self, state_dict)
+        if _uses_torch_adam(self) and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
 
     return load_state_dict
+
+
+def _without_step(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(original)
+    def get_states(self: Any, model_param: torch.Tensor) -> Any:
+        tensors = original(self, model_param)
+        if _uses_torch_adam(self):
+            del tensors["step"]
+        return tensors
+
+    return get_states
+
+
+def _keeping_step(original: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        if _uses_torch_adam(self):
+            tensors = {**tensors, "step": None}  # what is no tensor is passed over
+        with torch.no_grad():
+            original(self, model_param, tensors)
+
+    return set_states
 
 
 EVERYWHERE: tuple[Replacement, ...] = (
@@ -97,8 +115,23 @@ EVERYWHERE: tuple[Replacement, ...] = (
         wrapper=_with_own_steps,
         signature="(self, state_dict)",
         reason="leaves torch's Adam with one step tensor for all parameters, which then advances "
-        "once for each, and which sharded states set back to what it was before the load; and "
-        "copies into fp32 parameters, which are leaves that require grad",
+        "once for each",
+    ),
+    Replacement(
+        target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
+        "_get_main_param_and_optimizer_states",
+        wrapper=_without_step,
+        signature="(self, model_param)",
+        reason="counts the step of torch's Adam among the sharded tensors; a checkpoint has it "
+        "in the parameter groups",
+    ),
+    Replacement(
+        target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
+        "_set_main_param_and_optimizer_states",
+        wrapper=_keeping_step,
+        signature="(self, model_param, tensors)",
+        reason="wants the step of torch's Adam among the loaded tensors, and sets the step that "
+        "was loaded back; copies into fp32 parameters, which are leaves that require grad",
     ),
 )
 

@@ -103,13 +103,15 @@ def _contradictions(
         if name not in line.flags or given == argument.value:
             continue
         flag = line.flags[name]
-        says = f"{flag} gives {given}, but the model has {argument.value}"
-        if argument.key is None:
-            problems.append(f"{says}, which is fixed for its family; drop the flag")
-        else:
-            problems.append(
-                f"{says} by its YAML; drop the flag and use the override model.{argument.key}=..."
+        values = "" if isinstance(given, bool) else f" ({given}, not {argument.value})"
+        problems.append(
+            f"{flag} contradicts the model{values}: "
+            + (
+                "this is fixed for its family; drop the flag"
+                if argument.key is None
+                else f"its YAML decides; use the override model.{argument.key}=... instead"
             )
+        )
     return problems
 
 
@@ -123,16 +125,20 @@ def _with_tokenizer(args: Namespace, composed: ComposedModel) -> Any:
 
 def _validate_with_megatron(args: Namespace) -> None:
     """Megatron's own checks, without its listing of all arguments, as ValueError."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
 
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
             validate_args(args)
-    except (AssertionError, RuntimeError) as error:
+            core_transformer_config_from_args(args)  # for the checks it makes
+    except (AssertionError, RuntimeError, ValueError) as error:
         # Some of its assertions have no text; the line itself then says most.
         asserted = traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(f"Megatron-Core refuses the arguments: {error or asserted}") from error
+        raise ValueError(
+            f"Megatron-Core refuses the arguments: {str(error) or asserted}"
+        ) from error
     except SystemExit as error:
         last = said.getvalue().strip().rpartition("\n")[2]
         raise ValueError(f"Megatron-Core refuses the arguments: {last}") from error

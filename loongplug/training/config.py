@@ -1,6 +1,7 @@
 """Compose a model from YAML files with Hydra and check it against its config classes."""
 
 import dataclasses
+import functools
 import importlib
 import re
 from collections.abc import Mapping, Sequence
@@ -77,8 +78,8 @@ def compose_model(
     """
     file = _model_file(model_name, config_file, trusted_packages)
     settings = dict(_parse_override(override, file) for override in overrides)
-    data, layers = _compose(file, [f"++{key}={value}" for key, value in settings.items()])
-    origins = _Origins(layers, settings)
+    data = _compose(file, settings)
+    origins = _Origins(file, settings)
     known = families(trusted_packages)
 
     for key in data:
@@ -140,7 +141,7 @@ def _parse_override(override: str, file: Path) -> tuple[str, str]:
         )
     key, value = match["key"], match["value"]
     if not key.startswith(f"{_MODEL}."):
-        known = _dotted_keys(_compose(file, ())[0])
+        known = _dotted_keys(_compose(file, {}))
         raise ValueError(
             f"override {override}: {key} is no key of a model{the_closest_is(key, known)} "
             f"(all keys start with {_MODEL}.)"
@@ -149,7 +150,8 @@ def _parse_override(override: str, file: Path) -> tuple[str, str]:
         (parsed,) = OverridesParser.create().parse_overrides([f"++{key}={value}"])
         parsed.value()
     except HydraException as error:
-        raise ValueError(f"override {override}: {value} is no YAML value ({error})") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"override {override}: {value} is no YAML value ({reason})") from error
     if parsed.is_sweep_override():
         raise ValueError(f"override {override} gives several values; write a list as [{value}]")
     return key, value
@@ -164,41 +166,64 @@ def _dotted_keys(data: Mapping[Any, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def _compose(file: Path, overrides: Sequence[str]) -> tuple[dict[Any, Any], list[_Layer]]:
-    """The composed plain data, and the files it came from in the order they were merged."""
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """Where Hydra starts, and all folders it looks for mounted files in."""
+
+    name: str
+    folders: tuple[Path, ...]
+    overrides: tuple[str, ...]
+
+
+def _search(file: Path, settings: Mapping[str, str]) -> _Search:
     models = configs_dir() / "models"
-    directory, name = file.parent, file.stem
     if file.is_relative_to(models):
-        directory, name = models, str(file.relative_to(models).with_suffix(""))
+        name, folders = str(file.relative_to(models).with_suffix("")), (models,)
+    else:
+        name, folders = file.stem, (file.parent, models)
     quoted = str(models).replace("\\", "\\\\").replace("'", "\\'")
-    arguments = [*overrides, f"hydra.searchpath=['file://{quoted}']"]
+    overrides = [f"++{key}={value}" for key, value in settings.items()]
+    overrides.append(f"hydra.searchpath=['file://{quoted}']")
+    return _Search(name=name, folders=folders, overrides=tuple(overrides))
+
+
+def _compose(file: Path, settings: Mapping[str, str]) -> dict[Any, Any]:
+    """The composed plain data, with interpolations resolved."""
+    search = _search(file, settings)
     try:
         if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
             raise ValueError(f"{file}: hydra is no key of a model file; remove it")
-        with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
-            data = OmegaConf.to_container(
-                compose(name, overrides=arguments), resolve=True, throw_on_missing=True
-            )
-            defaults = (
-                GlobalHydra.instance()
-                .config_loader()
-                .compute_defaults_list(config_name=name, overrides=arguments, run_mode=RunMode.RUN)
-            )
+        with initialize_config_dir(config_dir=str(search.folders[0]), version_base="1.3"):
+            composed = compose(search.name, overrides=list(search.overrides))
+        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingConfigException as error:
         raise ValueError(_missing_file(file, error)) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ValueError(f"{file} does not compose: {' '.join(str(error).split())}") from error
     assert isinstance(data, dict)
-    layers = [
-        _Layer(file=found, package=default.package or "")
-        for default in defaults.defaults
-        for found in (
-            directory / f"{default.config_path}.yaml",
-            models / f"{default.config_path}.yaml",
+    return data
+
+
+def _layers(file: Path, settings: Mapping[str, str]) -> list[_Layer]:
+    """The files of a composition that succeeded, in the order they were merged."""
+    search = _search(file, settings)
+    with initialize_config_dir(config_dir=str(search.folders[0]), version_base="1.3"):
+        defaults = (
+            GlobalHydra.instance()
+            .config_loader()
+            .compute_defaults_list(
+                config_name=search.name,
+                overrides=list(search.overrides),
+                run_mode=RunMode.RUN,
+            )
         )
-        if found.is_file()
-    ]
-    return data, layers
+    layers = []
+    for default in defaults.defaults:
+        places = [folder / f"{default.config_path}.yaml" for folder in search.folders]
+        found = next((place for place in places if place.is_file()), None)
+        if found is not None:  # Hydra's own are elsewhere
+            layers.append(_Layer(file=found, package=default.package or ""))
+    return layers
 
 
 def _missing_file(file: Path, error: MissingConfigException) -> str:
@@ -238,11 +263,15 @@ def _resolve(target: str, trusted_packages: Sequence[str]) -> type:
 
 
 class _Origins:
-    """Finds out which file or override set a key."""
+    """Finds out which file or override set a key, for error messages."""
 
-    def __init__(self, layers: Sequence[_Layer], settings: Mapping[str, str]) -> None:
-        self._layers = layers
+    def __init__(self, file: Path, settings: Mapping[str, str]) -> None:
+        self._file = file
         self._settings = settings
+
+    @functools.cached_property
+    def _layers(self) -> list[_Layer]:
+        return _layers(self._file, self._settings)
 
     def of(self, key: str) -> str:
         """The override or the last file that sets ``key``, else the file mounted nearest above."""

@@ -13,9 +13,8 @@ from loongplug.training.suggest import closest
 DEVICES = ("auto", "cpu", "cuda")
 PHASES = ("pretrain", "sft")
 
-# An override's key has a dot, and no slash as a path would.
-_OVERRIDE = re.compile(r"\+{0,2}\w+(\.\w+)+=.*", re.DOTALL)
-_KEY_VALUE = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
+# An override's key has no slash, as a path would have.
+_OVERRIDE = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,16 @@ class CommandLine:
     args: Namespace
     flags: Mapping[str, str]
     overrides: tuple[str, ...]
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows help texts with a bare percent sign, which some of Megatron's have, as they are."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (TypeError, ValueError, KeyError):
+            return action.help or ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,7 +63,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     parser = _build_parser()
     overrides, rest = _split_overrides(argv, parser)
     args, left_over = parser.parse_known_args(rest)
-    overrides += _take_left_over(left_over, parser)
+    _refuse_left_over(left_over, parser)
     options = {action.dest: action.option_strings for action in parser._actions}
     for action in parser._actions:
         action.default = SUPPRESS
@@ -74,6 +83,7 @@ def _build_parser() -> argparse.ArgumentParser:
         usage="torchrun ... %(prog)s (--model-name NAME | --config-file PATH) "
         "[flags of LoongPlug and Megatron] [model.key=value ...]",
         allow_abbrev=False,
+        formatter_class=_Help,
     )
     _add_own_flags(parser)
     add_megatron_arguments(parser)
@@ -146,7 +156,7 @@ def _split_overrides(
     overrides, rest = [], []
     for index, token in enumerate(argv):
         before = parser._option_string_actions.get(argv[index - 1]) if index else None
-        is_value = before is not None and before.nargs not in (0, "*")
+        is_value = before is not None and before.nargs != 0
         if _OVERRIDE.fullmatch(token) and not is_value:
             overrides.append(token)
         else:
@@ -154,10 +164,10 @@ def _split_overrides(
     return overrides, rest
 
 
-def _take_left_over(left_over: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """What no flag took: further overrides, or an error for each of the rest."""
+def _refuse_left_over(left_over: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """One line for each flag that does not exist; what stands behind one counts as its value."""
     known = {option.lstrip("-"): option for option in parser._option_string_actions}
-    overrides, problems = [], []
+    problems = []
     flag: str | None = None
     for token in left_over:
         if token.startswith("-"):
@@ -165,10 +175,7 @@ def _take_left_over(left_over: Sequence[str], parser: argparse.ArgumentParser) -
             match = closest(flag.lstrip("-").replace("_", "-"), known)
             suggestion = f"the closest is {known[match]}" if match else "--help lists them all"
             problems.append(f"there is no flag {flag}; {suggestion}")
-        elif _KEY_VALUE.fullmatch(token):
-            overrides.append(token)
         elif flag is None:
             problems.append(f"{token} belongs to no flag and is no override key=value")
     if problems:
         raise ValueError("\n".join(problems))
-    return overrides

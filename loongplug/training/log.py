@@ -11,7 +11,7 @@ from typing import TextIO
 from torch import Tensor
 
 from loongplug.platform.upstream import training_log_table
-from loongplug.training.progress import TrainingMetrics, TrainingProgress
+from loongplug.training.progress import StepReport, TrainingProgress
 
 
 class LogTap:
@@ -39,9 +39,10 @@ class LogTap:
         if self._progress is not None:
             self._progress.close()
 
-    def metrics(self) -> TrainingMetrics | None:
-        """The run's figures; None when no iteration was run."""
-        return None if self._progress is None else self._progress.metrics()
+    @property
+    def reports(self) -> list[StepReport]:
+        """All reports so far, oldest first."""
+        return [] if self._progress is None else self._progress.reports
 
     def _on_iteration(self, iteration: int, losses: dict[str, Tensor]) -> None:
         if self._progress is None:

@@ -14,11 +14,11 @@ from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 
 
 def decoder_heads(args: Namespace, model: Any) -> str | None:
-    return indivisible("the decoder's num_attention_heads", args.num_attention_heads, args)
-
-
-def decoder_groups(args: Namespace, model: Any) -> str | None:
-    return indivisible("the decoder's num_query_groups", args.num_query_groups, args)
+    problems = (
+        indivisible("the decoder's num_attention_heads", args.num_attention_heads, args),
+        indivisible("the decoder's num_query_groups", args.num_query_groups, args),
+    )
+    return "; ".join(problem for problem in problems if problem) or None
 
 
 def decoder_ffn(args: Namespace, model: Any) -> str | None:

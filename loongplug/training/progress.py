@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -163,14 +164,14 @@ class TrainingProgress:
         self._sink = sink
         self._losses: list[torch.Tensor] = []
         self._reported_tokens = 0
-        self._reports: list[StepReport] = []
+        self.reports: list[StepReport] = []
         self._last_time: float | None = None
 
     def step(self, iteration: int, loss: torch.Tensor | None) -> None:
         """Take note of one iteration; ``loss`` is set on the last stage."""
         if loss is not None:
             self._losses.append(loss.detach().float().reshape(()))
-        if iteration % self._interval == 0 or iteration == self._total or not self._reports:
+        if iteration % self._interval == 0 or iteration == self._total or not self.reports:
             self._report(iteration)
 
     def _report(self, iteration: int) -> None:
@@ -195,7 +196,7 @@ class TrainingProgress:
         self._losses.clear()
         self._reported_tokens = tokens
         self._last_time = now
-        self._reports.append(report)
+        self.reports.append(report)
         if self._sink is not None:
             self._sink.report(report)
 
@@ -204,22 +205,21 @@ class TrainingProgress:
         if self._sink is not None:
             self._sink.close()
 
-    def metrics(self) -> TrainingMetrics | None:
-        """The run's figures, None when it had no iteration.
 
-        The first report holds start-up costs; the rate is that of all others when there are any.
-        """
-        if not self._reports:
-            return None
-        steady = self._reports[1:] or self._reports
-        return TrainingMetrics(
-            loss_first=self._reports[0].loss,
-            loss_last=self._reports[-1].loss,
-            tokens_per_second=sum(step.tokens for step in steady)
-            / sum(step.seconds for step in steady),
-            train_seconds=sum(step.seconds for step in self._reports),
-            iterations=self._reports[-1].iteration,
-        )
+def summarize(reports: Sequence[StepReport]) -> TrainingMetrics:
+    """The figures of a run with at least one report.
+
+    The first report holds start-up costs; the rate is that of all others when there are any.
+    """
+    steady = reports[1:] or reports
+    return TrainingMetrics(
+        loss_first=reports[0].loss,
+        loss_last=reports[-1].loss,
+        tokens_per_second=sum(step.tokens for step in steady)
+        / sum(step.seconds for step in steady),
+        train_seconds=sum(step.seconds for step in reports),
+        iterations=reports[-1].iteration,
+    )
 
 
 def write_metrics(path: Path, metrics: TrainingMetrics) -> None:

@@ -40,9 +40,11 @@ class ModelProvider:
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> MultimodalModel:
-        """One chunk, with weights from ``hf_folder`` where one is given.
+        """One chunk; with a ``hf_folder``, the last one brings the weights of all.
 
-        Collective: every rank builds as many chunks as every other, in the same order.
+        Collective: every rank builds as many chunks as every other. Weights are loaded once all
+        are built (tied embeddings make the first and the last chunk of the model wait for each
+        other) and before the optimizer copies them into its own shards.
         """
         if config is None:
             config = core_transformer_config_from_args(get_args(), DecoderConfig)
@@ -56,8 +58,8 @@ class ModelProvider:
             pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
             backend=self.backend,
         )
-        if self.hf_folder is not None:
-            # Before the optimizer copies the weights into its own shards.
-            load_hf_weights([chunk], self.hf_folder, config=self.model)
         self.chunks.append(chunk)
+        is_last = len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1)
+        if self.hf_folder is not None and is_last:
+            load_hf_weights(self.chunks, self.hf_folder, config=self.model)
         return chunk

@@ -150,16 +150,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="decoder-heads",
-        refuses="decoder heads that tp does not divide",
+        refuses="decoder heads or query groups (key and value heads) that tp does not divide",
         check=model_checks.decoder_heads,
-        reason="each rank holds whole heads",
-        cure="choose another --tensor-model-parallel-size",
-    ),
-    Rule(
-        name="decoder-groups",
-        refuses="decoder query groups (key and value heads) that tp does not divide",
-        check=model_checks.decoder_groups,
-        reason="each rank holds whole groups",
+        reason="each rank holds whole groups of heads",
         cure="choose another --tensor-model-parallel-size",
     ),
     Rule(

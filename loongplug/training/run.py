@@ -20,12 +20,18 @@ from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.log import LogTap, megatron_output
-from loongplug.training.progress import TrainingProgress, progress_sink, write_metrics
+from loongplug.training.progress import (
+    StepReport,
+    TrainingProgress,
+    progress_sink,
+    summarize,
+    write_metrics,
+)
 from loongplug.training.provider import ModelProvider
 
 
-def run(argv: Sequence[str]) -> None:
-    """Train as ``argv`` says. Every rank enters; every rank gets the same error."""
+def run(argv: Sequence[str]) -> list[StepReport]:
+    """Train as ``argv`` says; gives the reports of the run. Every rank enters."""
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
@@ -44,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
     forward_step = ForwardStep(platform.device)
     with megatron_output(args) as terminal:
         set_global_variables(args)
-        _pretrain(args, datasets, provider, forward_step, terminal)
+        reports = _pretrain(args, datasets, provider, forward_step, terminal)
         if args.save_hf:
             save_hf_folder(
                 provider.chunks,
@@ -52,6 +58,7 @@ def run(argv: Sequence[str]) -> None:
                 config=parsed.model,
                 processor_folder=Path(args.tokenizer_model),
             )
+    return reports
 
 
 def _pretrain(
@@ -60,7 +67,7 @@ def _pretrain(
     provider: ModelProvider,
     forward_step: ForwardStep,
     terminal: TextIO,
-) -> None:
+) -> list[StepReport]:
     """Megatron's own loop, with our progress beside it."""
     from megatron.training.training import pretrain
 
@@ -76,16 +83,18 @@ def _pretrain(
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
         )
     ) as tap:
-        pretrain(
-            pretrain_cfg_container_from_args(args),
-            datasets,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            provider,
-        )
-    metrics = tap.metrics()
-    if metrics is not None and args.metrics_json and args.rank == 0:
-        write_metrics(Path(args.metrics_json), metrics)
+        try:
+            pretrain(
+                pretrain_cfg_container_from_args(args),
+                datasets,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                provider,
+            )
+        finally:  # a run that SIGTERM ends leaves by SystemExit
+            if tap.reports and args.metrics_json and args.rank == 0:
+                write_metrics(Path(args.metrics_json), summarize(tap.reports))
+    return tap.reports
 
 
 def _has_checkpoint(args: Namespace) -> bool:

@@ -30,15 +30,20 @@ class Filler:
         if typing.get_origin(annotation) in (typing.Union, types.UnionType):
             if value is None:
                 return None
-            (inner,) = (arm for arm in typing.get_args(annotation) if arm is not types.NoneType)
+            inner = _without_none(annotation)
+            if isinstance(inner, type) and not dataclasses.is_dataclass(inner):
+                return self._fill_scalar(inner, value, key=key, expected=annotation)
             return self.fill(inner, value, key=key)
         if typing.get_origin(annotation) is tuple:
             return self._fill_tuple(annotation, value, key=key)
-        if type(value) is annotation:
+        return self._fill_scalar(annotation, value, key=key, expected=annotation)
+
+    def _fill_scalar(self, wanted: type, value: object, *, key: str, expected: Any) -> Any:
+        if type(value) is wanted:  # a bool is no int here
             return value
-        if annotation is float and type(value) is int:
+        if wanted is float and type(value) is int:
             return float(value)
-        self._wrong_type(annotation, value, key=key)
+        self._wrong_type(expected, value, key=key)
         return None
 
     def _fill_dataclass(self, annotation: Any, value: object, *, key: str) -> Any:
@@ -116,8 +121,7 @@ def describe(annotation: Any) -> str:
         return f"a mapping for {getattr(annotation, '__name__', annotation)}"
     arms = typing.get_args(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (inner,) = (arm for arm in arms if arm is not types.NoneType)
-        return f"{describe(inner)} or null"
+        return f"{describe(_without_none(annotation))} or null"
     if typing.get_origin(annotation) is tuple:
         count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
         return f"a list of {count}{arms[0].__name__}s"
@@ -137,6 +141,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value
+
+
+def _without_none(annotation: Any) -> Any:
+    """X of ``X | None``, the only kind of union that configs have."""
+    (inner,) = (arm for arm in typing.get_args(annotation) if arm is not types.NoneType)
+    return inner
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:

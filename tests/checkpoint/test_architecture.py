@@ -41,16 +41,22 @@ def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
     check_architecture(tmp_path / "new" / "ckpt", copy.deepcopy(MODEL))
     for key, value in (("freeze", True), ("recompute", True), ("tensor_model_parallel_size", 2)):
         check_architecture(tmp_path / "new" / "ckpt", changed(f"image_encoder.{key}", value))
-    check_architecture(
-        tmp_path / "new" / "ckpt", changed("image_encoder.deepstack_layers", [0, 1])
-    )
+    check_architecture(tmp_path / "new" / "ckpt", changed("image_encoder.deepstack_layers", [0, 1]))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("foundation.hidden_size", 256, "foundation.hidden_size is 128 in the checkpoint, 256 here"),
-        ("image_encoder.deepstack_layers", (1,), "deepstack_layers is [0, 1] in the checkpoint, [1]"),
+        (
+            "foundation.hidden_size",
+            256,
+            "foundation.hidden_size is 128 in the checkpoint, 256 here",
+        ),
+        (
+            "image_encoder.deepstack_layers",
+            (1,),
+            "deepstack_layers is [0, 1] in the checkpoint, [1]",
+        ),
         ("foundation.vocab_size", 9, "foundation.vocab_size is absent in the checkpoint, 9 here"),
         ("image_encoder.num_layers", {"a": 1}, "image_encoder.num_layers.a is absent"),
     ],
@@ -99,5 +105,7 @@ def test_a_folder_with_anothers_checkpoints_keeps_its_note(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()  # it never got to save anything
     write_architecture(tmp_path, other)
     check_architecture(tmp_path, other)
-    assert json.loads((tmp_path / ARCHITECTURE_FILE).read_text())["foundation"]["hidden_size"] == 256
+    assert (
+        json.loads((tmp_path / ARCHITECTURE_FILE).read_text())["foundation"]["hidden_size"] == 256
+    )
     assert [path.name for path in tmp_path.iterdir()] == [ARCHITECTURE_FILE]

@@ -86,9 +86,7 @@ def test_a_rank_reads_no_more_than_it_keeps(case):
     assert read == local.numel()
 
 
-@given(
-    st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 3)
-)
+@given(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 3))
 def test_unpack_undoes_pack(groups, sizes, width):
     shape = [width] if width else []
     parts = [numbered(groups * n, *shape, start=1000 * i) for i, n in enumerate(sizes)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,23 +16,16 @@ class SegmentGroup:
     length: int
     segments: tuple[int, ...]
 
-    @property
-    def adjacent(self) -> bool:
-        """Whether the segments follow one another in the pack, so that a view reaches them all."""
-        return self.segments[-1] - self.segments[0] + 1 == len(self.segments)
-
 
 @dataclass(frozen=True)
 class PackedLayout:
     """The segments of a pack by length, each group to be computed as one batch.
 
-    ``lengths`` are the tokens of each segment in pack order, ``offsets`` where each begins;
-    empty segments are kept in both and belong to no group. Groups are ordered by their first
-    segment.
+    ``lengths`` are the tokens of each segment in pack order, empty ones included. Groups hold
+    the others, ordered by their first segment.
     """
 
     lengths: tuple[int, ...]
-    offsets: tuple[int, ...]
     groups: tuple[SegmentGroup, ...]
 
     @property
@@ -45,19 +38,15 @@ class PackedLayout:
         """Plan segments of these ``lengths``. Raises ValueError for a negative length."""
         lengths = tuple(lengths)
         by_length: dict[int, list[int]] = {}
-        offsets = []
-        offset = 0
         for segment, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(
                     f"Segment {segment} of a pack has length {length}; lengths must be 0 or more."
                 )
-            offsets.append(offset)
-            offset += length
             if length:
                 by_length.setdefault(length, []).append(segment)
         groups = tuple(SegmentGroup(length, tuple(found)) for length, found in by_length.items())
-        return cls(lengths, tuple(offsets), groups)
+        return cls(lengths, groups)
 
 
 @dataclass
@@ -78,7 +67,7 @@ def pack_segments(lengths: Sequence[int], *, device: torch.device | str) -> Pack
     waits for the device to learn the lengths.
     """
     layout = PackedLayout.of(lengths)
-    cu_seqlens = torch.tensor((*layout.offsets, layout.tokens), dtype=torch.int32)
+    cu_seqlens = torch.tensor(tuple(accumulate(layout.lengths, initial=0)), dtype=torch.int32)
     cu_seqlens = cu_seqlens.to(device, non_blocking=True)  # [segments + 1]
     longest = max(layout.lengths, default=0)
     return PackedSegments(

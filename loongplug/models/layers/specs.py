@@ -1,9 +1,9 @@
 """Layer specs for Megatron's TransformerBlock, with TransformerEngine or without."""
 
 import functools
-import importlib.util
 from typing import Literal
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -54,10 +54,10 @@ class SDPASpecProvider(LocalSpecProvider):
 
 
 def pick_backend() -> Backend:
-    """ "te" on CUDA with TransformerEngine installed, else "local"."""
+    """ "te" on CUDA where TransformerEngine can be imported, else "local"."""
     if current_platform().name == "cpu":
         return "local"
-    return "te" if importlib.util.find_spec("transformer_engine") else "local"
+    return "te" if HAVE_TE else "local"
 
 
 def decoder_layer_spec(
@@ -156,6 +156,11 @@ def _provider(backend: Backend) -> BackendSpecProvider:
     if backend == "local":
         return SDPASpecProvider()
     if backend == "te":
+        if not HAVE_TE:
+            raise ValueError(
+                "backend is 'te', but transformer_engine cannot be imported here: install it "
+                "(pip install 'loongplug[gpu]') or use 'local'."
+            )
         return TESpecProvider()
     raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local' (see pick_backend).")
 

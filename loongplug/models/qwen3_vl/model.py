@@ -105,7 +105,7 @@ def build_model(
         vocab_size=foundation.vocab_size,
         max_sequence_length=foundation.max_position_embeddings,
         rotary_base=foundation.rotary_base,
-        visual_token_ids=(model.image_token_id, model.video_token_id),
+        visual_token_ids=model.visual_token_ids(),
         share_embeddings_and_output_weights=foundation.tie_word_embeddings,
         pre_process=pre_process,
         post_process=post_process,

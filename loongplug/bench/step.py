@@ -1,0 +1,111 @@
+"""Tokens per second and peak memory of a training step, measured on the real training run."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a run measured after its warm-up. Tokens are counted before padding."""
+
+    ranks: int
+    warmup: int
+    step_seconds: tuple[float, ...]
+    step_tokens: tuple[int, ...]
+    losses: tuple[float, ...]  # warm-up included
+    peak_memory_bytes: tuple[int, ...]  # of every rank
+
+    @classmethod
+    def read(cls, path: Path) -> "StepFigures":
+        """Read what :meth:`write` wrote."""
+        content = json.loads(path.read_text())
+        return cls(
+            ranks=content["ranks"],
+            warmup=content["warmup"],
+            step_seconds=tuple(content["step_seconds"]),
+            step_tokens=tuple(content["step_tokens"]),
+            losses=tuple(content["losses"]),
+            peak_memory_bytes=tuple(content["peak_memory_bytes"]),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @property
+    def tokens_per_second(self) -> tuple[float, ...]:
+        """The rate of each step."""
+        return tuple(
+            tokens / seconds
+            for tokens, seconds in zip(self.step_tokens, self.step_seconds, strict=True)
+        )
+
+
+def measure_step(
+    flags: Sequence[str], *, ranks: int, warmup: int, steps: int, environment: dict[str, str]
+) -> StepFigures:
+    """Run ``warmup + steps`` iterations of the training that ``flags`` describe.
+
+    Raises:
+        ValueError: the run failed; its own message has been printed by then.
+    """
+    if warmup < 1 or steps < 1:
+        raise ValueError(
+            f"warmup is {warmup} and steps {steps}: expected at least 1 of each (the first step "
+            "holds start-up costs)."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        command = [
+            sys.executable,
+            *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+            *("-m", "loongplug.bench.step_worker", str(figures), str(warmup)),
+            *flags,
+            *(f"--train-iters={warmup + steps}", "--log-interval=1"),
+        ]
+        ended = subprocess.run(
+            command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, check=False
+        )
+        if ended.returncode != 0 or not figures.exists():
+            raise ValueError(
+                f"the measured run ended with exit code {ended.returncode}; correct its flags: "
+                + " ".join(flags)
+            )
+        return StepFigures.read(figures)
+
+
+def spread(values: Sequence[float], *, form: str) -> str:
+    """Median and range as text."""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def bench_step(
+    flags: Sequence[str], *, ranks: int, warmup: int, steps: int, json_path: Path | None
+) -> StepFigures:
+    """Measure and print a table; write the figures to ``json_path`` if given."""
+    console = Console()
+    with console.status(f"running {warmup} + {steps} steps on {ranks} rank(s)"):
+        figures = measure_step(flags, ranks=ranks, warmup=warmup, steps=steps, environment={})
+    table = Table(
+        "figure", "median (range)", title=f"{steps} steps after {warmup} on {ranks} rank(s)"
+    )
+    table.add_row("tokens/s", spread(figures.tokens_per_second, form=",.0f"))
+    table.add_row("ms per step", spread([s * 1e3 for s in figures.step_seconds], form=",.1f"))
+    table.add_row(
+        "peak memory per rank, MiB",
+        spread([peak / 2**20 for peak in figures.peak_memory_bytes], form=",.0f"),
+    )
+    console.print(table)
+    if json_path is not None:
+        figures.write(json_path)
+    return figures

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# One rank of LoongPlug against a plain transformers + torch training loop, side by side.
+#   ./scripts/bench_vs_transformers.sh [--rounds N] [--steps N] [--threads N] [--json FILE]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+loongplug_environment demo
+cd "$ROOT"
+DATA=runs/bench/data
+[[ -f "$DATA/train.jsonl" ]] || python scripts/make_demo_data.py --out "$DATA"
+exec python -m loongplug.bench.against_transformers "$DATA" "$@"

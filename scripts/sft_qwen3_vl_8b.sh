@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# SFT of Qwen3-VL-8B, all weights, on nodes with 8 GPUs of 80 GB.
+#
+# One node:
+#   MODEL_DIR=/models/Qwen3-VL-8B-Instruct TRAIN_DATA=/data/train.jsonl scripts/sft_qwen3_vl_8b.sh
+# Four nodes, on each of them with its own NODE_RANK:
+#   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MODEL_DIR=... TRAIN_DATA=... scripts/sft_qwen3_vl_8b.sh
+#
+# Started again, it goes on from the last checkpoint. Arguments go to the training run: further
+# flags, and overrides such as model.image_encoder.freeze=true.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+MODEL_DIR="${MODEL_DIR:?set MODEL_DIR to the Hugging Face folder of Qwen3-VL-8B}"
+TRAIN_DATA="${TRAIN_DATA:?set TRAIN_DATA to a JSONL file}"
+VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
+OUTPUT_DIR="${OUTPUT_DIR:-runs/sft_qwen3_vl_8b}"
+
+NNODES="${NNODES:-1}"
+NODE_RANK="${NODE_RANK:-0}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_PORT="${MASTER_PORT:-29500}"
+
+LAUNCH_ARGS=(
+    --nnodes "$NNODES"
+    --node_rank "$NODE_RANK"
+    --nproc_per_node "$GPUS_PER_NODE"
+    --master_addr "$MASTER_ADDR"
+    --master_port "$MASTER_PORT"
+)
+MODEL_ARGS=(
+    --model-name qwen3_vl_8b
+    --tokenizer-model "$MODEL_DIR"
+    --load-hf "$MODEL_DIR"
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size "${TP:-4}"
+    --pipeline-model-parallel-size "${PP:-1}"
+    --sequence-parallel
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+)
+DATA_ARGS=(
+    --train-data-path "$TRAIN_DATA"
+    --seq-length "${SEQ_LENGTH:-4096}"
+)
+if [[ -n "$VALID_DATA" ]]; then
+    DATA_ARGS+=(--valid-data-path "$VALID_DATA" --eval-interval 200 --eval-iters 10)
+fi
+TRAINING_ARGS=(
+    --training-phase sft
+    --bf16
+    --micro-batch-size "${MICRO_BATCH_SIZE:-1}"
+    --global-batch-size "${GLOBAL_BATCH_SIZE:-64}"
+    --train-iters "${TRAIN_ITERS:-1000}"
+    --lr "${LR:-1e-5}"
+    --min-lr 1e-6
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.03
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    --clip-grad 1.0
+)
+OUTPUT_ARGS=(
+    --load "$OUTPUT_DIR/checkpoints"
+    --save "$OUTPUT_DIR/checkpoints"
+    --save-interval "${SAVE_INTERVAL:-200}"
+    --save-hf "$OUTPUT_DIR/hf"
+    --metrics-json "$OUTPUT_DIR/metrics.json"
+    --tensorboard-dir "$OUTPUT_DIR/tensorboard"
+    --log-interval 1
+)
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+exec torchrun "${LAUNCH_ARGS[@]}" "$ROOT/loongplug/train.py" \
+    "${MODEL_ARGS[@]}" \
+    "${PARALLEL_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${OUTPUT_ARGS[@]}" \
+    "$@"

@@ -1,0 +1,66 @@
+"""The demo's processor and a little JSONL writer, for the tests of the data folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from loongplug.data.demo_processor import write_processor
+from loongplug.data.processor import Processor, load_processor
+
+
+@pytest.fixture(scope="session")
+def processor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processor")
+    write_processor(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def processor(processor_folder: Path) -> Processor:
+    return load_processor(processor_folder)
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows (dictionaries, or raw lines) to a JSONL file and gives its path."""
+
+    def write(*rows: dict[str, Any] | str) -> Path:
+        path = tmp_path / "rows.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def write_image(tmp_path: Path) -> Callable[..., str]:
+    """Writes a picture of noise into the rows' folder and gives its relative name."""
+
+    def write(name: str, *, height: int, width: int, seed: int = 0) -> str:
+        noise = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / name)
+        return name
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def row() -> Callable[..., dict[str, Any]]:
+    """A row with one question, its images first, and one answer."""
+
+    def make(question: str, answer: str, *, images: tuple[str, ...] = ()) -> dict[str, Any]:
+        parts = [{"type": "image", "image": image} for image in images]
+        return {
+            "messages": [
+                {"role": "user", "content": [*parts, {"type": "text", "text": question}]},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+
+    return make

@@ -1,0 +1,172 @@
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from loongplug.data.images import ImageLoader, image_grid, image_tokens
+from loongplug.data.processor import Processor
+
+pytestmark = pytest.mark.quick
+
+WHERE = "rows.jsonl:4"
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "grid", "tokens"),
+    [
+        (32, 32, (1, 2, 2), 1),
+        (64, 32, (1, 4, 2), 2),
+        (32, 96, (1, 2, 6), 3),
+        (45, 70, (1, 2, 4), 2),  # rounded to 32 x 64
+        (8, 8, (1, 2, 2), 1),  # below the least size
+        (2000, 1000, (1, 44, 22), 242),  # above the greatest
+    ],
+)
+def test_grid_from_the_header_is_the_grid_of_the_pixels(
+    processor: Processor,
+    tmp_path: Path,
+    write_image: Callable[..., str],
+    height: int,
+    width: int,
+    grid: tuple[int, int, int],
+    tokens: int,
+) -> None:
+    path = tmp_path / write_image("a.png", height=height, width=width)
+    assert image_grid(path, processor, where=WHERE) == grid
+    assert image_tokens(grid, processor) == tokens
+    vision = ImageLoader(processor).load([path], where=WHERE)
+    assert vision.grid_thw.tolist() == [list(grid)]
+    assert vision.pixels.shape == (4 * tokens, 3 * 2 * 16 * 16)
+    assert vision.pixels.dtype == torch.float32
+    assert vision.grid_thw.dtype == torch.int64
+
+
+def test_patches_hold_the_pixels_in_merged_order(processor: Processor, tmp_path: Path) -> None:
+    pixels = np.random.RandomState(1).randint(0, 256, (32, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    vision = ImageLoader(processor).load([tmp_path / "a.png"], where=WHERE)
+    # Patches of one merged token are neighbours: here the left 32 x 32 first, then the right.
+    corners = [(0, 0), (0, 16), (16, 0), (16, 16), (0, 32), (0, 48), (16, 32), (16, 48)]
+    for patch, (top, left) in zip(vision.pixels, corners, strict=True):
+        frames = patch.reshape(3, 2, 16, 16)  # [channel, time, height, width]
+        expected = pixels[top : top + 16, left : left + 16].transpose(2, 0, 1) / 127.5 - 1
+        for frame in range(2):
+            np.testing.assert_allclose(frames[:, frame].numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 60_000, 2**30])
+def test_many_images_come_in_order_whatever_is_cached(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str], cache_bytes: int
+) -> None:
+    sizes = [(32, 32), (64, 32), (32, 64), (64, 64)]
+    paths = [
+        tmp_path / write_image(f"{seed}.png", height=height, width=width, seed=seed)
+        for seed, (height, width) in enumerate(sizes)
+    ]
+    alone = [ImageLoader(processor).load([path], where=WHERE) for path in paths]
+    loader = ImageLoader(processor, cache_bytes=cache_bytes)
+    for order in ([0, 1, 2, 3], [3, 1, 3, 0], [2, 2], [1, 0, 2, 3, 1]):
+        vision = loader.load([paths[i] for i in order], where=WHERE)
+        assert torch.equal(vision.pixels, torch.cat([alone[i].pixels for i in order]))
+        assert torch.equal(vision.grid_thw, torch.cat([alone[i].grid_thw for i in order]))
+
+
+def test_a_changed_file_is_processed_anew(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    path = tmp_path / write_image("a.png", height=32, width=32, seed=1)
+    loader = ImageLoader(processor)
+    before = loader.load([path], where=WHERE)
+    write_image("a.png", height=32, width=64, seed=2)
+    after = loader.load([path], where=WHERE)
+    assert before.grid_thw.tolist() == [[1, 2, 2]]
+    assert after.grid_thw.tolist() == [[1, 2, 4]]
+
+
+def test_no_images_are_a_zero_length_unit(processor: Processor) -> None:
+    vision = ImageLoader(processor).load([], where=WHERE)
+    assert vision.pixels.shape == (0, 1536)
+    assert vision.grid_thw.shape == (0, 3)
+    assert vision.grid_thw.dtype == torch.int64
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_upright(
+    processor: Processor, tmp_path: Path, orientation: int
+) -> None:
+    # Opposite sides differ, so that every wrong turn or flip shows.
+    upright = np.zeros((32, 96, 3), dtype=np.uint8)
+    upright[:16, :32, 0] = 255
+    upright[16:, 64:, 1] = 255
+    stored = {  # what a camera held that way writes
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: upright.transpose(1, 0, 2)[::-1],
+        7: upright.transpose(1, 0, 2)[::-1, ::-1],
+        8: upright.transpose(1, 0, 2)[:, ::-1],
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "photo.webp"
+    Image.fromarray(np.ascontiguousarray(stored)).save(path, lossless=True, exif=exif)
+    Image.fromarray(upright).save(tmp_path / "upright.png")
+    assert image_grid(path, processor, where=WHERE) == (1, 2, 6)
+    loader = ImageLoader(processor)
+    turned = loader.load([path], where=WHERE).pixels
+    expected = loader.load([tmp_path / "upright.png"], where=WHERE).pixels
+    assert torch.equal(turned, expected)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
+def test_other_colour_modes_become_rgb(processor: Processor, tmp_path: Path, mode: str) -> None:
+    Image.new("RGB", (32, 32), (255, 255, 255)).convert(mode).save(tmp_path / "a.png")
+    vision = ImageLoader(processor).load([tmp_path / "a.png"], where=WHERE)
+    assert torch.equal(vision.pixels, torch.ones(4, 1536))
+
+
+def test_a_grid_needs_the_header_only(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    path = tmp_path / write_image("a.png", height=64, width=32)
+    path.write_bytes(path.read_bytes()[:60])  # signature and IHDR, and no pixel data
+    assert image_grid(path, processor, where=WHERE) == (1, 4, 2)
+
+
+def test_files_that_cannot_be_used(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    (tmp_path / "text.png").write_text("no image")
+    damaged = tmp_path / write_image("damaged.png", height=64, width=64)
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    write_image("thin.png", height=2, width=500)
+    loader = ImageLoader(processor)
+    for name, message in (
+        ("nothing.png", "no image file at .*nothing.png"),
+        ("text.png", "text.png is no image that Pillow can read"),
+        (".", "cannot be opened"),
+        ("thin.png", "thin.png cannot be used: .*aspect ratio"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
+            image_grid(tmp_path / name, processor, where=WHERE)
+    for name, message in (
+        ("nothing.png", "no image file at .*nothing.png"),
+        ("text.png", "text.png is no image that Pillow can read"),
+        ("damaged.png", "damaged.png is damaged"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
+            loader.load([tmp_path / name], where=WHERE)
+
+
+def test_other_patch_sizes_follow_the_processor(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    path = tmp_path / write_image("a.png", height=84, width=56)
+    other = dataclasses.replace(processor, patch_size=14)
+    assert image_grid(path, other, where=WHERE) == (1, 6, 4)

@@ -1,0 +1,215 @@
+"""Datasets, collation and the loader: from rows on disk to microbatches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import ImageFile
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Microbatch
+from loongplug.data.processor import Processor
+
+pytestmark = pytest.mark.quick
+
+Row = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def dataset(
+    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str], row: Row
+) -> ChatDataset:
+    """Ten rows, told apart by their answers; row 3k has no image, others one or two."""
+    images = [
+        write_image("a.png", height=32, width=32, seed=1),
+        write_image("b.png", height=64, width=32, seed=2),
+    ]
+    rows = [row("Read the digits.", str(i), images=tuple(images[: i % 3])) for i in range(10)]
+    return ChatDataset(write_rows(*rows), processor=processor, seq_length=32, training_phase="sft")
+
+
+def loader(dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
+    defaults = {
+        "micro_batch_size": 2,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "seed": None,
+        "with_images": True,
+    }
+    return MicrobatchLoader(dataset, **defaults | options)
+
+
+def answers(microbatch: Microbatch, dataset: ChatDataset) -> list[str]:
+    """What the loss counts, row by row."""
+    return [
+        dataset.processor.tokenizer.decode(labels[mask.bool()])
+        for labels, mask in zip(microbatch.labels, microbatch.loss_mask, strict=True)
+    ]
+
+
+def test_sample_labels_are_the_next_tokens(dataset: ChatDataset) -> None:
+    sample = dataset[4]  # one image of one token
+    assert dataset[4] is sample  # kept
+    length = len(sample.input_ids)
+    assert sample.labels[:-1].tolist() == sample.input_ids[1:].tolist()
+    assert sample.position_ids.shape == (3, length)
+    answered = sample.loss_mask.nonzero()[0].tolist()
+    assert answered == [length - 4, length - 3]  # then the end token, then a line's end
+    tokens = dataset.processor.tokenizer.convert_ids_to_tokens(sample.labels[answered])
+    assert tokens == ["4", "<|im_end|>"]
+    assert sample.where.endswith("rows.jsonl:5")
+
+
+def test_microbatch_is_padded_on_the_right(dataset: ChatDataset) -> None:
+    microbatch = next(loader(dataset, micro_batch_size=3))
+    samples = [dataset[i] for i in range(3)]
+    lengths = [len(sample.input_ids) for sample in samples]
+    assert lengths == sorted(set(lengths))
+    assert microbatch.tokens == sum(lengths)
+    for i, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        assert microbatch.input_ids[i, :length].tolist() == sample.input_ids.tolist()
+        assert microbatch.labels[i, :length].tolist() == sample.labels.tolist()
+        assert microbatch.loss_mask[i, :length].tolist() == sample.loss_mask.tolist()
+        assert microbatch.position_ids[:, i, :length].tolist() == sample.position_ids.tolist()
+        assert (microbatch.input_ids[i, length:] == 0).all()
+        assert (microbatch.loss_mask[i, length:] == 0).all()
+        assert (microbatch.position_ids[:, i, length:] == 0).all()
+    assert microbatch.input_ids.shape == microbatch.labels.shape == (3, 32)
+    assert microbatch.position_ids.shape == (3, 3, 32)
+    assert microbatch.input_ids.dtype == microbatch.labels.dtype == torch.int64
+    assert microbatch.position_ids.dtype == torch.int64
+    assert microbatch.loss_mask.dtype == torch.float32
+
+
+def test_vision_has_the_images_in_the_order_of_their_tokens(dataset: ChatDataset) -> None:
+    vision = next(loader(dataset, micro_batch_size=3)).vision
+    assert vision is not None
+    assert vision.grid_thw.tolist() == [[1, 2, 2], [1, 2, 2], [1, 4, 2]]
+    assert torch.equal(vision.pixels[:4], vision.pixels[4:8])  # a.png in row 2 and in row 3
+    assert vision.pixels.shape == (16, 1536)
+
+
+def test_a_microbatch_of_text_is_a_zero_length_unit(dataset: ChatDataset) -> None:
+    vision = next(loader(dataset, micro_batch_size=1)).vision
+    assert vision is not None
+    assert vision.pixels.shape == (0, 1536)
+    assert vision.grid_thw.shape == (0, 3)
+
+
+def test_ranks_without_images_build_the_same_text_and_decode_nothing(
+    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_images = loader(dataset, seed=7)
+    expected = [next(with_images) for _ in range(8)]
+
+    def decode(*_: Any, **__: Any) -> None:
+        raise AssertionError("decoded an image")
+
+    fresh = ChatDataset(
+        dataset._rows.path, processor=dataset.processor, seq_length=32, training_phase="sft"
+    )
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
+    without = loader(fresh, seed=7, with_images=False)
+    for one in expected:
+        other = next(without)
+        assert other.vision is None
+        assert other.tokens == one.tokens
+        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+    with pytest.raises(AssertionError, match="decoded"):  # the guard does guard
+        next(loader(fresh, micro_batch_size=10))
+
+
+def test_ranks_share_the_global_batch(dataset: ChatDataset) -> None:
+    alone = loader(dataset, seed=3, micro_batch_size=12)
+    ranks = [loader(dataset, seed=3, dp_rank=rank, dp_size=3) for rank in range(3)]
+    for _ in range(4):
+        split = [
+            answer for _ in range(2) for rank in ranks for answer in answers(next(rank), dataset)
+        ]
+        assert split == answers(next(alone), dataset)
+
+
+def test_resumes_where_it_was(dataset: ChatDataset) -> None:
+    whole = loader(dataset, seed=11, dp_rank=1, dp_size=2)
+    for _ in range(7):
+        next(whole)
+    resumed = loader(
+        dataset, seed=11, dp_rank=1, dp_size=2, consumed_samples=whole.consumed_samples
+    )
+    assert whole.consumed_samples == 28
+    for _ in range(5):
+        assert answers(next(resumed), dataset) == answers(next(whole), dataset)
+
+
+def test_evaluation_goes_in_file_order_and_restarts(dataset: ChatDataset) -> None:
+    every = loader(dataset, micro_batch_size=4)
+    seen = [answer for _ in range(5) for answer in answers(next(every), dataset)]
+    assert seen == [f"{i % 10}<|im_end|>" for i in range(20)]
+    some = loader(dataset, micro_batch_size=2, restart_after=4)
+    seen = [answer for _ in range(4) for answer in answers(next(some), dataset)]
+    assert seen == [f"{i % 4}<|im_end|>" for i in range(8)]
+
+
+def open_rows(rows: Path, processor: Processor, *, seq_length: int = 32) -> ChatDataset:
+    return ChatDataset(rows, processor=processor, seq_length=seq_length, training_phase="sft")
+
+
+def test_bad_rows_name_file_and_line(
+    processor: Processor, write_rows: Callable[..., Path], row: Row, write_image: Callable[..., str]
+) -> None:
+    write_image("a.png", height=64, width=64)
+    rows = write_rows(
+        "{broken",
+        {"text": "hello"},
+        row("Read", "1", images=("gone.png",)),
+        row("Read <|image_pad|>", "1"),
+        row("Read", "1" * 40),
+        row("Read", "1", images=("a.png",)),
+    )
+    dataset = open_rows(rows, processor)
+    for index, message in enumerate(
+        (
+            "not JSON",
+            r"unknown schema with keys \['text'\]",
+            r"no image file at .*gone\.png: relative paths start",
+            "1 image tokens in the text for 0 images",
+            r"the sample has 51 tokens, but --seq-length is 32",
+        )
+    ):
+        with pytest.raises(ValueError, match=rf"rows\.jsonl:{index + 1}: .*{message}"):
+            dataset[index]
+    assert len(dataset[5].input_ids) == 18  # four of them the image's
+
+
+def test_longest_sample_that_fits(
+    processor: Processor, write_rows: Callable[..., Path], row: Row
+) -> None:
+    rows = write_rows(row("Read", "1"))
+    assert len(open_rows(rows, processor, seq_length=12)[0].input_ids) == 12
+    with pytest.raises(ValueError, match="has 12 tokens, but --seq-length is 11"):
+        open_rows(rows, processor, seq_length=11)[0]
+
+
+def test_sequence_too_short_for_any_sample(
+    processor: Processor, write_rows: Callable[..., Path], row: Row
+) -> None:
+    rows = write_rows(row("Read", "1"))
+    open_rows(rows, processor, seq_length=10)
+    with pytest.raises(ValueError, match=r"--seq-length 9 is too small: .* takes 10 tokens"):
+        open_rows(rows, processor, seq_length=9)
+
+
+def test_an_image_that_changed_its_size_is_noticed(
+    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str], row: Row
+) -> None:
+    image = write_image("a.png", height=32, width=32)
+    dataset = open_rows(write_rows(row("Read", "1", images=(image,))), processor)
+    batches = loader(dataset, micro_batch_size=1)
+    next(batches)
+    write_image("a.png", height=32, width=64)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*\[\[1, 2, 4\]\].*\[\[1, 2, 2\]\]"):
+        next(batches)

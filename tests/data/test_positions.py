@@ -1,0 +1,111 @@
+"""mRoPE positions against the reference in transformers, and by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+from loongplug.data.positions import Grid, mrope_position_ids
+
+pytestmark = pytest.mark.quick
+
+TEXT, IMAGE, VIDEO = 1, 5, 6
+
+# A picture among text: its kind and its merged grid.
+Picture = tuple[int, Grid]
+
+sides = st.integers(1, 5)
+pictures = st.one_of(
+    st.tuples(st.just(IMAGE), st.tuples(st.just(1), sides, sides)),
+    st.tuples(st.just(VIDEO), st.tuples(st.integers(1, 4), sides, sides)),
+)
+
+
+def reference(
+    ids: list[int], *, images: list[Grid], videos: list[Grid], merge: int
+) -> list[list[int]]:
+    model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=merge))
+    )
+    model.get_vision_position_ids = lambda *args, **kwargs: Qwen3VLModel.get_vision_position_ids(
+        model, *args, **kwargs
+    )
+    types = [{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]
+    positions, _ = Qwen3VLModel.get_rope_index(
+        model,
+        torch.tensor([ids]),
+        torch.tensor([types]),
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+    )
+    return positions[:, 0].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(1, 4), pictures), max_size=5),
+    last=st.integers(0, 3),
+    merge=st.sampled_from([1, 2, 3]),
+)
+def test_agrees_with_transformers(pieces: list[tuple[int, Picture]], last: int, merge: int) -> None:
+    ids: list[int] = []
+    grids: dict[int, list[Grid]] = {IMAGE: [], VIDEO: []}
+    for text, (kind, (time, height, width)) in pieces:
+        frames = time if kind == VIDEO else 1
+        for _ in range(frames):  # each frame has its timestamp as text before it
+            ids += [TEXT] * text + [kind] * (height * width)
+        grids[kind].append((time, height * merge, width * merge))
+    ids += [TEXT] * (last if ids else last + 1)
+    ours = mrope_position_ids(
+        np.array(ids),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grids=grids[IMAGE],
+        video_grids=grids[VIDEO],
+        spatial_merge_size=merge,
+    )
+    assert ours.dtype == np.int64
+    assert ours.tolist() == reference(ids, images=grids[IMAGE], videos=grids[VIDEO], merge=merge)
+
+
+def positions(ids: list[int], images: list[Grid]) -> list[list[int]]:
+    return mrope_position_ids(
+        np.array(ids), image_token_id=IMAGE, video_token_id=VIDEO, image_grids=images
+    ).tolist()
+
+
+def test_by_hand() -> None:
+    # Text, a picture of 2 x 3 merged patches, text: what follows starts after the longer side.
+    assert positions([TEXT, *[IMAGE] * 6, TEXT], [(1, 4, 6)]) == [
+        [0, 1, 1, 1, 1, 1, 1, 4],
+        [0, 1, 1, 1, 2, 2, 2, 4],
+        [0, 1, 2, 3, 1, 2, 3, 4],
+    ]
+
+
+def test_pictures_without_text_between_are_told_apart() -> None:
+    assert positions([IMAGE, IMAGE, IMAGE], [(1, 2, 4), (1, 2, 2)]) == [
+        [0, 0, 2],
+        [0, 0, 2],
+        [0, 1, 2],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "message"),
+    [
+        ([TEXT, IMAGE], [(1, 4, 2)], "picture at token 1 has 1 tokens .* needs 2"),
+        ([IMAGE, TEXT, IMAGE], [(1, 2, 4), (1, 2, 2)], "token 0 has 1 tokens .* needs 2"),
+        ([IMAGE, IMAGE], [(1, 2, 2)], "No grid for the picture at token 1"),
+        ([TEXT], [(1, 2, 2)], "1 more grids than pictures"),
+    ],
+)
+def test_tokens_and_grids_that_do_not_match(
+    ids: list[int], images: list[Grid], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        positions(ids, images)

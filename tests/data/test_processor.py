@@ -1,0 +1,194 @@
+"""Loading a processor's folder, and what AutoProcessor of transformers makes of ours."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.utils import is_torchvision_available
+
+from loongplug.data.demo_processor import VOCAB_SIZE, build_tokenizer
+from loongplug.data.processor import Processor, load_processor, require_fit
+
+pytestmark = pytest.mark.quick
+
+
+def test_ids_that_the_models_yaml_carries(processor: Processor) -> None:
+    """These numbers stand in configs: a change here must be made there."""
+    assert processor.pad_token_id == 0
+    assert processor.end_token_id == 2
+    assert processor.vision_start_token_id == 3
+    assert processor.vision_end_token_id == 4
+    assert processor.image_token_id == 5
+    assert processor.video_token_id == 6
+    assert processor.vision_token_ids == {3, 4, 5, 6}
+    assert processor.end_token == "<|im_end|>"
+    assert processor.vocab_size <= VOCAB_SIZE == 128
+    assert (processor.patch_size, processor.temporal_patch_size) == (16, 2)
+    assert (processor.spatial_merge_size, processor.patch_dim) == (2, 1536)
+
+
+ASCII = "".join(map(chr, range(ord(" "), ord("~") + 1)))
+KNOWN = "".join(c for c in ASCII if c.isalnum()) + " \n.,:?!'-+="
+
+
+@given(text=st.text(alphabet=KNOWN, max_size=40))
+def test_tokenizer_gives_back_any_text_of_its_alphabet(text: str) -> None:
+    tokenizer = TOKENIZER
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+TOKENIZER = build_tokenizer()
+
+
+def test_words_are_one_token_and_foreign_letters_are_unknown() -> None:
+    assert TOKENIZER.tokenize("Read the digits. 31") == [
+        "Read",
+        "▁the",
+        "▁digits",
+        ".",
+        "▁",
+        "3",
+        "1",
+    ]
+    assert TOKENIZER.tokenize("Ж") == [TOKENIZER.unk_token]
+
+
+def test_building_twice_gives_the_same_ids() -> None:
+    assert build_tokenizer().get_vocab() == TOKENIZER.get_vocab()
+
+
+def test_transformers_loads_the_parts_without_torchvision(
+    processor_folder: Path, processor: Processor
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(processor_folder))
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    assert tokenizer.chat_template == TOKENIZER.chat_template
+    image = Image.new("RGB", (64, 32), (10, 200, 30))
+    features = AutoImageProcessor.from_pretrained(str(processor_folder))(
+        images=[image], return_tensors="pt"
+    )
+    ours = processor.image_processor(images=[image], return_tensors="pt")
+    assert features["image_grid_thw"].tolist() == [[1, 2, 4]]
+    torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])
+
+
+def test_the_export_keeps_loading_next_to_a_models_config(
+    processor_folder: Path, tmp_path: Path
+) -> None:
+    """A config.json of Qwen3-VL makes AutoTokenizer think of Qwen's own tokenizer class."""
+    shutil.copytree(processor_folder, tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    text = "<|im_start|>user\nRead the digits.<|im_end|>\n"
+    ids = AutoTokenizer.from_pretrained(str(tmp_path / "hf")).encode(text)
+    assert ids == TOKENIZER.encode(text)
+    assert load_processor(tmp_path / "hf").image_token_id == 5
+
+
+@pytest.mark.skipif(not is_torchvision_available(), reason="AutoProcessor needs torchvision")
+def test_auto_processor_agrees(processor_folder: Path, processor: Processor) -> None:
+    from transformers import AutoProcessor
+
+    auto = AutoProcessor.from_pretrained(str(processor_folder))
+    assert type(auto).__name__ == "Qwen3VLProcessor"
+    images = [Image.effect_noise(size, 60).convert("RGB") for size in ((32, 32), (64, 32))]
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": images[0]},
+                {"type": "image", "image": images[1]},
+                {"type": "text", "text": "Read the digits."},
+            ],
+        }
+    ]
+    features = auto.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    ours = processor.image_processor(images=images, return_tensors="pt")
+    assert features["input_ids"][0].tolist().count(5) == 3
+    assert features["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])
+
+
+def test_missing_folder_names_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"No tokenizer folder at .*gone.*tokenizer\.json"):
+        load_processor(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        (("tokenizer.json", "tokenizer_config.json"), "No tokenizer in .*tokenizer.json"),
+        (("preprocessor_config.json",), "No image processor in .*preprocessor_config.json"),
+        (("chat_template.jinja",), "has no chat template"),
+    ],
+)
+def test_missing_files_are_named(
+    processor_folder: Path, tmp_path: Path, removed: tuple[str, ...], message: str
+) -> None:
+    shutil.copytree(processor_folder, tmp_path / "folder")
+    for name in removed:
+        (tmp_path / "folder" / name).unlink()
+    with pytest.raises(ValueError, match=message):
+        load_processor(tmp_path / "folder")
+
+
+def test_tokenizer_of_a_text_model_is_refused(processor_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(processor_folder, tmp_path / "folder")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = tmp_path / "folder" / name
+        path.write_text(path.read_text().replace("<|image_pad|>", "<|other|>"))
+    with pytest.raises(ValueError, match=r"has no <\|image_pad\|>: a Qwen-VL tokenizer"):
+        load_processor(tmp_path / "folder")
+
+
+def test_tokenizer_without_an_end_token_is_refused(processor_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(processor_folder, tmp_path / "folder")
+    path = tmp_path / "folder" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names no eos_token"):
+        load_processor(tmp_path / "folder")
+
+
+FITTING = {
+    "image_token_id": 5,
+    "video_token_id": 6,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "vocab_size": 128,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
+
+
+def test_a_model_of_other_numbers_is_refused_with_all_of_them(processor: Processor) -> None:
+    require_fit(processor, **FITTING)
+    with pytest.raises(ValueError, match="does not fit the model") as error:
+        require_fit(processor, **FITTING | {"image_token_id": 151655, "vocab_size": 64})
+    assert "image_token_id is 5 in the folder but 151655 in the model" in str(error.value)
+    assert "the model's vocab_size is 64" in str(error.value)
+    assert "patch_size" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in FITTING if name != "vocab_size"])
+def test_every_number_is_compared(processor: Processor, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is"):
+        require_fit(processor, **FITTING | {name: 99})
+
+
+def test_importing_loads_no_megatron() -> None:
+    code = "import sys, loongplug.data.loader; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

@@ -1,0 +1,257 @@
+"""``loongplug eval`` on a tiny random model: its answers are noise, but they are its own."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from loongplug.data.demo_processor import VOCAB_SIZE, write_processor
+from loongplug.data.processor import load_processor
+from loongplug.evaluate.command import evaluate
+from loongplug.evaluate.generation import generate_answers, load_model, pick_device
+from loongplug.evaluate.questions import read_questions
+
+MAX_NEW_TOKENS = 6
+SIZES = [(32, 32), (64, 32), (32, 96), (64, 64)]  # width, height: 1, 2, 3 and 4 tokens
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_processor(folder)
+    processor = load_processor(folder)
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config={
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+                "initializer_range": 0.5,  # answers that depend on the question
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 4,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+                "initializer_range": 0.2,
+            },
+            image_token_id=processor.image_token_id,
+            video_token_id=processor.video_token_id,
+            vision_start_token_id=processor.vision_start_token_id,
+            vision_end_token_id=processor.vision_end_token_id,
+        )
+    )
+    model.generation_config.eos_token_id = processor.end_token_id
+    model.generation_config.temperature = 0.7  # as published models have it; to be ignored
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Six rows: none to three images, prompts of very different lengths."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    for number, (width, height) in enumerate(SIZES):
+        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    rows = []
+    for number, images in enumerate([[0], [], [1, 2, 3], [3], [], [2, 0]]):
+        text = "Read the digits. " * (1 + number % 3)
+        content = [{"type": "image", "image": f"{i}.png"} for i in images]
+        row = {
+            "messages": [
+                {"role": "user", "content": [*content, {"type": "text", "text": text}]},
+                {"role": "assistant", "content": "?"},
+            ]
+        }
+        if number:
+            row["kind"] = "picture" if images else "text"
+        rows.append(row)
+    write_rows(folder / "rows.jsonl", rows)
+    return folder / "rows.jsonl"
+
+
+def write_rows(path: Path, rows: list) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+run = partial(
+    evaluate,
+    media_root=None,
+    batch_size=4,
+    max_new_tokens=MAX_NEW_TOKENS,
+    limit=None,
+    device="cpu",
+    json_path=None,
+)
+
+
+def answers_of(model_folder: Path, data: Path, *, batch_size: int) -> list[str]:
+    model = load_model(model_folder, device=pick_device("cpu"))
+    processor = load_processor(model_folder)
+    questions = read_questions(data, processor, media_root=None, limit=None)
+    done: list[int] = []
+    answers = generate_answers(
+        model,
+        processor,
+        questions,
+        batch_size=batch_size,
+        max_new_tokens=MAX_NEW_TOKENS,
+        on_done=done.append,
+    )
+    assert sum(done) == len(questions)
+    return answers
+
+
+def greedy_by_hand(model_folder: Path, data: Path) -> list[str]:
+    """One question at a time, without cache, padding or generate()."""
+    model = load_model(model_folder, device=pick_device("cpu"))
+    processor = load_processor(model_folder)
+    answers = []
+    for row in read_rows(data):
+        content = row["messages"][0]["content"]
+        images = [part["image"] for part in content if part["type"] == "image"]
+        text = processor.tokenizer.apply_chat_template(
+            row["messages"][:1], tokenize=False, add_generation_prompt=True
+        )
+        inputs = {}
+        if images:
+            pictures = [Image.open(data.parent / name).convert("RGB") for name in images]
+            inputs = dict(processor.image_processor(images=pictures, return_tensors="pt"))
+            for grid in inputs["image_grid_thw"]:
+                text = text.replace("<|image_pad|>", "<todo>" * (int(grid.prod()) // 4), 1)
+            text = text.replace("<todo>", "<|image_pad|>")
+        ids = processor.tokenizer(text, return_tensors="pt")["input_ids"]
+        new: list[int] = []
+        while len(new) < MAX_NEW_TOKENS and processor.end_token_id not in new:
+            types = (ids == processor.image_token_id).int()
+            with torch.no_grad():
+                logits = model(input_ids=ids, mm_token_type_ids=types, **inputs).logits
+            model.model.rope_deltas = None
+            new.append(int(logits[0, -1].argmax()))
+            ids = torch.cat((ids, torch.tensor([new[-1:]])), dim=1)
+        answers.append(processor.tokenizer.decode(new, skip_special_tokens=True))
+    return answers
+
+
+def test_batches_answer_as_single_questions_do(model_folder, data):
+    expected = greedy_by_hand(model_folder, data)
+    assert len(set(expected)) > 3, expected  # else this test sees little
+    assert answers_of(model_folder, data, batch_size=6) == expected
+    assert answers_of(model_folder, data, batch_size=4) == expected
+    assert answers_of(model_folder, data, batch_size=1) == expected
+
+
+def test_scores_are_printed_and_written(model_folder, data, capsys):
+    answers = answers_of(model_folder, data, batch_size=6)
+    rows = read_rows(data)
+    for number in (0, 1, 2, 4):
+        rows[number]["messages"][-1]["content"] = f" {answers[number]}\n"
+    right = data.with_name("right.jsonl")
+    write_rows(right, rows)
+    metrics = right.with_name("metrics.json")
+    metrics.write_text('{"loss_first": 4.0}')
+    assert run(model_folder, right, json_path=metrics) == pytest.approx(4 / 6)
+    output = capsys.readouterr().out
+    assert "evaluating: 6/6" in output
+    lines = [line.replace("│", " ").split() for line in output.splitlines()]
+    assert ["all", "4", "6", "66.7%"] in lines
+    assert ["picture", "1", "3", "33.3%"] in lines
+    assert ["text", "2", "2", "100.0%"] in lines
+    assert f"{right}:4: {answers[3].strip()!r} instead of '?'" in output
+    assert "wrong answers (2 of 2)" in output
+    written = json.loads(metrics.read_text())
+    assert written.pop("eval_seconds") > 0
+    assert written == {
+        "loss_first": 4.0,
+        "exact_match": pytest.approx(4 / 6),
+        "eval_samples": 6,
+    }
+
+
+def test_the_limit_takes_the_first_rows(model_folder, data, tmp_path):
+    run(model_folder, data, limit=2, json_path=tmp_path / "m.json")
+    assert json.loads((tmp_path / "m.json").read_text())["eval_samples"] == 2
+
+
+def test_images_are_looked_for_in_the_media_root(model_folder, data, tmp_path):
+    elsewhere = tmp_path / "rows.jsonl"
+    elsewhere.write_text(data.read_text())
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: no image file at .*0.png"):
+        run(model_folder, elsewhere)
+    run(model_folder, elsewhere, media_root=data.parent, limit=1)
+
+
+def test_what_is_wrong_is_said_in_a_sentence(model_folder, data, tmp_path):
+    with pytest.raises(ValueError, match=r"No config.json in"):
+        run(tmp_path, data)
+    with pytest.raises(ValueError, match="No data file at"):
+        run(model_folder, tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no rows"):
+        run(model_folder, tmp_path / "empty.jsonl")
+    write_rows(tmp_path / "open.jsonl", [{"messages": [{"role": "user", "content": "Read"}]}])
+    with pytest.raises(ValueError, match=r"open.jsonl:1: the last message is the user's"):
+        run(model_folder, tmp_path / "open.jsonl")
+    with pytest.raises(ValueError, match="--batch-size is 0"):
+        run(model_folder, data, batch_size=0)
+    with pytest.raises(ValueError, match="--device 'tpu' is unknown"):
+        run(model_folder, data, device="tpu")
+    (tmp_path / "metrics.json").write_text("[]")
+    with pytest.raises(ValueError, match="give another file"):
+        run(model_folder, data, json_path=tmp_path / "metrics.json")
+
+
+def copy_model(model_folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in model_folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_a_model_that_is_not_whole_gives_no_answers(model_folder, data, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = copy_model(model_folder, tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.language_model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model.language_model.norm.weight"):
+        run(folder, data)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        run(folder, data)
+
+
+def test_a_processor_of_another_model_is_refused(model_folder, data, tmp_path):
+    folder = copy_model(model_folder, tmp_path / "other")
+    path = folder / "preprocessor_config.json"
+    config = json.loads(path.read_text()) | {"patch_size": 14}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="patch_size is 14 in the folder but 16 in the model"):
+        run(folder, data)

@@ -1,0 +1,128 @@
+"""The local linears and MLP against the upstream classes that they stand in for."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layer_configs import decoder_config, vision_config
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from ranks import model_parallel, run_ranks
+from torch import Tensor
+
+from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from loongplug.models.layers.mlp import LocalMLP, swiglu
+
+
+def column(kind: type, config: TransformerConfig, **options: Any) -> ColumnParallelLinear:
+    return kind(config.hidden_size, 12, config=config, init_method=config.init_method, **options)
+
+
+def row(kind: type, config: TransformerConfig, **options: Any) -> RowParallelLinear:
+    return kind(
+        config.hidden_size,
+        12,
+        config=config,
+        init_method=config.init_method,
+        input_is_parallel=True,
+        **options,
+    )
+
+
+def mlp(kind: type[MLP], linears: tuple[type, type], config: TransformerConfig) -> MLP:
+    return kind(config, MLPSubmodules(*linears), ffn_hidden_size=config.ffn_hidden_size)
+
+
+def results(module: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    """The output with its bias added, and the gradients of input and parameters."""
+    for seed, (_, parameter) in enumerate(sorted(module.named_parameters())):
+        generator = torch.Generator().manual_seed(seed)
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    output, bias = module(x)
+    if bias is not None:
+        output = output + bias
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+    parameters = [parameter for _, parameter in sorted(module.named_parameters())]
+    return [output, *torch.autograd.grad((output * weights).sum(), [x, *parameters])]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() <= 2e-6 * b.abs().max()
+
+
+def _linears(rank: int, *, tp: int) -> None:
+    with model_parallel(tp=tp):
+        config = vision_config(tensor_model_parallel_size=tp)
+        x = torch.randn(5, 2, 32, requires_grad=True)
+        for bias in (False, True):
+            for skip in (False, True):
+                options = {"bias": bias, "skip_bias_add": skip}
+                ours = column(LocalColumnParallelLinear, config, **options)
+                theirs = column(ColumnParallelLinear, config, **options)
+                assert ours.plain is (tp == 1)
+                assert_same(results(ours, x), results(theirs, x))
+                half = x[..., : 32 // tp].detach().requires_grad_()
+                ours, theirs = (
+                    row(kind, config, **options)
+                    for kind in (LocalRowParallelLinear, RowParallelLinear)
+                )
+                assert ours.plain is (tp == 1)
+                assert_same(results(ours, half), results(theirs, half))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_linears_agree_with_upstreams(tp: int) -> None:
+    run_ranks(_linears, tp, tp=tp)
+
+
+def _other_weight(rank: int) -> None:
+    with model_parallel():
+        config = decoder_config()
+        linear = column(
+            LocalColumnParallelLinear, config, bias=False, skip_weight_param_allocation=True
+        )
+        tied, x = torch.randn(12, 24), torch.randn(3, 2, 24)
+        output, bias = linear(x, tied)
+        assert bias is None
+        torch.testing.assert_close(output, x @ tied.T)
+
+
+def test_a_column_linear_takes_the_weight_of_another() -> None:
+    run_ranks(_other_weight, 1)
+
+
+def _mlps(rank: int) -> None:
+    upstream = (ColumnParallelLinear, RowParallelLinear)
+    local = (LocalColumnParallelLinear, LocalRowParallelLinear)
+    with model_parallel():
+        for config, plain in (
+            (decoder_config(), True),
+            (decoder_config(add_bias_linear=True), True),
+            (decoder_config(glu_linear_offset=0.5), False),
+            (decoder_config(activation_func_clamp_value=0.7), False),
+            (decoder_config(activation_func=F.gelu), False),
+            (decoder_config(bias_activation_fusion=True), False),
+            (vision_config(), False),
+            (vision_config(bias_activation_fusion=True), False),
+        ):
+            x = torch.randn(5, 2, config.hidden_size, requires_grad=True)
+            ours = mlp(LocalMLP, local, config)
+            assert ours.plain_swiglu is plain
+            assert_same(results(ours, x), results(mlp(MLP, upstream, config), x))
+
+
+def test_mlps_agree_with_upstreams() -> None:
+    run_ranks(_mlps, 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rows", [0, 5])
+def test_swiglu_has_the_right_gradient(rows: int) -> None:
+    x = torch.randn(rows, 2, 6, dtype=torch.float64, requires_grad=True)
+    gate, up = x.detach().chunk(2, dim=-1)
+    torch.testing.assert_close(swiglu(x), gate * torch.sigmoid(gate) * up)
+    assert torch.autograd.gradcheck(swiglu, (x,))

@@ -1,0 +1,103 @@
+"""Choosing the platform."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from loongplug.platform import Platform, activate, active, current_platform
+from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.cuda import CudaPlatform
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def nothing_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a platform, as far as ``activate`` can tell."""
+    monkeypatch.setattr(active._Process, "platform", None)
+
+
+def test_activation_is_idempotent() -> None:
+    platform = current_platform()
+    assert activate("cpu") is platform
+    assert activate() is platform
+    assert isinstance(platform, Platform)
+
+
+def test_another_platform_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"runs on 'cpu' already .*'cuda'.*deactivate"):
+        activate("cuda")
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match=r"'gpu' is unknown; expected one of auto, cpu, cuda"):
+        activate("gpu")
+
+
+def test_cuda_without_a_gpu(nothing_active: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"no usable CUDA GPU .* use --device cpu"):
+        activate("cuda")
+    with pytest.raises(RuntimeError, match=r"activate\(\) first"):
+        current_platform()
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_cuda_is_taken_where_it_is_and_changes_nothing(
+    name: str, nothing_active: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = {**vars(torch.cuda), **vars(torch), **vars(torch.Tensor)}
+    platform = activate(name)
+    assert isinstance(platform, CudaPlatform)
+    assert isinstance(platform, Platform)
+    assert (platform.name, platform.backend) == ("cuda", "nccl")
+    assert {**vars(torch.cuda), **vars(torch), **vars(torch.Tensor)} == before
+    platform.deactivate()
+    with pytest.raises(RuntimeError):
+        current_platform()
+
+
+def test_auto_is_the_cpu_without_a_gpu(
+    nothing_active: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("loongplug.platform.cpu.CPU_ROWS", ())  # the real table is in use here
+    assert isinstance(activate("auto"), CpuPlatform)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = """
+        import sys
+        import loongplug
+        import loongplug.platform
+        sys.exit("torch" in sys.modules)
+    """
+    assert (
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 0
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    code = """
+        import torch
+        before = dict(vars(torch.cuda))
+        from loongplug.platform import activate
+        from loongplug.platform.upstream import apply_upstream_replacements
+        platform = activate()
+        assert platform.name == "cuda" and platform.device.type == "cuda"
+        platform.reset_peak_memory()
+        block = torch.ones(1 << 20, device=platform.device)
+        platform.synchronize()
+        assert platform.peak_memory_bytes() >= 4 << 20
+        apply_upstream_replacements(platform)
+        changed = [n for n, v in before.items() if vars(torch.cuda)[n] is not v]
+        assert not [n for n in changed if callable(before[n])], changed
+    """
+    assert (
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 0
+    )

@@ -1,0 +1,295 @@
+"""The CPU table against the installed torch, row by row, and what its rows have to do."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from loongplug.platform import activate, current_platform
+from loongplug.platform.cpu import CPU_ROWS, CpuPlatform, HostEvent, HostStream
+from loongplug.platform.replacements import Replacement, ReplacementTable, resolve
+
+pytestmark = pytest.mark.quick
+
+
+def _in_fresh_process(code: str, **environment: str) -> str:
+    """stdout of ``code`` in a process in which nothing is active."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _value(row: Replacement) -> Any:
+    return resolve(Replacement(target=row.target, reason=row.reason))[2]
+
+
+@pytest.fixture
+def originals() -> Any:
+    """Each target's value without the table; the table is applied again afterwards."""
+    platform = current_platform()
+    table: ReplacementTable = platform._tables["cpu"]  # type: ignore[attr-defined]
+    table.undo()
+    found = {row.target: _value(row) for row in CPU_ROWS}
+    table.apply()
+    return found
+
+
+@pytest.mark.parametrize("row", CPU_ROWS, ids=lambda row: row.target)
+def test_row_is_replaced_while_active_and_restored(row: Replacement, originals: Any) -> None:
+    assert row.reason
+    active = _value(row)
+    assert active is not originals[row.target]
+    if row.wrapper is None:
+        assert active is row.replacement
+    table: ReplacementTable = current_platform()._tables["cpu"]  # type: ignore[attr-defined]
+    table.undo()
+    try:
+        assert _value(row) is originals[row.target]
+        assert not table.active
+    finally:
+        table.apply()
+
+
+def test_targets_are_named_once() -> None:
+    targets = [row.target for row in CPU_ROWS]
+    assert len(set(targets)) == len(targets)
+
+
+def test_no_function_stands_under_two_names() -> None:
+    functions = [id(row.replacement) for row in CPU_ROWS if row.wrapper is None]
+    assert len(set(functions)) == len(functions)
+
+
+def test_cuda_stays_unavailable() -> None:
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
+@pytest.mark.parametrize("name", ["tensor", "empty", "zeros", "ones", "rand"])
+def test_factories_answer_cuda_with_the_host(name: str, device: Any) -> None:
+    argument = [1.0, 2.0] if name == "tensor" else 2
+    made = getattr(torch, name)(argument, device=device, pin_memory=True)
+    assert made.device.type == "cpu"
+    assert made.shape == (2,)
+
+
+def test_factories_still_do_what_they_did() -> None:
+    assert torch.zeros(2, dtype=torch.int8, device="meta").device.type == "meta"
+    assert torch.zeros((2, 3)).shape == (2, 3)
+    assert torch.empty_like(torch.ones(2, dtype=torch.bfloat16), device="cuda").dtype == (
+        torch.bfloat16
+    )
+    out = torch.empty(3)
+    assert torch.ones(3, out=out) is out
+
+
+def test_device_contexts_reach_the_wrapped_factories() -> None:
+    with torch.device("meta"):
+        assert torch.zeros(2).device.type == "meta"
+        assert torch.tensor([1.0]).device.type == "meta"
+        assert torch.zeros(2, device="cpu").device.type == "cpu"
+
+
+def test_device_contexts_work_when_first_used_while_active() -> None:
+    printed = _in_fresh_process(
+        """
+        from loongplug.platform import activate
+        platform = activate("cpu")
+        import torch
+        with torch.device("meta"):
+            print(torch.zeros(2).device)
+        platform.deactivate()
+        with torch.device("meta"):
+            print(torch.zeros(2).device)
+        """
+    )
+    assert printed.split() == ["meta", "meta"]
+
+
+def test_tensors_are_where_they_belong() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert leaf.cuda() is leaf
+    assert leaf.cuda(torch.cuda.current_device(), non_blocking=True) is leaf
+    assert leaf.pin_memory() is leaf
+    module = torch.nn.Linear(2, 2)
+    weight = module.weight
+    assert module.cuda(torch.cuda.current_device()).weight is weight
+    leaf.record_stream(torch.cuda.current_stream())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "torch.cuda.FloatTensor"),
+        (torch.float16, "torch.cuda.HalfTensor"),
+        (torch.bfloat16, "torch.cuda.BFloat16Tensor"),
+    ],
+)
+def test_type_names_are_those_the_optimizers_know(dtype: torch.dtype, name: str) -> None:
+    assert torch.nn.Parameter(torch.ones(1, dtype=dtype)).type() == name
+    assert torch.ones(1, dtype=dtype).type(torch.float64).dtype == torch.float64
+    assert torch.ones(1, dtype=dtype).type("torch.DoubleTensor").dtype == torch.float64
+
+
+def test_rng_state_is_the_hosts() -> None:
+    from megatron.core.tensor_parallel import random as tracked
+
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    tracked._set_cuda_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    assert torch.equal(tracked._get_cuda_rng_state(), torch.get_rng_state())
+
+
+def test_rng_tracker_forks_and_comes_back() -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 5)
+    with tracker.fork("a"):
+        first = torch.rand(2)
+    assert torch.equal(torch.rand(2), expected)
+    with tracker.fork("a"):
+        second = torch.rand(2)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(2), first)
+    assert torch.equal(torch.rand(2), second)
+
+
+def test_streams_are_one_queue() -> None:
+    stream = torch.cuda.Stream(device="cuda", priority=torch.cuda.Stream.priority_range()[1])
+    assert isinstance(stream, HostStream)
+    assert stream == torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert stream != 1
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        event = stream.record_event()
+    stream.wait_event(event)
+    assert event.query()
+
+
+def test_events_take_time() -> None:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with pytest.raises(ValueError, match="recorded"):
+        begin.elapsed_time(end)
+    begin.record()
+    time.sleep(0.02)
+    end.record(torch.cuda.current_stream())
+    assert isinstance(end, HostEvent)
+    assert 20 <= begin.elapsed_time(end) < 2000
+
+
+def test_by_value_imports_of_megatron_follow_in_any_order() -> None:
+    """tensor_parallel.random holds torch.cuda._lazy_call by value."""
+    printed = _in_fresh_process(
+        """
+        import torch
+        original = torch.cuda._lazy_call
+        from megatron.core.tensor_parallel import random
+        from loongplug.platform import activate
+        for _ in range(2):
+            platform = activate("cpu")
+            assert random._lazy_call is torch.cuda._lazy_call is not original
+            platform.deactivate()
+            assert random._lazy_call is torch.cuda._lazy_call is original
+        platform = activate("cpu")
+        for name in [name for name in __import__("sys").modules if name.startswith("megatron")]:
+            del __import__("sys").modules[name]
+        from megatron.core.tensor_parallel import random as again
+        assert again is not random
+        assert again._lazy_call is torch.cuda._lazy_call is not original
+        platform.deactivate()
+        assert again._lazy_call is original
+        print("done")
+        """
+    )
+    assert "done" in printed
+
+
+def test_torch_is_as_before_after_deactivation() -> None:
+    printed = _in_fresh_process(
+        """
+        import os, sys, torch
+        def picture():
+            owners = (torch, torch.cuda, torch.cuda.random, torch.Tensor)
+            return {(o.__name__, n): id(v) for o in owners for n, v in vars(o).items()}
+        import torch.utils._device
+        before = picture()
+        from loongplug.platform import activate
+        platform = activate("cpu")
+        assert picture() != before
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        import torch._dynamo.config
+        assert torch._dynamo.config.disable
+        platform.deactivate()
+        after = {k: v for k, v in picture().items() if k in before}
+        assert after == before
+        assert "cuda" not in vars(torch.Tensor) and "type" not in vars(torch.Tensor)
+        assert "TORCHDYNAMO_DISABLE" not in os.environ
+        assert not torch._dynamo.config.disable
+        print("same")
+        """,
+    )
+    assert "same" in printed
+
+
+def test_platform_as_others_see_it() -> None:
+    platform = current_platform()
+    assert (platform.name, platform.backend) == ("cpu", "gloo")
+    assert platform.device == torch.device("cpu")
+    assert isinstance(platform, CpuPlatform)
+    platform.synchronize()
+
+
+def test_peak_memory_rises_and_is_reset() -> None:
+    platform = current_platform()
+    platform.reset_peak_memory()
+    low = platform.peak_memory_bytes()
+    block = torch.ones(50_000_000)  # 200 MB
+    high = platform.peak_memory_bytes()
+    assert 190e6 < high - low < 300e6
+    del block
+    assert platform.peak_memory_bytes() >= high
+    platform.reset_peak_memory()
+    assert platform.peak_memory_bytes() < high - 150e6
+
+
+def test_wrapped_factories_cost_less_than_a_microsecond() -> None:
+    wrapped = torch.empty
+    original = wrapped.__wrapped__  # type: ignore[attr-defined]
+
+    def best(call: Any) -> float:
+        seconds = []
+        for _ in range(7):
+            start = time.perf_counter()
+            for _ in range(5000):
+                call(1, device="cpu")
+            seconds.append((time.perf_counter() - start) / 5000)
+        return min(seconds)
+
+    assert best(wrapped) - best(original) < 1e-6
+
+
+def test_no_mode_taxes_every_operation() -> None:
+    assert torch.overrides._get_current_function_mode_stack() == []
+    assert torch.add is importlib.import_module("torch").add
+    assert activate("cpu") is current_platform()

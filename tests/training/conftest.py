@@ -1,0 +1,26 @@
+"""Small demo data and flags for training runs in tests."""
+
+import pytest
+
+from loongplug.data.demo import make_demo_data
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """A folder with 64 training and 16 test samples, and the processor."""
+    folder = tmp_path_factory.mktemp("demo")
+    make_demo_data(folder, train=64, test=16)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def flags(demo):
+    """Flags of a short run; later flags win over earlier ones."""
+    return [
+        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
+        *("--tokenizer-model", str(demo / "processor")),
+        *("--train-data-path", str(demo / "train.jsonl")),
+        *("--seq-length", "80", "--micro-batch-size", "2", "--global-batch-size", "8"),
+        *("--lr", "1e-3", "--lr-decay-style", "constant", "--train-iters", "4"),
+        *("--log-interval", "1", "--eval-iters", "0"),
+    ]

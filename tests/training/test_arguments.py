@@ -1,0 +1,428 @@
+"""From command lines to checked arguments."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from command_lines import TOKENS, command_line, write_tokenizer
+
+from loongplug.models.registry import families
+from loongplug.training.arguments import ParsedArguments, parse_arguments
+from loongplug.training.checks import UNSUPPORTED
+from loongplug.training.config import compose_model
+from loongplug.training.flags import read_command_line, requested_device
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "scripts" / "sft_qwen3_vl_8b.sh"
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def refusal(argv: list[str]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the tests look at the message)
+        parse_arguments(argv)
+    return str(caught.value)
+
+
+def parse(folder: Path, *more: str) -> ParsedArguments:
+    return parse_arguments(command_line(folder, *more))
+
+
+# What Megatron gets.
+
+
+@pytest.mark.quick
+def test_model_s_architecture_reaches_megatron(tmp_path: Path) -> None:
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    parsed = parse(tmp_path, "model.foundation.tie_word_embeddings=false")
+    config = core_transformer_config_from_args(parsed.args)
+    decoder = parsed.model.foundation
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (4, 128, 384)
+    assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (4, 2, 32)
+    assert (config.normalization, config.layernorm_epsilon) == ("RMSNorm", 1e-6)
+    assert config.qk_layernorm
+    assert config.gated_linear_unit
+    assert not config.add_bias_linear
+    assert not config.add_qkv_bias
+    assert config.mrope_section == list(decoder.mrope_section)
+    assert config.init_method_std == 0.02
+    assert config.hidden_dropout == config.attention_dropout == 0.0
+    assert config.calculate_per_token_loss
+    args = parsed.args
+    assert args.padded_vocab_size == decoder.vocab_size == 128
+    assert args.position_embedding_type == "mrope"
+    assert args.rotary_base == decoder.rotary_base
+    assert args.untie_embeddings_and_output_weights
+    assert not parse(tmp_path).args.untie_embeddings_and_output_weights
+
+
+@pytest.mark.quick
+def test_every_decided_argument_exists_in_megatron(tmp_path: Path) -> None:
+    args = read_command_line(command_line(tmp_path)).args
+    for name in families():
+        composed = compose_model(model_name=f"{name}_tiny")
+        decided = composed.family.megatron_arguments(composed.config)
+        assert not [argument for argument in decided if not hasattr(args, argument)]
+        for argument in decided.values():
+            node = composed.config
+            for part in argument.key.split(".") if argument.key else ():
+                node = getattr(node, part)
+    assert not [name for name in UNSUPPORTED if not hasattr(args, name)]
+
+
+def test_defaults_hold_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    args = parse(tmp_path).args
+    assert (args.device, args.distributed_backend, args.transformer_impl) == (
+        "cpu",
+        "gloo",
+        "local",
+    )
+    assert (args.dataloader_type, args.tokenizer_type) == ("external", "NullTokenizer")
+    assert (args.ckpt_format, args.ckpt_fully_parallel_save) == ("torch_dist", True)
+    assert args.exit_signal_handler
+    assert args.use_cpu_initialization
+    assert not args.gradient_accumulation_fusion
+    assert not args.bias_swiglu_fusion
+    assert args.eval_iters == 0  # there is nothing to evaluate on
+    assert args.save_interval is None
+
+    changed = parse(
+        tmp_path,
+        *("--hidden-dropout", "0.3", "--save", "x", "--tokenizer-type", "HuggingFaceTokenizer"),
+        *("--valid-data-path", str(tmp_path / "train.jsonl"), "--eval-interval", "5"),
+    ).args
+    assert changed.hidden_dropout == 0.3
+    assert changed.attention_dropout == 0.0
+    assert changed.save_interval == changed.train_iters == 10
+    assert (changed.eval_iters, changed.eval_interval) == (100, 5)
+    assert changed.tokenizer_type == "NullTokenizer"
+    assert parse(tmp_path, "--save", "x", "--save-interval", "3").args.save_interval == 3
+
+
+def test_megatron_takes_what_comes_out(tmp_path: Path) -> None:
+    """set_global_variables and the containers that pretrain() is given."""
+    from megatron.core.num_microbatches_calculator import (
+        destroy_num_microbatches_calculator,
+        get_num_microbatches,
+    )
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.global_vars import (
+        destroy_global_vars,
+        get_tokenizer,
+        set_global_variables,
+    )
+
+    args = parse(tmp_path).args
+    args.exit_signal_handler = False  # the handler would outlive the test
+    set_global_variables(args)
+    try:
+        assert get_num_microbatches() == 4
+        assert get_tokenizer().vocab_size == args.padded_vocab_size == 128
+        assert pretrain_cfg_container_from_args(args).train.train_iters == 10
+    finally:
+        destroy_num_microbatches_calculator()
+        destroy_global_vars()
+
+
+@pytest.mark.quick
+def test_layout_and_batch_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    args = parse(
+        tmp_path,
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+        *("--num-virtual-stages-per-pipeline-rank", "2", "--sequence-parallel"),
+    ).args
+    assert (args.rank, args.world_size, args.data_parallel_size) == (5, 8, 2)
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.sequence_parallel
+
+
+# Tokens.
+
+
+@pytest.mark.quick
+def test_token_ids_come_from_the_tokenizer(tmp_path: Path) -> None:
+    parsed = parse(tmp_path)
+    assert parsed.model.visual_token_ids() == (TOKENS["<|image_pad|>"], TOKENS["<|video_pad|>"])
+    assert parsed.model.vision_start_token_id == TOKENS["<|vision_start|>"]
+    assert parsed.model_yaml["model"]["vision_end_token_id"] == TOKENS["<|vision_end|>"]
+
+
+def test_vocabulary_may_be_a_list_as_unigram_has_it(tmp_path: Path) -> None:
+    argv = command_line(tmp_path)
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    pieces = ", ".join('["x", -1.0]' for _ in range(129))
+    file.write_text(re.sub(r'"vocab": \{.*?\}', f'"vocab": [{pieces}]', file.read_text()))
+    assert "the tokenizer has 129 ids, but the model's vocabulary 128" in refusal(argv)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("--tensor-modle-parallel-size", "--tensor-model-parallel-size"),
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--num_layers", "--num-layers"),
+        ("--modelname", "--model-name"),
+        ("--train-iter", "--train-iters"),
+        ("--micro-batchsize=2", "--micro-batch-size"),
+        ("--use-distributed-optimiser", "--use-distributed-optimizer"),
+        ("--enable-full-hetro-dp", "--enable-full-hetero-dp"),
+    ],
+)
+def test_misspelt_flag_names_the_closest(tmp_path: Path, wrong: str, expected: str) -> None:
+    message = refusal(command_line(tmp_path, wrong, "2"))
+    flag = wrong.partition("=")[0]
+    assert message == f"there is no flag {flag}; the closest is {expected}"
+
+
+@pytest.mark.quick
+def test_every_unknown_flag_is_named_and_their_values_are_not(tmp_path: Path) -> None:
+    message = refusal(command_line(tmp_path, "--lrr", "3", "--qqqqqqqqqq", "4"))
+    assert message.splitlines() == [
+        "there is no flag --lrr; the closest is --lr",
+        "there is no flag --qqqqqqqqqq; --help lists them all",
+    ]
+    assert refusal(["stray", *command_line(tmp_path)]) == (
+        "stray belongs to no flag and is no override key=value"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--lr", "abc"], "--lr: invalid float value: 'abc'"),
+        (["--lr"], "--lr: expected one argument"),
+        (["--optimizer", "adm"], "--optimizer: invalid choice: 'adm'"),
+        (["--attention-backend", "foo"], "invalid value 'foo' (choose from flash, fused,"),
+        (["--cuda-graph-modules", "foo"], "--cuda-graph-modules: invalid value 'foo'"),
+        (["--device", "gpu"], "--device: invalid choice: 'gpu'"),
+        (["--training-phase", "rl"], "--training-phase: invalid choice: 'rl'"),
+        (["--config-file", "x.yaml"], "--config-file: not allowed with argument --model-name"),
+        (["--trusted-packages", "not_there"], "names not_there, which cannot be imported"),
+        (["freeze=True"], "override freeze=True: freeze is no key of a model"),
+        (["model.foundation.nope=1"], "model.foundation.nope is no key of Qwen3DecoderConfig"),
+        # Megatron's own assertions, with a text and without one.
+        (["--overlap-param-gather"], "refuses the arguments: --overlap-param-gather only"),
+        (["--log-memory-interval", "7"], "refuses the arguments: assert args.log_memory_interval"),
+        (["--checkpoint-activations"], "--checkpoint-activations is no longer valid"),
+        (["--recompute-granularity", "full"], "recompute_method must be"),
+    ],
+)
+def test_bad_values_are_one_sentence(tmp_path: Path, more: list[str], expected: str) -> None:
+    message = refusal(command_line(tmp_path, *more))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_flags_that_contradict_the_model(tmp_path: Path) -> None:
+    same = ("--num-layers", "4", "--normalization", "RMSNorm", "--swiglu", "--vocab-size", "128")
+    parse(tmp_path, *same, "--mrope-section", "6", "5", "5", "--rotary-base", "10000")
+    lines = refusal(
+        command_line(
+            tmp_path,
+            *("--num-layers", "3", "--normalization", "LayerNorm", "--num-experts", "4"),
+            "--untie-embeddings-and-output-weights",
+        )
+    ).splitlines()
+    assert len(lines) == 4
+    message = "\n".join(lines)
+    assert (
+        "--num-layers contradicts the model (3, not 4): its YAML decides; use the override "
+        "model.foundation.num_layers=... instead" in lines
+    )
+    assert "override model.foundation.tie_word_embeddings=... instead" in message
+    assert (
+        "--normalization contradicts the model (LayerNorm, not RMSNorm): this is fixed" in message
+    )
+    assert "--num-experts contradicts" in message
+    # An override is what the YAML says, so the flag has to agree with it.
+    parse(tmp_path, "--num-layers", "2", "model.foundation.num_layers=2")
+
+
+@pytest.mark.quick
+def test_contradictions_and_rules_are_reported_together(tmp_path: Path) -> None:
+    message = refusal(command_line(tmp_path, "--num-layers", "3", "--fp16", "--min-lr", "1"))
+    assert len(message.splitlines()) == 3
+
+
+def test_every_rank_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    argv = command_line(tmp_path, "--tensor-model-parallel-size", "2", "--fp16")
+    messages = set()
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        messages.add(refusal(argv))
+    (message,) = messages
+    assert "3 ranks do not divide by tp 2 x pp 1 x cp 1 = 2" in message
+
+
+def test_nothing_is_printed_by_a_good_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parse(tmp_path)
+    assert capfd.readouterr().out == ""
+
+
+# Overrides among flags.
+
+
+@pytest.mark.quick
+def test_overrides_may_stand_anywhere(tmp_path: Path) -> None:
+    # --train-data-path takes any number of values: it must not swallow what stands behind it.
+    parsed = parse(
+        tmp_path,
+        *("+model.image_encoder.freeze=True", "--train-data-path", str(tmp_path / "train.jsonl")),
+        *("model.foundation.num_layers=6", "--bf16", "++model.foundation.rotary_base=5e5"),
+    )
+    assert parsed.model.image_encoder.freeze
+    assert parsed.args.num_layers == 6
+    assert parsed.model.foundation.rotary_base == 5e5
+    assert parsed.args.train_data_path == [str(tmp_path / "train.jsonl")]
+
+
+def test_values_that_look_like_overrides_stay_values(tmp_path: Path) -> None:
+    odd = tmp_path / "a.b=c"
+    odd.mkdir()
+    (odd / "d.jsonl").write_text("{}\n")
+    args = parse(
+        tmp_path,
+        *("--wandb-exp-name", "model.v1=x", "--train-data-path", str(odd / "d.jsonl")),
+        "model.image_encoder.freeze=true",
+    ).args
+    assert args.wandb_exp_name == "model.v1=x"
+    assert args.train_data_path == [str(odd / "d.jsonl")]
+
+
+# Printing.
+
+
+@pytest.mark.quick
+def test_print_config_needs_no_other_flag_and_prints_on_rank_0_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--device", "cpu", "--model-name", "qwen3_vl_8b", "--print-config"]
+    printed = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            parse_arguments([*argv, "model.image_encoder.freeze=true"])
+        assert caught.value.code == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[1] == ""
+    shown = yaml.safe_load(printed[0])["model"]
+    assert shown["image_encoder"]["freeze"] is True
+    assert shown["foundation"]["hidden_size"] == 4096
+    file = tmp_path / "printed.yaml"
+    file.write_text(printed[0])
+    again = compose_model(config_file=file).config
+    assert again.image_encoder.freeze
+    assert again.foundation == compose_model(model_name="qwen3_vl_8b").config.foundation
+
+
+def test_help_is_shown_though_megatron_s_has_bare_percent_signs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--device", "cpu", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--training-phase {pretrain,sft}" in shown
+    assert "--tensor-model-parallel-size" in shown
+
+
+@pytest.mark.quick
+def test_device_is_read_ahead_of_all_else() -> None:
+    assert requested_device([]) == "auto"
+    assert requested_device(["--foo", "1", "--device", "cpu", "a.b=c"]) == "cpu"
+    assert requested_device(["--device=cuda"]) == "cuda"
+    with pytest.raises(ValueError, match="--device: invalid choice: 'tpu'"):
+        requested_device(["--device", "tpu"])
+
+
+# The launch script.
+
+
+def launch(folder: Path, **environment: str) -> tuple[list[str], list[str]]:
+    """What the launch script gives torchrun: its own arguments, and those of train.py."""
+    model = folder / "model"
+    qwen = {"<|image_pad|>": 151655, "<|video_pad|>": 151656}
+    qwen |= {"<|vision_start|>": 151652, "<|vision_end|>": 151653}
+    write_tokenizer(model, tokens=qwen)
+    (model / "config.json").write_text("{}")
+    (folder / "data.jsonl").write_text("{}\n")
+    stub = folder / "bin" / "torchrun"
+    stub.parent.mkdir(exist_ok=True)
+    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    said = subprocess.run(
+        ["bash", str(LAUNCH), "--device", "cpu", "model.image_encoder.freeze=true"],
+        env={
+            "PATH": f"{stub.parent}:{os.environ['PATH']}",
+            "MODEL_DIR": str(model),
+            "TRAIN_DATA": str(folder / "data.jsonl"),
+            "OUTPUT_DIR": str(folder / "out"),
+            **environment,
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    ).stdout.splitlines()
+    at = said.index(str(ROOT / "loongplug" / "train.py"))
+    return said[:at], said[at + 1 :]
+
+
+@pytest.mark.quick
+def test_launch_script_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, argv = launch(tmp_path)
+    assert launcher[launcher.index("--nproc_per_node") + 1] == "8"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    parsed = parse_arguments(argv)
+    assert parsed.args.data_parallel_size == 2
+    assert parsed.args.bf16
+    assert parsed.args.sequence_parallel
+    assert parsed.args.use_distributed_optimizer
+    assert parsed.model.image_encoder.freeze
+    assert parsed.model.foundation.num_layers == 36
+
+
+def test_launch_script_on_four_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, argv = launch(
+        tmp_path,
+        NNODES="4",
+        NODE_RANK="2",
+        MASTER_ADDR="node0",
+        PP="2",
+        VALID_DATA=str(tmp_path / "data.jsonl"),
+    )
+    for flag, value in (("--nnodes", "4"), ("--node_rank", "2"), ("--master_addr", "node0")):
+        assert launcher[launcher.index(flag) + 1] == value
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    parsed = parse_arguments(argv)
+    assert parsed.args.data_parallel_size == 4
+    assert (parsed.args.eval_iters, parsed.args.eval_interval) == (10, 200)
+    # The same flags on a world they do not fit.
+    monkeypatch.setenv("WORLD_SIZE", "20")
+    assert "20 ranks do not divide by tp 4 x pp 2" in refusal(argv)
+
+
+def test_launch_script_asks_for_its_paths() -> None:
+    ended = subprocess.run(
+        ["bash", str(LAUNCH)], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
+    assert ended.returncode != 0
+    assert "set MODEL_DIR" in ended.stderr

@@ -1,0 +1,379 @@
+"""Models composed from YAML: sizes, overrides, errors, and what _target_ may not do."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.models.registry import family_of
+from loongplug.training.config import available_models, compose_model
+
+TINY = "qwen3_vl_tiny"
+
+# As published in each model's config.json: depth, hidden, ffn and taps of the encoder; layers,
+# hidden, ffn, heads and tying of the decoder; and the parameters of the published weights.
+PUBLISHED = {
+    "qwen3_vl_2b": (24, 1024, 4096, [5, 11, 17], 28, 2048, 6144, 16, True, 2_127_532_032),
+    "qwen3_vl_4b": (24, 1024, 4096, [5, 11, 17], 36, 2560, 9728, 32, True, 4_437_815_808),
+    "qwen3_vl_8b": (27, 1152, 4304, [8, 16, 24], 36, 4096, 12288, 32, False, 8_767_123_696),
+    "qwen3_vl_32b": (27, 1152, 4304, [8, 16, 24], 64, 5120, 25600, 64, False, 33_357_390_064),
+}
+
+
+def problem(**arguments: Any) -> str:
+    """What composing says when it refuses."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the tests look at the message)
+        compose_model(**arguments)
+    return str(caught.value)
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def parameters(model: Qwen3VLConfig) -> int:
+    """Trainable values of a Qwen3-VL, counted from its config alone."""
+    vit, decoder = model.image_encoder, model.foundation
+    h, f = vit.hidden_size, vit.ffn_hidden_size
+    patch = vit.in_channels * vit.temporal_patch_size * vit.patch_size**2
+    block = 2 * 2 * h + (3 * h * h + 3 * h) + (h * h + h) + (h * f + f) + (f * h + h)
+    encoder = patch * h + h + vit.num_position_embeddings * h + vit.num_layers * block
+
+    wide = h * vit.spatial_merge_size**2
+    merger = (wide * wide + wide) + (wide * decoder.hidden_size + decoder.hidden_size)
+    taps = len(vit.deepstack_layers)
+    projector = (merger + 2 * h) + taps * (merger + 2 * wide)
+
+    d, ffn, head = decoder.hidden_size, decoder.ffn_hidden_size, decoder.kv_channels
+    attention = 2 * d * decoder.num_attention_heads * head + 2 * d * decoder.num_query_groups * head
+    layer = attention + 2 * head + 3 * d * ffn + 2 * d
+    tables = 1 if decoder.tie_word_embeddings else 2
+    text = decoder.num_layers * layer + d + tables * decoder.vocab_size * d
+    return encoder + projector + text
+
+
+def hf_parameters(name: str) -> int:
+    """The same number from transformers' own modules on the meta device."""
+    from transformers import Qwen3VLConfig as HFConfig
+    from transformers import Qwen3VLForConditionalGeneration
+
+    depth, vit, vit_ffn, taps, layers, hidden, ffn, heads, tied, _ = PUBLISHED[name]
+    config = HFConfig(
+        vision_config={
+            "depth": depth,
+            "hidden_size": vit,
+            "intermediate_size": vit_ffn,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": hidden,
+            "deepstack_visual_indexes": taps,
+        },
+        text_config={
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [24, 20, 20],
+            },
+        },
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = Qwen3VLForConditionalGeneration(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    config = compose_model(model_name=name).config
+    depth, vit, vit_ffn, taps, layers, hidden, ffn, heads, tied, total = PUBLISHED[name]
+    encoder, decoder = config.image_encoder, config.foundation
+    assert (encoder.num_layers, encoder.hidden_size, encoder.ffn_hidden_size) == (
+        depth,
+        vit,
+        vit_ffn,
+    )
+    assert encoder.deepstack_layers == tuple(taps)
+    assert (decoder.num_layers, decoder.hidden_size, decoder.ffn_hidden_size) == (
+        layers,
+        hidden,
+        ffn,
+    )
+    assert (decoder.num_attention_heads, decoder.num_query_groups, decoder.kv_channels) == (
+        heads,
+        8,
+        128,
+    )
+    assert decoder.tie_word_embeddings is tied
+    # These change no shape, so no count of parameters would notice.
+    assert encoder.num_attention_heads == 16
+    assert decoder.mrope_section == (24, 20, 20)
+    assert decoder.rotary_base == 5_000_000
+    assert decoder.max_position_embeddings == 262_144
+    assert (encoder.rotary_base, encoder.layernorm_epsilon) == (10_000, 1e-6)
+    assert (config.image_token_id, config.video_token_id) == (151655, 151656)
+    assert (config.vision_start_token_id, config.vision_end_token_id) == (151652, 151653)
+    assert parameters(config) == total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_of_transformers(name: str) -> None:
+    assert parameters(compose_model(model_name=name).config) == hf_parameters(name)
+
+
+@pytest.mark.quick
+def test_tiny_is_small_and_leaves_its_tokens_to_the_tokenizer() -> None:
+    config = compose_model(model_name=TINY).config
+    assert 1_000_000 < parameters(config) < 1_500_000
+    assert config.image_token_id is None
+    assert config.foundation.tie_word_embeddings
+
+
+@pytest.mark.quick
+def test_every_model_is_found_by_name_and_fits_its_family() -> None:
+    assert set(available_models()) == {TINY, *PUBLISHED}
+    for name in available_models():
+        composed = compose_model(model_name=name)
+        assert composed.family is family_of(composed.config)
+
+
+# Overrides.
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_every_sign_sets(sign: str) -> None:
+    config = compose_model(
+        model_name=TINY,
+        overrides=[
+            f"{sign}model.image_encoder.freeze=True",
+            f"{sign}model.image_encoder.deepstack_layers=[0,1,2]",
+            f"{sign}model.foundation.rotary_base=500",
+        ],
+    ).config
+    assert config.image_encoder.freeze is True
+    assert config.image_projector.freeze is False
+    assert config.image_encoder.deepstack_layers == (0, 1, 2)
+    assert (config.foundation.rotary_base, type(config.foundation.rotary_base)) == (500, float)
+
+
+@pytest.mark.quick
+def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "# @package model\ndefaults:\n  - /qwen3_vl/qwen3_vl_tiny@_here_\n"
+        "  - override /image_projector@image_projector: bare\n  - _self_\n",
+    )
+    (tmp_path / "image_projector").mkdir()
+    write(
+        tmp_path / "image_projector",
+        "_target_: loongplug.models.qwen3_vl.config.Qwen3ProjectorConfig\n",
+        "bare.yaml",
+    )
+    config = compose_model(config_file=file, overrides=["model.image_projector.freeze=true"]).config
+    assert config.image_projector.freeze is True
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.image_encoder.frezee=True", "no key of Qwen3VisionConfig; the closest is freeze"),
+        ("model.image_encodr.freeze=True", "the closest is image_encoder"),
+        ("image_encoder.freeze=True", "the closest is model.image_encoder.freeze"),
+        ("freeze=True", "freeze is no key of a model"),
+        ("model.foundation.num_layers=four", "is 'four', a str, but an int is expected"),
+        ("model.foundation.num_layers=4.0", "is 4.0, a float, but an int is expected"),
+        ("model.foundation.num_layers=true", "is True, a bool, but an int is expected"),
+        ("model.foundation.num_layers=null", "is null, but an int is expected"),
+        ("model.foundation.rotary_base='1e4'", "is '1e4', a str, but a float is expected"),
+        ("model.foundation.tie_word_embeddings=1", "is 1, an int, but a bool is expected"),
+        ("model.foundation.mrope_section=[16]", "has 1 values, but a list of 3 ints is expected"),
+        ("model.foundation.mrope_section=[6,5,x]", "mrope_section[2] is 'x', a str, but an int"),
+        ("model.image_encoder.deepstack_layers=3", "but a list of ints is expected"),
+        ("model.image_token_id=a", "is 'a', a str, but an int or null is expected"),
+        ("model.foundation=null", "is null, but a mapping for Qwen3DecoderConfig is expected"),
+        ("model.foundation.num_layers=1,2", "gives several values; write a list as [1,2]"),
+        ("model.foundation.num_layers=[1", "is no YAML value"),
+        ("model.foundation.num_layers=${model.nope}", "Interpolation key 'model.nope' not found"),
+        ("~model.foundation.num_layers=1", "is no override; write key=value"),
+    ],
+)
+def test_bad_overrides_say_what_and_where(override: str, expected: str) -> None:
+    message = problem(model_name=TINY, overrides=[override])
+    assert expected in message
+    assert "\n" not in message
+    if "Interpolation" not in expected:
+        assert override in message  # where it was said
+
+
+@pytest.mark.quick
+def test_all_problems_are_reported_at_once() -> None:
+    message = problem(
+        model_name=TINY,
+        overrides=["model.foundation.num_layers=x", "model.image_projector.epsilon=1"],
+    )
+    assert len(message.splitlines()) == 2
+
+
+# Files.
+
+
+@pytest.mark.quick
+def test_own_file_mounts_own_and_packaged_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "it's mine = a b"
+    (folder / "decoders").mkdir(parents=True)
+    file = write(
+        folder,
+        "# @package model\ndefaults:\n"
+        "  - /image_encoder@image_encoder: qwen3_vit_tiny\n"
+        "  - /image_projector@image_projector: qwen3_merger\n"
+        "  - decoders@foundation: mine\n  - _self_\n"
+        "_target_: loongplug.models.qwen3_vl.config.Qwen3VLConfig\n"
+        "image_encoder:\n  num_layers: 5\n",
+    )
+    packaged = available_models()[TINY].parent.parent / "qwen3" / "qwen3_tiny.yaml"
+    write(folder / "decoders", packaged.read_text().replace("num_layers: 4", "num_layers: 8"))
+    config = compose_model(config_file=file).config
+    assert (config.image_encoder.num_layers, config.foundation.num_layers) == (5, 8)
+    monkeypatch.chdir(folder)
+    assert compose_model(config_file=Path("mine.yaml")).config == config
+
+
+@pytest.mark.quick
+def test_printed_yaml_composes_to_the_same_model(tmp_path: Path) -> None:
+    first = compose_model(model_name="qwen3_vl_8b", overrides=["model.image_encoder.freeze=True"])
+    second = compose_model(config_file=write(tmp_path, first.to_yaml()))
+    assert second.config == first.config
+    assert second.yaml == first.yaml
+    assert isinstance(second.config.foundation.layernorm_epsilon, float)
+
+
+@pytest.mark.quick
+def test_unknown_and_missing_keys_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "qwen3").mkdir()
+    module = write(
+        tmp_path / "qwen3",
+        "_target_: loongplug.models.qwen3_vl.config.Qwen3DecoderConfig\n"
+        "num_layer: 4\nhidden_size: 8\n",
+        "broken.yaml",
+    )
+    file = write(
+        tmp_path,
+        "# @package model\ndefaults:\n  - /qwen3_vl/qwen3_vl_tiny@_here_\n"
+        "  - override /qwen3@foundation: broken\n  - _self_\nimage_projecter:\n  freeze: true\n",
+    )
+    lines = problem(config_file=file).splitlines()
+    assert f"{file}: model.image_projecter is no key of Qwen3VLConfig; the closest is " in lines[0]
+    assert lines[0].endswith("image_projector")
+    assert (
+        f"{module}: model.foundation.num_layer is no key of Qwen3DecoderConfig; "
+        "the closest is num_layers" in lines
+    )
+    assert f"{module}: model.foundation.num_layers is missing; expected an int" in lines
+
+
+@pytest.mark.quick
+def test_bad_names_suggest(tmp_path: Path) -> None:
+    assert "the closest is qwen3_vl_tiny" in problem(model_name="qwen3_vl_tinny")
+    assert "the closest is qwen3_vl_8b" in problem(model_name="qwen3-vl-8b")
+    # A module's YAML is no model.
+    assert "there is no model qwen3_tiny" in problem(model_name="qwen3_tiny")
+    assert "is no .yaml file" in problem(config_file=tmp_path / "nope.yaml")
+    assert "give one of" in problem()
+    assert "give one of" in problem(model_name=TINY, config_file=tmp_path)
+    file = write(
+        tmp_path, "# @package model\ndefaults:\n  - /image_encoder@image_encoder: qwen3_vit_tny\n"
+    )
+    assert "which does not exist; the closest is qwen3_vit_tiny" in problem(config_file=file)
+    assert "does not compose" in problem(config_file=write(tmp_path, "a: [1\n"))
+    assert "a is no key of a model file" in problem(config_file=write(tmp_path, "a: 1\n"))
+    assert "model._target_ is missing" in problem(config_file=write(tmp_path, "{}\n"))
+
+
+# A config file is data, not code.
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("os.system", "os.system is not in loongplug"),
+        ("os", "os is not in loongplug"),
+        ("loongplugged.Config", "is not in loongplug"),
+        ("loongplug..models", "is not in loongplug"),
+        ("loongplug.training.config.os.system", "does not exist"),
+        ("loongplug.training.config.Path", "is no frozen dataclass"),
+        ("loongplug.training.config.compose_model", "is no frozen dataclass"),
+        ("loongplug.training.config.dataclass", "is no frozen dataclass"),
+        ("loongplug.models.registry.Family", "but a loongplug.models.qwen3_vl.config.Qwen3Decoder"),
+        ("loongplug.models.qwen3_vl.config.Qwen3VisionConfig", "Qwen3DecoderConfig is expected"),
+        ("loongplug.models.qwen3_vl.config.Qwen3Config", "does not exist"),
+        ("3", "is a dotted class name, not 3"),
+    ],
+)
+def test_targets_that_are_refused(target: str, expected: str) -> None:
+    message = problem(model_name=TINY, overrides=[f"model.foundation._target_={target}"])
+    assert expected in message
+
+
+@pytest.mark.quick
+def test_root_target_is_held_to_the_same_rules() -> None:
+    for target, expected in (
+        ("os.system", "os.system is not in loongplug"),
+        ("loongplug.data.microbatch.VisionInput", "describes no known model family"),
+    ):
+        assert expected in problem(model_name=TINY, overrides=[f"model._target_={target}"])
+
+
+@pytest.mark.quick
+def test_refused_package_is_not_even_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "side_effect.py"
+    module.write_text(
+        "import os\nos.environ['SIDE_EFFECT'] = '1'\n"
+        "from loongplug.models.qwen3_vl.config import Qwen3DecoderConfig\n"
+        "class Decoder(Qwen3DecoderConfig): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("SIDE_EFFECT", raising=False)
+    override = "model.foundation._target_=side_effect.Decoder"
+    assert "is not in loongplug" in problem(model_name=TINY, overrides=[override])
+    # Hydra itself can be told to import a package, by its own key.
+    file = write(tmp_path, "hydra:\n  searchpath: ['pkg://side_effect']\n")
+    assert "hydra is no key of a model file" in problem(config_file=file)
+    assert "SIDE_EFFECT" not in os.environ
+
+    config = compose_model(
+        model_name=TINY, overrides=[override], trusted_packages=["side_effect"]
+    ).config
+    assert type(config.foundation).__name__ == "Decoder"
+    assert os.environ.pop("SIDE_EFFECT") == "1"
+
+
+@pytest.mark.quick
+def test_configs_are_frozen() -> None:
+    config = compose_model(model_name=TINY).config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.foundation.num_layers = 3

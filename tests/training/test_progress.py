@@ -1,0 +1,102 @@
+"""What is shown and summed up while training runs."""
+
+import io
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from loongplug.training.progress import (
+    PlainLines,
+    RichBar,
+    StepReport,
+    TrainingProgress,
+    progress_sink,
+    summarize,
+    write_metrics,
+)
+
+pytestmark = pytest.mark.quick
+
+
+def report(iteration: int, *, loss=1.0, tokens=100, seconds=2.0) -> StepReport:
+    return StepReport(iteration=iteration, loss=loss, tokens=tokens, seconds=seconds)
+
+
+def test_a_stream_that_is_no_terminal_gets_plain_lines():
+    stream = io.StringIO()
+    sink = progress_sink(stream, total=3)
+    assert isinstance(sink, PlainLines)
+    for iteration in (1, 2, 3):
+        sink.report(report(iteration))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2  # the first and the last; five seconds did not pass between
+    assert lines[0] == "iteration 1/3 | loss 1.0000 | 50 tokens/s"
+    assert lines[1].startswith("iteration 3/3 | loss 1.0000 | 50 tokens/s | 0 s left")
+
+
+def test_a_terminal_gets_a_bar_with_loss_and_rate():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    sink = progress_sink(stream, total=3)
+    assert isinstance(sink, RichBar)
+    sink.report(report(3, loss=0.25))
+    sink.close()
+    assert "3/3" in stream.getvalue()
+    assert "0.2500" in stream.getvalue()
+    assert "50 tokens/s" in stream.getvalue()
+
+
+def test_the_rate_leaves_out_the_first_report():
+    metrics = summarize([report(1, loss=4.0, seconds=100.0), report(5, loss=2.0), report(9)])
+    assert metrics.tokens_per_second == 50.0
+    assert (metrics.loss_first, metrics.loss_last) == (4.0, 1.0)
+    assert (metrics.train_seconds, metrics.iterations) == (104.0, 9)
+
+
+def test_metrics_are_merged_into_the_file(tmp_path):
+    path = tmp_path / "new" / "metrics.json"
+    write_metrics(path, summarize([report(1)]))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "exact_match": 0.5}))
+    write_metrics(path, summarize([report(1, loss=3.0)]))
+    content = json.loads(path.read_text())
+    assert content["exact_match"] == 0.5
+    assert content["loss_first"] == 3.0
+    assert [file.name for file in path.parent.iterdir()] == ["metrics.json"]
+
+
+@dataclass
+class Counter:
+    tokens: int = 0
+    started: float | None = 0.0
+
+
+def collect(rank: int) -> list[StepReport]:
+    """Two replicas of two stages: ranks 0, 1 are the first stage, 2 and 3 the last."""
+    counter = Counter()
+    progress = TrainingProgress(
+        total=5,
+        interval=2,
+        device=torch.device("cpu"),
+        counter=counter,
+        counts_tokens=rank in (0, 1),
+        has_loss=rank == 2,
+        sink=None,
+    )
+    for iteration in range(1, 6):
+        counter.tokens += 10 * (rank + 1)
+        progress.step(iteration, torch.tensor(float(iteration)) if rank >= 2 else None)
+    return progress.reports
+
+
+def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
+    for reports in run_ranks(collect, 4):
+        assert [step.iteration for step in reports] == [1, 2, 4, 5]
+        assert [step.loss for step in reports] == [1.0, 2.0, 3.5, 5.0]
+        assert [step.tokens for step in reports] == [30, 30, 60, 30]

@@ -1,0 +1,177 @@
+"""Whole training runs on forked ranks: layouts, resume, SIGTERM, evaluation, export."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from transformers import AutoModelForImageTextToText
+
+from loongplug.training.run import run
+
+
+def losses(rank: int, *, flags: list[str]) -> list[float]:
+    return [step.loss for step in run(flags)]
+
+
+def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
+    return run_ranks(losses, ranks, flags=[*flags, *more], timeout=120.0)[0]
+
+
+@pytest.fixture(scope="module")
+def single(flags, tmp_path_factory):
+    """Weights and losses of the single-rank run that all layouts are held against."""
+    weights = tmp_path_factory.mktemp("weights") / "hf"
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    return weights, train(flags, "--load-hf", str(weights))
+
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("--micro-batch-size", "8"), 1),
+        (("--use-distributed-optimizer",), 4),
+        (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
+        ((*TP2_PP2, "--use-distributed-optimizer"), 4),
+        ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
+        (("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"), 2),
+        (
+            (
+                *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+                *("--overlap-grad-reduce", "--overlap-param-gather"),
+            ),
+            4,
+        ),
+        (
+            (*TP2_PP2, "--recompute-granularity", "full", "--recompute-method", "uniform")
+            + ("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
+            4,
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
+    weights, expected = single
+    found = train(flags, "--load-hf", str(weights), *layout, ranks=ranks)
+    assert len(found) == 4
+    assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+
+
+def test_resumed_losses_are_those_of_the_uninterrupted_run(flags, tmp_path):
+    layout = (*TP2_PP2, "--use-distributed-optimizer", "--save", str(tmp_path / "checkpoints"))
+    whole = train(flags, *layout, "--save", str(tmp_path / "whole"), ranks=4)
+    stop = [*flags, *layout, "--exit-interval", "2"]
+    assert run_ranks(exit_code, 4, flags=stop, timeout=120.0) == [0, 0, 0, 0]
+    rest = train(flags, *layout, "--load", str(tmp_path / "checkpoints"), ranks=4)
+    assert rest == whole[2:]
+
+
+def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
+    """How a run ends that does not run to its end."""
+    try:
+        run(flags)
+    except SystemExit as ended:
+        return ended.code
+    return "ran to the end"
+
+
+def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
+    """Train; rank 1 gets SIGTERM when its second global batch begins."""
+    from loongplug.data import loader
+
+    original = loader.MicrobatchLoader.__next__
+
+    def next_microbatch(self):
+        if rank == 1 and self.consumed_samples == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self)
+
+    loader.MicrobatchLoader.__next__ = next_microbatch
+    return exit_code(rank, flags=flags)
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(flags, tmp_path):
+    layout = (*TP2_PP2, "--use-distributed-optimizer")
+    whole = train(flags, *layout, ranks=4)
+    save = ("--save", str(tmp_path))
+    codes = run_ranks(stop_in_second_step, 4, flags=[*flags, *layout, *save], timeout=120.0)
+    assert codes == [0, 0, 0, 0]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert train(flags, *layout, *save, "--load", str(tmp_path), ranks=4) == whole[2:]
+
+
+def test_evaluation_inside_training_leaves_training_alone(flags, demo, tmp_path):
+    evaluated = train(
+        flags,
+        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
+        *("--eval-interval", "2", "--save", str(tmp_path), *TP2_PP2),
+        ranks=4,
+    )
+    assert evaluated == train(flags, *TP2_PP2, ranks=4)
+    log = (tmp_path / "logs" / "rank_3.log").read_text()
+    assert log.count("validation loss at iteration") == 3
+
+
+def test_frozen_encoder_keeps_its_weights(flags, single, tmp_path):
+    weights, _ = single
+    layout = (*TP2_PP2, "--use-distributed-optimizer", "--load-hf", str(weights))
+    train(flags, *layout, "+model.image_encoder.freeze=True", "--save-hf", str(tmp_path), ranks=4)
+    before = AutoModelForImageTextToText.from_pretrained(weights).state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    encoder = {name for name in before if ".visual." in name and "merger" not in name}
+    assert encoder
+    assert not moved & encoder
+    assert any("merger" in name for name in moved)  # the projector still learns
+    assert any("language_model" in name for name in moved)
+
+
+def test_metrics_and_logs_are_written(flags, tmp_path):
+    found = train(
+        flags,
+        *("--save", str(tmp_path / "run"), "--metrics-json", str(tmp_path / "metrics.json")),
+        *("--tensorboard-dir", str(tmp_path / "tensorboard")),
+    )
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["loss_first"] == found[0]
+    assert metrics["loss_last"] == found[-1]
+    assert metrics["tokens_per_second"] > 0
+    assert "consumed samples" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert any(file.name.startswith("events") for file in (tmp_path / "tensorboard").iterdir())
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_on_every_rank(flags, tmp_path):
+    layout = (*TP2_PP2, "--save", str(tmp_path))
+    train(flags, *layout, ranks=4)
+    with pytest.raises(RankError, match="ffn_hidden_size") as raised:
+        train(
+            flags,
+            *(*layout, "--load", str(tmp_path), "model.foundation.ffn_hidden_size=256"),
+            ranks=4,
+        )
+    assert len(raised.value.errors) == 4
+
+
+def broken_image(demo: Path, folder: Path) -> Path:
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    row = json.loads(next(row for row in rows if '"image"' in row))
+    for part in row["messages"][0]["content"]:
+        if part["type"] == "image":
+            part["image"] = "images/none.png"
+    path = folder / "broken.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    return path
+
+
+def test_bad_data_is_the_same_error_on_every_rank(flags, demo, tmp_path):
+    data = ("--train-data-path", str(broken_image(demo, tmp_path)))
+    with pytest.raises(RankError, match=r"broken\.jsonl:1: no image file") as raised:
+        train(flags, *data, *TP2_PP2, ranks=4)
+    assert len(raised.value.errors) == 4
