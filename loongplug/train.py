@@ -12,20 +12,11 @@ import sys
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]
 
-import argparse
-
-
-def requested_device(argv: list[str]) -> str:
-    """The value of ``--device``, read ahead of all other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--device", default="auto")
-    return str(parser.parse_known_args(argv)[0].device)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run training with ``argv`` (default: the command line). Every rank enters."""
     from loongplug.parallel.failure import failure_board
     from loongplug.platform import activate
+    from loongplug.training.flags import requested_device
 
     argv = sys.argv[1:] if argv is None else argv
     with failure_board():

@@ -6,7 +6,7 @@ from pathlib import Path
 from loongplug.bench.step import StepFigures
 from loongplug.parallel.failure import failure_board
 from loongplug.platform import activate, current_platform
-from loongplug.train import requested_device
+from loongplug.training.flags import requested_device
 
 
 def main() -> None:

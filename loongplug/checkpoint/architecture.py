@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 _WITHOUT_WEIGHTS = ("freeze", "recompute", "tensor_model_parallel_size")
 _SHOWN = 5
 
 
-def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any]) -> None:
+def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: int) -> None:
     """Note the architecture of the checkpoints that will be saved in ``save_dir``.
 
     ``model_yaml`` is the resolved model as plain data. For all ranks: rank 0 writes, every rank
@@ -29,7 +27,7 @@ def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any]) -> None:
     """
     if (save_dir / _MEGATRON_TRACKER).is_file():
         check_architecture(save_dir, model_yaml)
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if rank != 0:
         return
     save_dir.mkdir(parents=True, exist_ok=True)
     path = save_dir / ARCHITECTURE_FILE

@@ -57,6 +57,9 @@ def _with_adam_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
+        if not adam.state:
+            # A rank whose shard holds padding only: what it says of the step is not saved.
+            adam.state["no parameters"] = {"step": torch.tensor(0.0)}
         return original(self)
 
     return state_dict
@@ -71,17 +74,6 @@ def _with_own_steps(original: Callable[[Any, Any], None]) -> Callable[[Any, Any]
                 state["step"] = state["step"].clone()
 
     return load_state_dict
-
-
-def _without_step(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(original)
-    def get_states(self: Any, model_param: torch.Tensor) -> Any:
-        tensors = original(self, model_param)
-        if _uses_torch_adam(self):
-            del tensors["step"]
-        return tensors
-
-    return get_states
 
 
 def _keeping_step(original: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
@@ -116,14 +108,6 @@ EVERYWHERE: tuple[Replacement, ...] = (
         signature="(self, state_dict)",
         reason="leaves torch's Adam with one step tensor for all parameters, which then advances "
         "once for each",
-    ),
-    Replacement(
-        target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
-        "_get_main_param_and_optimizer_states",
-        wrapper=_without_step,
-        signature="(self, model_param)",
-        reason="counts the step of torch's Adam among the sharded tensors; a checkpoint has it "
-        "in the parameter groups",
     ),
     Replacement(
         target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."

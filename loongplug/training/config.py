@@ -177,10 +177,9 @@ class _Search:
 
 def _search(file: Path, settings: Mapping[str, str]) -> _Search:
     models = configs_dir() / "models"
-    if file.is_relative_to(models):
-        name, folders = str(file.relative_to(models).with_suffix("")), (models,)
-    else:
-        name, folders = file.stem, (file.parent, models)
+    packaged = file.is_relative_to(models)
+    name = str(file.relative_to(models).with_suffix("")) if packaged else file.stem
+    folders = (models,) if packaged else (file.parent, models)
     quoted = str(models).replace("\\", "\\\\").replace("'", "\\'")
     overrides = [f"++{key}={value}" for key, value in settings.items()]
     overrides.append(f"hydra.searchpath=['file://{quoted}']")

@@ -12,7 +12,7 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.global_vars import set_global_variables
 
 from loongplug.checkpoint.architecture import check_architecture, write_architecture
-from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
@@ -39,8 +39,12 @@ def run(argv: Sequence[str]) -> list[StepReport]:
     datasets = DatasetProvider(args, parsed.model)
     if args.load:
         check_architecture(Path(args.load), parsed.model_yaml)
-    if args.save and args.rank == 0:
-        write_architecture(Path(args.save), parsed.model_yaml)
+    if args.save:
+        write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+    if args.save_hf:
+        check_hf_export(
+            Path(args.save_hf), config=parsed.model, processor_folder=Path(args.tokenizer_model)
+        )
     provider = ModelProvider(
         parsed.model,
         parsed.family,

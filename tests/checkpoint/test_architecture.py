@@ -37,7 +37,7 @@ def changed(path: str, value: object) -> dict:
 
 
 def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
-    write_architecture(tmp_path / "new" / "ckpt", MODEL)
+    write_architecture(tmp_path / "new" / "ckpt", MODEL, rank=0)
     check_architecture(tmp_path / "new" / "ckpt", copy.deepcopy(MODEL))
     for key, value in (("freeze", True), ("recompute", True), ("tensor_model_parallel_size", 2)):
         check_architecture(tmp_path / "new" / "ckpt", changed(f"image_encoder.{key}", value))
@@ -62,7 +62,7 @@ def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
     ],
 )
 def test_another_model_is_refused_by_what_differs(tmp_path, key, value, message):
-    write_architecture(tmp_path, MODEL)
+    write_architecture(tmp_path, MODEL, rank=0)
     with pytest.raises(ValueError, match="is of another model") as caught:
         check_architecture(tmp_path, changed(key, value))
     assert message in str(caught.value)
@@ -70,13 +70,13 @@ def test_another_model_is_refused_by_what_differs(tmp_path, key, value, message)
 
 
 def test_a_setting_that_went_away_is_a_difference_too(tmp_path):
-    write_architecture(tmp_path, changed("foundation.moe", None))
+    write_architecture(tmp_path, changed("foundation.moe", None), rank=0)
     with pytest.raises(ValueError, match=r"foundation.moe is None in the checkpoint, absent here"):
         check_architecture(tmp_path, MODEL)
 
 
 def test_only_the_first_differences_are_shown(tmp_path):
-    write_architecture(tmp_path, {f"key{n}": n for n in range(8)})
+    write_architecture(tmp_path, {f"key{n}": n for n in range(8)}, rank=0)
     with pytest.raises(ValueError, match="and 3 more") as caught:
         check_architecture(tmp_path, {f"key{n}": -1 for n in range(8)})
     assert "key4" in str(caught.value)
@@ -95,15 +95,15 @@ def test_a_damaged_note_is_named(tmp_path):
 
 
 def test_a_folder_with_anothers_checkpoints_keeps_its_note(tmp_path):
-    write_architecture(tmp_path, MODEL)
+    write_architecture(tmp_path, MODEL, rank=0)
     other = changed("foundation.hidden_size", 256)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     with pytest.raises(ValueError, match="hidden_size"):
-        write_architecture(tmp_path, other)
+        write_architecture(tmp_path, other, rank=0)
     check_architecture(tmp_path, MODEL)
 
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()  # it never got to save anything
-    write_architecture(tmp_path, other)
+    write_architecture(tmp_path, other, rank=0)
     check_architecture(tmp_path, other)
     assert (
         json.loads((tmp_path / ARCHITECTURE_FILE).read_text())["foundation"]["hidden_size"] == 256

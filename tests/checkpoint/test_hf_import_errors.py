@@ -131,6 +131,12 @@ def test_another_model_type_is_refused(folder):
     assert "model_type 'qwen2_vl', expected 'qwen3_vl'" in load_alone(folder)
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config_is_named(folder, content):
+    (folder / "config.json").write_text(content)
+    assert "config.json is no JSON object" in load_alone(folder)
+
+
 def test_a_tied_file_for_an_untied_model_and_the_reverse(folder, tied_folder):
     message = load_alone(tied_folder)
     assert "missing lm_head.weight (136, 64)" in message

@@ -121,7 +121,7 @@ def test_transformers_loads_the_export(original, processor_folder, tmp_path):
         processor=processor_folder,
         tied=tied,
     )
-    assert load_file(again / "model.safetensors").keys() == report_names(target)
+    assert load_file(again / "model.safetensors").keys() == indexed_names(target)
 
 
 def picture_inputs() -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def picture_inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def report_names(folder: Path) -> set[str]:
+def indexed_names(folder: Path) -> set[str]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return set(index["weight_map"])
 
@@ -168,8 +168,8 @@ def test_the_last_stages_tied_copy_is_filled(tmp_path):
 
 def wrapped_and_bf16(rank, *, source, target, processor):
     config = tiny_config(tied=False)
-    with model_parallel():
-        (chunk,) = build_chunks(config, dtype=torch.bfloat16)
+    with model_parallel(tp=2, pp=2):
+        (chunk,) = build_chunks(config, tp=2, pp=2, dtype=torch.bfloat16)
         wrapped = DistributedDataParallel(
             config=chunk.config,
             ddp_config=DistributedDataParallelConfig(),
@@ -182,7 +182,7 @@ def wrapped_and_bf16(rank, *, source, target, processor):
 def test_wrapped_models_keep_their_precision(tmp_path, processor_folder):
     source = save_random_hf_model(tmp_path / "hf", tied=False)
     target = tmp_path / "out"
-    run_ranks(wrapped_and_bf16, 1, source=source, target=target, processor=processor_folder)
+    run_ranks(wrapped_and_bf16, 4, source=source, target=target, processor=processor_folder)
     before = load_file(source / "model.safetensors")
     for name, tensor in load_file(target / "model.safetensors").items():
         assert torch.equal(tensor, before[name].bfloat16()), name

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +58,7 @@ def test_words_are_one_token_and_foreign_letters_are_unknown() -> None:
         "3",
         "1",
     ]
-    assert TOKENIZER.tokenize("Ж") == [TOKENIZER.unk_token]
+    assert TOKENIZER.encode("Ж") == [TOKENIZER.unk_token_id]
 
 
 def test_building_twice_gives_the_same_ids() -> None:
@@ -187,8 +185,3 @@ def test_a_model_of_other_numbers_is_refused_with_all_of_them(processor: Process
 def test_every_number_is_compared(processor: Processor, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is"):
         require_fit(processor, **FITTING | {name: 99})
-
-
-def test_importing_loads_no_megatron() -> None:
-    code = "import sys, loongplug.data.loader; sys.exit('megatron' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

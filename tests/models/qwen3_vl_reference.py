@@ -21,7 +21,7 @@ from ranks import model_parallel
 from transformers import Qwen3VLConfig as HfConfig
 from transformers import Qwen3VLForConditionalGeneration
 
-from loongplug.checkpoint.hf_gather import gather_full_tensors
+from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.microbatch import Microbatch, VisionInput
 from loongplug.data.positions import mrope_position_ids
@@ -386,6 +386,9 @@ def our_step(
             torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         last = torch.distributed.get_world_size() - 1
         torch.distributed.broadcast(sums, last)
+        # Gathering takes the first rank's copy; a missing reduction shows between the copies.
+        apart = replica_differences(bare, config=model, what="grad")
+        assert max(apart.values()) < 1e-6, max(apart, key=apart.__getitem__)
         gradients = gather_full_tensors(bare, config=model, what="grad")
         if gradients is None:
             return None

@@ -69,6 +69,10 @@ def test_auto_is_the_cpu_without_a_gpu(
     assert isinstance(activate("auto"), CpuPlatform)
 
 
+def _run(code: str) -> None:
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=200)
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     code = """
         import sys

@@ -59,8 +59,23 @@ def test_changed_upstream_is_named(row: Replacement, monkeypatch: pytest.MonkeyP
             table.apply()
         assert str(caught.value).startswith(f"{row.target}: expected the signature {row.signature}")
         assert "found (surprise)" in str(caught.value)
-        monkeypatch.delattr(owner, name)
-        with pytest.raises(ReplacementError, match=f"no {name!r}"):
+        assert not table.active
+    finally:
+        monkeypatch.undo()
+        table.apply()
+        assert table.active
+
+
+def test_missing_upstream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = current_platform()._tables["upstream"]  # type: ignore[attr-defined]
+    table.undo()
+    try:
+        from megatron.core.datasets import utils
+
+        monkeypatch.delattr(utils, "compile_helpers")
+        with pytest.raises(
+            ReplacementError, match=r"utils\.compile_helpers: .*found no 'compile_h"
+        ):
             table.apply()
         assert not table.active
     finally:
@@ -97,15 +112,15 @@ def test_split_sizes_become_numbers_as_they_do_on_a_gpu() -> None:
     assert maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def _training(weights: list[float]) -> tuple[Any, Any]:
+def _training(weights: list[float], *, features: int) -> tuple[Any, Any]:
     """A DDP module with the distributed optimizer, and a function that takes one step."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    module = torch.nn.Linear(3, 1)
+    module = torch.nn.Linear(3, features)
     with torch.no_grad():
-        module.weight.copy_(torch.tensor([weights]))
+        module.weight.copy_(torch.tensor([weights]).expand(features, 3))
         module.bias.zero_()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -127,7 +142,7 @@ def _training(weights: list[float]) -> tuple[Any, Any]:
     return (model, optimizer), step
 
 
-def _resume(rank: int, *, sharding: str) -> list[list[float]]:
+def _resume(rank: int, *, sharding: str, features: int) -> list[list[float]]:
     """Five steps in one go, and two plus three with the optimizer handed over by state dicts."""
     metadata = {
         "distrib_optim_sharding_type": sharding,
@@ -136,17 +151,17 @@ def _resume(rank: int, *, sharding: str) -> list[list[float]]:
     inputs = [1.0, 0.5, -2.0, 3.0, 0.1]
     results = []
     with model_parallel():
-        from megatron.core.dist_checkpointing import load, save  # noqa: F401
+        from megatron.core.dist_checkpointing import load
         from megatron.core.transformer.utils import (
             make_sharded_tensors_for_checkpoint as shard,
         )
 
-        (model, _), step = _training([1.0, 2.0, 3.0])
+        (model, _), step = _training([1.0, 2.0, 3.0], features=features)
         for value in inputs:
             step(value)
         results.append(model.module.weight.detach().flatten().tolist())
 
-        (model, optimizer), step = _training([1.0, 2.0, 3.0])
+        (model, optimizer), step = _training([1.0, 2.0, 3.0], features=features)
         for value in inputs[:2]:
             step(value)
         saved_model = {k: v.clone() for k, v in model.module.state_dict().items()}
@@ -154,7 +169,7 @@ def _resume(rank: int, *, sharding: str) -> list[list[float]]:
             optimizer, shard(dict(model.module.named_parameters()), ""), metadata
         )
 
-        (model, optimizer), step = _training([0.0, 0.0, 0.0])
+        (model, optimizer), step = _training([0.0, 0.0, 0.0], features=features)
         model.module.load_state_dict(saved_model)
         sharded = optimizer.sharded_state_dict(
             shard(dict(model.module.named_parameters()), ""), is_loading=True, metadata=metadata
@@ -181,10 +196,12 @@ def _through_a_folder(optimizer: Any, model_state: Any, metadata: Any) -> str:
     return names[0]
 
 
+# 400 elements are shared by both ranks; of 4 the second has none
+@pytest.mark.parametrize("features", [100, 1])
 @pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
 def test_adam_resumes_exactly_from_a_sharded_checkpoint(
-    sharding: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    sharding: str, features: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for whole, resumed in run_ranks(_resume, 2, sharding=sharding):
+    for whole, resumed in run_ranks(_resume, 2, sharding=sharding, features=features):
         assert resumed == whole

@@ -14,7 +14,7 @@ from command_lines import command_line, write_tokenizer
 
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
-from loongplug.training import arguments, rules
+from loongplug.training import arguments, checks, rules
 from loongplug.training.rules import RULES, markdown_table, violated_rules
 
 pytestmark = pytest.mark.quick
@@ -312,6 +312,14 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     with_bad_case = {name for name, (bad, _) in (CASES | MODEL_CASES).items() if bad}
     assert {rule.name for rule in RULES} == with_bad_case
+
+
+@pytest.mark.parametrize("name", checks.UNSUPPORTED)
+def test_unsupported_flags_are_named_as_megatron_names_them(prepared: Run, name: str) -> None:
+    args = copy.copy(prepared[0])
+    setattr(args, name, 1)
+    (line,) = violated_rules(args, prepared[1])
+    assert line.startswith(f"--{name.replace('_', '-')}: ")
 
 
 def test_tokenizer_is_held_against_the_model(prepared: Run, tmp_path: Path) -> None:

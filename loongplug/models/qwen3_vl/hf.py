@@ -198,7 +198,10 @@ def hf_config_differences(folder: Path, config: Qwen3VLConfig) -> list[str]:
     path = folder / "config.json"
     if not path.is_file():
         return []
-    kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        return ["config.json is no JSON object; copy the file anew"]
     if kind != HFConfig.model_type:
         return [f"config.json has model_type {kind!r}, expected {HFConfig.model_type!r}"]
     found = HFConfig.from_pretrained(folder, local_files_only=True)
