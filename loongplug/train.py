@@ -12,6 +12,7 @@ import sys
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]
 
+
 def main(argv: list[str] | None = None) -> None:
     """Run training with ``argv`` (default: the command line). Every rank enters."""
     from loongplug.parallel.failure import failure_board

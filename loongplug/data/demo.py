@@ -64,7 +64,7 @@ def make_demo_data(out: Path, *, train: int = 4000, test: int = 500, seed: int =
                     for scan, size in sample.files:
                         path = _image_name(scan, size)
                         if path not in written:
-                            _write_scan(scans[scan], size, out / path)
+                            _write_scan(scans[scan], scan, size, out / path)
                             written.add(path)
 
 
@@ -116,7 +116,14 @@ def _image_name(scan: int, size: tuple[int, int]) -> str:
     return f"images/{scan:04d}-{height}x{width}.png"
 
 
-def _write_scan(scan: NDArray[np.float64], size: tuple[int, int], path: Path) -> None:
+def _write_scan(scan: NDArray[np.float64], number: int, size: tuple[int, int], path: Path) -> None:
+    """A larger image is a larger sheet: the scan lies in one of its halves or quarters."""
     height, width = size
+    scan_height, scan_width = _USUAL_SIZE
+    rows, columns = height // scan_height, width // scan_width
+    row, column = divmod(number % (rows * columns), columns)
     grey = np.round(scan * (255 / _BRIGHTEST)).astype(np.uint8)
-    Image.fromarray(grey).resize((width, height), Image.Resampling.BICUBIC).save(path)
+    enlarged = Image.fromarray(grey).resize((scan_width, scan_height), Image.Resampling.BICUBIC)
+    sheet = Image.new("L", (width, height))
+    sheet.paste(enlarged, (column * scan_width, row * scan_height))
+    sheet.save(path)

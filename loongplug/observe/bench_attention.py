@@ -3,8 +3,7 @@
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.table import Table
 from loongplug.platform import activate, current_platform
 
 SDPA, UNFUSED = "SDPAttention", "DotProductAttention"
+PATIENCE_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,12 @@ def measure(
 ) -> AttentionFigures:
     """Both sides on the same inputs: memory in a child each, then time in interleaved rounds.
 
-    Activates the CPU platform and makes a process group of one for as long as it measures.
+    Activates the CPU platform. The children are forked, so this process must not have computed
+    with several threads, nor have a process group.
 
     Raises:
         ValueError: a size, ``rounds`` or ``threads`` is below 1.
-        RuntimeError: the process has a process group already, or a child failed.
+        RuntimeError: the process has a process group, or a child failed.
     """
     sizes = {
         "sequence_length": sequence_length,
@@ -104,9 +105,8 @@ def measure(
         raise RuntimeError("bench attention needs a process without a process group of its own")
     activate("cpu")
     case = _Case(sequence_length, heads, head_dim)
-    # Children first: OpenMP threads that the timing starts would not survive a fork.
-    peaks = {name: _peak_in_child(case, name) for name in (SDPA, UNFUSED)}
-    seconds = _time(case, rounds=rounds, threads=threads)
+    peaks = {name: _in_child(_peak_bytes, case, name) for name in (SDPA, UNFUSED)}
+    seconds = _in_child(_seconds, case, rounds, threads)
     sides = {name: Side(name, seconds[name], peaks[name]) for name in (SDPA, UNFUSED)}
     return AttentionFigures(
         sequence_length=sequence_length,
@@ -158,77 +158,73 @@ class _Case:
         return forward_backward
 
 
-def _time(case: _Case, *, rounds: int, threads: int) -> dict[str, tuple[float, ...]]:
+def _seconds(case: _Case, rounds: int, threads: int) -> dict[str, tuple[float, ...]]:
     """Seconds per step of each side; a round holds one step of each, so that both see the
     same neighbours on the machine."""
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        with _megatron_alone():
-            steps = {name: case.step(name) for name in (SDPA, UNFUSED)}
-            seconds: dict[str, list[float]] = {name: [] for name in steps}
-            for number in range(rounds + 1):
-                for name, step in steps.items():
-                    start = perf_counter()
-                    step()
-                    if number > 0:  # the first round warms up
-                        seconds[name].append(perf_counter() - start)
-    finally:
-        torch.set_num_threads(before)
+    steps = {name: case.step(name) for name in (SDPA, UNFUSED)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            start = perf_counter()
+            step()
+            if number > 0:  # the first round warms up
+                seconds[name].append(perf_counter() - start)
     return {name: tuple(values) for name, values in seconds.items()}
 
 
-def _peak_in_child(case: _Case, name: str) -> int:
-    """Bytes that one step needs at most, inputs included, in a process of its own."""
-    # Imported before the fork, so that the imports are not counted.
+def _peak_bytes(case: _Case, name: str) -> int:
+    """Bytes that one step needs at most, inputs included; for a process of its own."""
+    torch.set_num_threads(1)
+    # What a first call adds, kernels' code and the like, is no part of the attention's need.
+    replace(case, sequence_length=16).step(name)()
+    platform = current_platform()
+    platform.reset_peak_memory()
+    before = platform.peak_memory_bytes()
+    case.step(name)()
+    return platform.peak_memory_bytes() - before
+
+
+def _in_child[Result](function: Callable[..., Result], *arguments: Any) -> Result:
+    """``function(*arguments)`` in a forked process that ends before this returns.
+
+    A child also keeps gloo's threads out of this process, which it could not be forked with.
+    """
+    # Imported before the fork, so that the imports are not counted and happen once.
     import loongplug.models.layers.attention  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure_peak, args=(case, name, sender))
+    child = context.Process(target=_send, args=(sender, function, arguments))
     child.start()
     sender.close()
     try:
-        peak: int = receiver.recv()
+        if not receiver.poll(PATIENCE_SECONDS):
+            raise RuntimeError(
+                f"{function.__name__} gave nothing for {PATIENCE_SECONDS} s: the sizes are too "
+                "large for this machine, or this process had computed with several threads, "
+                "which do not survive a fork."
+            )
+        result: Result = receiver.recv()
     except EOFError:
+        raise RuntimeError(f"{function.__name__} failed; its process said why above") from None
+    finally:
+        child.kill()
         child.join()
-        raise RuntimeError(
-            f"the process that measures {name}'s memory ended with exit code {child.exitcode}"
-        ) from None
-    child.join()
-    return peak
+    return result
 
 
-def _measure_peak(case: _Case, name: str, sender: "Connection[int, Any]") -> None:
-    torch.set_num_threads(1)
-    with _megatron_alone():
-        # What a first call adds, kernels' code and the like, is no part of the attention's need.
-        replace(case, sequence_length=16).step(name)()
-        platform = current_platform()
-        platform.reset_peak_memory()
-        before = platform.peak_memory_bytes()
-        case.step(name)()
-        sender.send(platform.peak_memory_bytes() - before)
-
-
-@contextmanager
-def _megatron_alone() -> Iterator[None]:
-    """A process group and parallel state of one rank, which Megatron's attention asks for."""
+def _send(
+    sender: "Connection[Any, Any]", function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """In the child: a parallel state of one rank, which Megatron's attention asks for."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import (
-        get_cuda_rng_tracker,
-        model_parallel_cuda_manual_seed,
-    )
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(0)
-        yield
-    finally:
-        get_cuda_rng_tracker().reset()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    sender.send(function(*arguments))
 
 
 def _print(figures: AttentionFigures) -> None:

@@ -1,0 +1,5 @@
+"""What spans ranks: layouts, process groups, and errors that reach every rank.
+
+Nothing here knows what a model computes or where data come from; it may ask
+``loongplug.platform`` and torch.distributed, and nothing above.
+"""

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,33 @@ ON_CPU: tuple[Replacement, ...] = (
         "takes no tensors for them",
     ),
 )
+
+
+def _thread_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+    results: queue.Queue[Any] = queue.Queue()
+
+    @functools.wraps(original)
+    def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
+        return results
+
+    return get_write_results_queue
+
+
+def synchronous_save_table() -> ReplacementTable:
+    """For runs that write their checkpoints within the training process (no ``--async-save``)."""
+    return ReplacementTable(
+        "synchronous save",
+        (
+            Replacement(
+                target="megatron.core.dist_checkpointing.strategies.filesystem_async."
+                "get_write_results_queue",
+                wrapper=_thread_queue,
+                # Its signature names an object by its address, new in every process.
+                reason="starts a process that imports torch, seconds per rank at the first "
+                "save, for a queue that only one process's threads use",
+            ),
+        ),
+    )
 
 
 def apply_upstream_replacements(platform: Platform) -> None:

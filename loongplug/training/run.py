@@ -15,7 +15,7 @@ from loongplug.checkpoint.architecture import check_architecture, write_architec
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import apply_upstream_replacements
+from loongplug.platform.upstream import synchronous_save_table
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
@@ -35,7 +35,8 @@ def run(argv: Sequence[str]) -> list[StepReport]:
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
-    apply_upstream_replacements(platform)
+    if not args.async_save:
+        platform.use(synchronous_save_table())
     datasets = DatasetProvider(args, parsed.model)
     if args.load:
         check_architecture(Path(args.load), parsed.model_yaml)

@@ -81,7 +81,7 @@ class _HostRMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
-        return torch.mul(wide, scale).to(x.dtype) * weight
+        return torch.mul(wide, scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

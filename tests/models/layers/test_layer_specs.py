@@ -27,6 +27,7 @@ from ranks import model_parallel, run_ranks
 from torch import Tensor
 
 from loongplug.models.layers import specs
+from loongplug.models.layers.attention import SDPAttention
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import RotarySelfAttention, rope_table
@@ -205,6 +206,17 @@ def test_parameter_names(kind: str) -> None:
     if kind == "vision":
         expected |= {f"{module}.bias" for module in linears | norms}
     assert run_ranks(_names, 1, kind=kind) == [expected]
+
+
+@pytest.mark.quick
+def test_the_local_spec_masks_the_future_for_decoders_only() -> None:
+    decoder = decoder_layer_spec(decoder_config(), backend="local").submodules.self_attention
+    vision = vision_layer_spec(vision_config(), backend="local").submodules.self_attention
+    assert decoder.params == {"attn_mask_type": AttnMaskType.causal}
+    assert vision.params == {"attn_mask_type": AttnMaskType.no_mask}
+    for attention in (decoder, vision):
+        assert attention.module is RotarySelfAttention
+        assert attention.submodules.core_attention is SDPAttention
 
 
 @pytest.mark.quick

@@ -253,7 +253,10 @@ def _dropout_under_sequence_parallelism(rank: int) -> list[float]:
         query, key, value = (x[:, :, : x.size(2) // 2] for x in inputs(16, 2))
         # the transformer block enters the tracker for the whole of its layers
         with get_cuda_rng_tracker().fork():
-            return list(module(query, key, value, None).flatten().tolist())
+            before = torch.get_rng_state()
+            result: list[float] = module(query, key, value, None).flatten().tolist()
+            assert not torch.equal(torch.get_rng_state(), before)
+            return result
 
 
 def test_under_sequence_parallelism_the_tracker_is_entered_once_and_ranks_differ() -> None:

@@ -1,0 +1,119 @@
+"""The ``loongplug`` command. Each sub-command imports what it runs when it runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="loongplug",
+    help="Heterogeneous parallel training of multimodal models on stock Megatron-Core.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """A ValueError is the user's: one sentence, exit code 1."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"loongplug: error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def doctor(
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Show what this machine has, what LoongPlug will use of it, and what is in the way.
+
+    Ends with exit code 1 when something prevents training.
+    """
+    from loongplug.platform.doctor import doctor as run
+
+    with _user_errors():
+        raise typer.Exit(run(device=device, as_json=as_json))
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Option(help="A Hugging Face folder, as --save-hf writes it.")],
+    data: Annotated[Path, typer.Option(help="JSONL with questions and their answers.")],
+    media_root: Annotated[
+        Path | None, typer.Option(help="What image paths are relative to; else the JSONL's folder.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions answered at once.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 32,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many questions.")] = None,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:
+    """Answer the questions of a JSONL file greedily and print the exact match."""
+    with _user_errors():
+        from loongplug.evaluate.command import evaluate as run
+
+        run(
+            model,
+            data,
+            media_root=media_root,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            device=device,
+            json_path=json_path,
+        )
+
+
+@bench.command(
+    "step",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_step(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
+    steps: Annotated[int, typer.Option(help="Measured steps.")] = 10,
+    json_path: Json = None,
+) -> None:
+    """Measure tokens/s and peak memory of a training run, given by train.py's own flags.
+
+    Everything that is no option of this command goes to training unchanged.
+    """
+    with _user_errors():
+        from loongplug.bench.step import bench_step as run
+
+        run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
+
+
+@bench.command("attention")
+def bench_attention(
+    sequence_length: Annotated[int, typer.Option(help="Tokens.")] = 2048,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 9,
+    threads: Annotated[int | None, typer.Option(help="Threads; else all cores.")] = None,
+    json_path: Json = None,
+) -> None:
+    """Measure LoongPlug's attention against Megatron's unfused one on the CPU."""
+    with _user_errors():
+        from loongplug.observe.bench_attention import run
+
+        run(
+            sequence_length=sequence_length,
+            heads=heads,
+            head_dim=head_dim,
+            rounds=rounds,
+            threads=threads,
+            json_path=json_path,
+        )

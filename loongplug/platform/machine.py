@@ -1,0 +1,205 @@
+"""The facts about a machine that ``loongplug doctor`` judges. Collecting them judges nothing."""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import tomllib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import loongplug
+
+# What is shown whether or not it is there.
+SHOWN_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "flash-attn",
+    "triton",
+)
+# Optional packages that upstream imports when they are installed, by the module that has to work.
+OPTIONAL_MODULES = {"transformer-engine": "transformer_engine.pytorch", "flash-attn": "flash_attn"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """One CUDA device as torch sees it."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What a machine has. Packages that are not installed have the version None."""
+
+    system: str
+    python: str
+    cores: int
+    memory_bytes: int
+    available_memory_bytes: int
+    shared_memory_bytes: int | None  # free in /dev/shm; None where there is none
+    has_nvidia_driver: bool
+    torch_cuda: str | None  # the CUDA version that torch was built for
+    cuda_usable: bool
+    gpus: tuple[GpuFacts, ...]
+    nccl: str | None
+    has_gloo: bool
+    packages: dict[str, str | None]
+    # Installed optional packages that don't import, with the exception's type and text.
+    broken: dict[str, tuple[str, str]]
+    requirements: tuple[str, ...]  # of loongplug itself, as "megatron-core>=0.19.2,<0.20"
+    requires_python: str | None
+    upstream_error: str | None  # why Megatron cannot be used with this platform
+
+    def version(self, package: str) -> str | None:
+        """A package's version, or None."""
+        return self.packages.get(package)
+
+
+def collect() -> MachineFacts:
+    """Look at this machine. Imports torch and, where it is installed, Megatron."""
+    requirements, requires_python = _own_requirements()
+    names = {*SHOWN_PACKAGES, *(_name(text) for text in requirements)}
+    packages = {name: _version(name) for name in sorted(names)}
+    torch_facts = _torch_facts() if packages["torch"] is not None else _NO_TORCH
+    return MachineFacts(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        available_memory_bytes=_available_memory(),
+        shared_memory_bytes=_free_in(Path("/dev/shm")),
+        has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
+        torch_cuda=torch_facts.cuda,
+        cuda_usable=torch_facts.usable,
+        gpus=torch_facts.gpus,
+        nccl=torch_facts.nccl,
+        has_gloo=torch_facts.gloo,
+        packages=packages,
+        broken=_broken(packages),
+        requirements=requirements,
+        requires_python=requires_python,
+        upstream_error=_upstream_error(packages),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchFacts:
+    cuda: str | None = None
+    usable: bool = False
+    gpus: tuple[GpuFacts, ...] = ()
+    nccl: str | None = None
+    gloo: bool = False
+
+
+_NO_TORCH = _TorchFacts()
+
+
+def _torch_facts() -> _TorchFacts:
+    import torch
+    import torch.distributed as dist
+
+    usable = torch.cuda.is_available()
+    gpus = []
+    for index in range(torch.cuda.device_count() if usable else 0):
+        seen = torch.cuda.get_device_properties(index)
+        gpus.append(
+            GpuFacts(
+                name=seen.name,
+                memory_bytes=seen.total_memory,
+                capability=(seen.major, seen.minor),
+            )
+        )
+    nccl = None
+    if dist.is_available() and dist.is_nccl_available():
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return _TorchFacts(
+        cuda=torch.version.cuda,
+        usable=usable,
+        gpus=tuple(gpus),
+        nccl=nccl,
+        gloo=dist.is_available() and dist.is_gloo_available(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _own_requirements() -> tuple[tuple[str, ...], str | None]:
+    """What loongplug needs: from its installed metadata, or from the checkout it is run from."""
+    try:
+        metadata = importlib.metadata.metadata("loongplug")
+    except importlib.metadata.PackageNotFoundError:
+        path = Path(loongplug.__file__).parents[1] / "pyproject.toml"
+        if not path.exists():
+            return (), None
+        project = tomllib.loads(path.read_text())["project"]
+        return tuple(project["dependencies"]), project["requires-python"]
+    needed = [text for text in metadata.get_all("Requires-Dist") or [] if "extra ==" not in text]
+    return tuple(needed), metadata["Requires-Python"]
+
+
+def _name(requirement: str) -> str:
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name
+
+
+def _broken(packages: dict[str, str | None]) -> dict[str, tuple[str, str]]:
+    found = {}
+    for package, module in OPTIONAL_MODULES.items():
+        if packages[package] is None:
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever it is, upstream meets it too
+            found[package] = (type(error).__name__, _one_line(error))
+    return found
+
+
+def _upstream_error(packages: dict[str, str | None]) -> str | None:
+    """Import Megatron and put every replacement in place, as a training run does; then undo."""
+    if packages["torch"] is None or packages["megatron-core"] is None:
+        return None
+    from loongplug.platform import activate
+
+    active = activate()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from loongplug.platform.upstream import apply_upstream_replacements
+
+            apply_upstream_replacements(active)
+    except Exception as error:  # whatever it is, a training run meets it too
+        return f"{type(error).__name__}: {_one_line(error)}"
+    finally:
+        active.deactivate()
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _available_memory() -> int:
+    meminfo = Path("/proc/meminfo")
+    lines: Sequence[str] = meminfo.read_text().splitlines() if meminfo.exists() else ()
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _free_in(folder: Path) -> int | None:
+    return shutil.disk_usage(folder).free if folder.is_dir() else None

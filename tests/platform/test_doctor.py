@@ -1,0 +1,244 @@
+"""The judgement on made-up facts, and the facts of this machine."""
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from rich.console import Console
+
+from loongplug.platform.doctor import GIB, Diagnosis, diagnose, print_diagnosis
+from loongplug.platform.machine import GpuFacts, MachineFacts, collect
+
+pytestmark = pytest.mark.quick
+
+H100 = GpuFacts(name="NVIDIA H100", memory_bytes=80 * GIB, capability=(9, 0))
+V100 = GpuFacts(name="Tesla V100", memory_bytes=32 * GIB, capability=(7, 0))
+
+CPU = MachineFacts(
+    system="Linux x86_64",
+    python="3.12.4",
+    cores=8,
+    memory_bytes=32 * GIB,
+    available_memory_bytes=30 * GIB,
+    shared_memory_bytes=16 * GIB,
+    has_nvidia_driver=False,
+    torch_cuda="13.2",
+    cuda_usable=False,
+    gpus=(),
+    nccl="2.30.7",
+    has_gloo=True,
+    packages={
+        "torch": "2.15.0+cpu",
+        "megatron-core": "0.19.2",
+        "transformers": "5.23.0",
+        "transformer-engine": None,
+        "flash-attn": None,
+    },
+    broken={},
+    requirements=("megatron-core<0.20,>=0.19.2", "torch>=2.9", "transformers<6,>=5.20"),
+    requires_python=">=3.12",
+    upstream_error=None,
+)
+GPU = dataclasses.replace(
+    CPU,
+    has_nvidia_driver=True,
+    cuda_usable=True,
+    gpus=(H100, H100),
+    packages={**CPU.packages, "transformer-engine": "2.9.0", "flash-attn": "2.8.3"},
+)
+
+
+def _with(facts: MachineFacts, **changes: Any) -> MachineFacts:
+    packages = {**facts.packages, **changes.pop("packages", {})}
+    return dataclasses.replace(facts, packages=packages, **changes)
+
+
+def _only(facts: MachineFacts, *, device: str = "auto") -> tuple[str, str, str, int]:
+    """The one problem, and the exit code."""
+    diagnosis = diagnose(facts, device=device)
+    assert len(diagnosis.problems) == 1, diagnosis.problems
+    problem = diagnosis.problems[0]
+    return problem.severity, problem.text, problem.cure, diagnosis.exit_code
+
+
+def test_a_good_cpu_machine() -> None:
+    diagnosis = diagnose(CPU, device="auto")
+    assert diagnosis.problems == ()
+    assert diagnosis.exit_code == 0
+    use = diagnosis.use
+    assert (use.device, use.backend) == ("cpu (8 cores)", "gloo")
+    assert "LoongPlug's own" in use.layers
+    assert "scaled_dot_product_attention" in use.attention
+
+
+def test_a_good_gpu_machine() -> None:
+    diagnosis = diagnose(GPU, device="auto")
+    assert diagnosis.problems == ()
+    use = diagnosis.use
+    assert (use.device, use.backend) == ("cuda (2 GPU)", "nccl")
+    assert use.layers == "TransformerEngine"
+    assert "flash-attn" in use.attention
+    assert "bf16" in use.precision
+
+
+def test_the_cpu_of_a_gpu_machine() -> None:
+    diagnosis = diagnose(GPU, device="cpu")
+    assert diagnosis.problems == ()
+    assert diagnosis.use.backend == "gloo"
+    assert "LoongPlug's own" in diagnosis.use.layers  # TransformerEngine needs the GPU
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("0.19.1", False),
+        ("0.19.2", True),
+        ("0.19.9", True),
+        ("0.20.0", False),
+        ("0.20.0rc1", False),
+    ],
+)
+def test_megatron_version(version: str, fits: bool) -> None:
+    facts = _with(CPU, packages={"megatron-core": version})
+    assert diagnose(facts, device="auto").exit_code == int(not fits)
+    if not fits:
+        severity, text, cure, _ = _only(facts)
+        assert severity == "error"
+        assert text == f"megatron-core is {version}; LoongPlug needs <0.20,>=0.19.2"
+        assert cure == "pip install 'megatron-core<0.20,>=0.19.2'"
+
+
+def test_missing_requirement() -> None:
+    facts = _with(CPU, packages={"transformers": None})
+    assert _only(facts) == (
+        "error",
+        "transformers is not installed",
+        "pip install 'transformers<6,>=5.20'",
+        1,
+    )
+
+
+def test_requirements_of_other_systems_are_passed_over() -> None:
+    facts = _with(CPU, requirements=("triton>=9; sys_platform == 'plan9'",))
+    assert diagnose(facts, device="auto").problems == ()
+
+
+def test_old_python() -> None:
+    severity, text, cure, code = _only(_with(CPU, python="3.11.9"))
+    assert (severity, code) == ("error", 1)
+    assert text == "Python is 3.11.9; LoongPlug needs >=3.12"
+    assert "python3.12 -m venv" in cure
+
+
+def test_megatron_that_cannot_be_used() -> None:
+    error = "ReplacementError: megatron.training.x: expected the signature (), found (y)"
+    severity, text, _, code = _only(_with(CPU, upstream_error=error))
+    assert (severity, code) == ("error", 1)
+    assert error in text
+
+
+def test_cuda_asked_for_without_a_gpu() -> None:
+    severity, text, cure, code = _only(CPU, device="cuda")
+    assert (severity, code) == ("error", 1)
+    assert "no usable CUDA GPU" in text
+    assert "--device cpu" in cure
+    assert "CUDA 13.2" in cure
+
+
+def test_driver_without_a_usable_gpu() -> None:
+    facts = _with(CPU, has_nvidia_driver=True, torch_cuda=None)
+    severity, text, cure, code = _only(facts)
+    assert (severity, code) == ("warning", 0)
+    assert "NVIDIA driver" in text
+    assert "built for CUDA" in cure
+    assert diagnose(facts, device="cpu").problems == ()
+
+
+def test_gpu_without_nccl() -> None:
+    assert _only(_with(GPU, nccl=None))[0::3] == ("error", 1)
+    assert diagnose(_with(CPU, nccl=None), device="auto").problems == ()
+
+
+def test_cpu_without_gloo() -> None:
+    assert _only(_with(CPU, has_gloo=False))[0::3] == ("error", 1)
+
+
+def test_gpu_without_transformer_engine() -> None:
+    facts = _with(GPU, packages={"transformer-engine": None})
+    severity, text, cure, code = _only(facts)
+    assert (severity, code) == ("warning", 0)
+    assert "slower" in text
+    assert cure == "pip install 'loongplug[gpu]'"
+    assert "LoongPlug's own" in diagnose(facts, device="auto").use.layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity", "code"), [("ImportError", "warning", 0), ("OSError", "error", 1)]
+)
+def test_transformer_engine_that_does_not_import(kind: str, severity: str, code: int) -> None:
+    facts = _with(GPU, broken={"transformer-engine": (kind, "libcudnn.so.9: cannot open")})
+    found = _only(facts)
+    assert (found[0], found[3]) == (severity, code)
+    assert f"({kind}: libcudnn.so.9: cannot open)" in found[1]
+    assert "LoongPlug's own" in diagnose(facts, device="auto").use.layers
+    assert "uninstall" in _only(facts, device="cpu")[2]
+
+
+def test_old_gpu() -> None:
+    facts = _with(GPU, gpus=(H100, V100))
+    severity, text, _, code = _only(facts)
+    assert (severity, code) == ("warning", 0)
+    assert text.startswith("Tesla V100 ")
+    assert diagnose(facts, device="auto").use.precision == "fp32"
+
+
+def test_little_memory() -> None:
+    assert "1.5 GiB of memory" in _only(_with(CPU, available_memory_bytes=int(1.5 * GIB)))[1]
+    severity, text, cure, _ = _only(_with(CPU, shared_memory_bytes=GIB // 16))
+    assert severity == "warning"
+    assert "0.1 GiB are free in /dev/shm" in text
+    assert "--shm-size" in cure
+    assert diagnose(_with(CPU, shared_memory_bytes=None), device="auto").problems == ()
+
+
+def test_every_problem_is_printed_with_its_cure() -> None:
+    facts = _with(CPU, python="3.11.0", broken={"flash-attn": ("OSError", "[/odd markup]")})
+    facts = _with(facts, packages={"flash-attn": "2.8", "torch": None}, requirements=("torch>=2",))
+    diagnosis = diagnose(facts, device="auto")
+    assert len(diagnosis.problems) == 3
+    console = Console(file=io.StringIO(), width=400)
+    print_diagnosis(diagnosis, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for problem in diagnosis.problems:
+        assert f"{problem.severity}: {problem.text}" in printed
+        assert f"cure: {problem.cure}" in printed
+    assert "not installed" in printed
+    assert "8 cores" in printed
+
+
+def test_json_holds_everything() -> None:
+    answer = json.loads(diagnose(GPU, device="cuda").as_json())
+    assert answer["facts"]["gpus"][1]["name"] == "NVIDIA H100"
+    assert answer["use"]["backend"] == "nccl"
+    assert answer["problems"] == []
+
+
+def _collect(rank: int) -> Diagnosis:
+    return diagnose(collect(), device="cpu")
+
+
+def test_this_machine() -> None:
+    """In a rank of its own, because collecting ends the platform that it looked at."""
+    (diagnosis,) = run_ranks(_collect, 1)
+    facts = diagnosis.facts
+    assert facts.version("megatron-core")
+    assert any(text.startswith("megatron-core") for text in facts.requirements)
+    assert facts.requires_python == ">=3.12"
+    assert facts.upstream_error is None
+    assert facts.has_gloo
+    assert facts.cores >= 1
+    assert 0 < facts.available_memory_bytes <= facts.memory_bytes
+    assert [p for p in diagnosis.problems if p.severity == "error"] == []

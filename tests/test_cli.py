@@ -1,0 +1,134 @@
+"""The ``loongplug`` command: what reaches the functions behind it, and how it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+
+pytestmark = pytest.mark.quick
+
+
+class _Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):
+    def __call__(self, *args: Any, **kwargs: Any) -> int:
+        self.append((args, kwargs))
+        return 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
+    """Every implementation replaced by one that notes its arguments."""
+    noted = _Calls()
+    for target in (
+        "loongplug.evaluate.command.evaluate",
+        "loongplug.bench.step.bench_step",
+        "loongplug.observe.bench_attention.run",
+        "loongplug.platform.doctor.doctor",
+    ):
+        monkeypatch.setattr(target, noted)
+    return noted
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_importing_the_command_is_fast() -> None:
+    code = "import sys, loongplug.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", [(), ("doctor",), ("eval",), ("bench", "step")])
+def test_help(command: tuple[str, ...]) -> None:
+    code, printed = _run(*command, "--help")
+    assert code == 0
+    assert "Usage" in printed
+
+
+def test_eval_defaults(calls: _Calls) -> None:
+    assert _run("eval", "--model", "hf", "--data", "test.jsonl")[0] == 0
+    assert calls == [
+        (
+            (Path("hf"), Path("test.jsonl")),
+            {
+                "media_root": None,
+                "batch_size": 32,
+                "max_new_tokens": 32,
+                "limit": None,
+                "device": "auto",
+                "json_path": None,
+            },
+        )
+    ]
+
+
+def test_eval_options(calls: _Calls) -> None:
+    options = "--media-root m --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu --json j"
+    assert _run("eval", "--model", "hf", "--data", "d", *options.split())[0] == 0
+    assert calls[0][1] == {
+        "media_root": Path("m"),
+        "batch_size": 2,
+        "max_new_tokens": 3,
+        "limit": 4,
+        "device": "cpu",
+        "json_path": Path("j"),
+    }
+
+
+def test_eval_needs_a_model_and_data() -> None:
+    code, printed = _run("eval", "--model", "hf")
+    assert code == 2
+    assert "--data" in printed
+
+
+def test_bench_step_hands_training_flags_on(calls: _Calls) -> None:
+    arguments = "--ranks 2 --steps 5 --model-name tiny --bf16 model.image_encoder.freeze=true"
+    assert _run("bench", "step", *arguments.split())[0] == 0
+    (flags,), options = calls[0]
+    assert flags == ["--model-name", "tiny", "--bf16", "model.image_encoder.freeze=true"]
+    assert options == {"ranks": 2, "warmup": 3, "steps": 5, "json_path": None}
+
+
+def test_bench_attention(calls: _Calls) -> None:
+    assert _run("bench", "attention", "--heads", "2", "--threads", "1", "--json", "j")[0] == 0
+    assert calls[0][1] == {
+        "sequence_length": 2048,
+        "heads": 2,
+        "head_dim": 64,
+        "rounds": 9,
+        "threads": 1,
+        "json_path": Path("j"),
+    }
+
+
+def test_doctor(calls: _Calls) -> None:
+    assert _run("doctor", "--device", "cpu", "--json")[0] == 0
+    assert calls[0][1] == {"device": "cpu", "as_json": True}
+
+
+def test_doctor_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loongplug.platform.doctor.doctor", lambda **_: 1)
+    assert _run("doctor")[0] == 1
+
+
+def test_doctor_refuses_unknown_devices() -> None:
+    code, printed = _run("doctor", "--device", "tpu")
+    assert code == 1
+    assert printed.strip() == (
+        "loongplug: error: --device 'tpu' is unknown: expected auto, cpu or cuda."
+    )
+
+
+def test_user_errors_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("there is no model in 'hf'")
+
+    monkeypatch.setattr("loongplug.evaluate.command.evaluate", refuse)
+    code, printed = _run("eval", "--model", "hf", "--data", "d")
+    assert code == 1
+    assert printed == "loongplug: error: there is no model in 'hf'\n"
