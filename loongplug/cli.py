@@ -107,7 +107,7 @@ def bench_attention(
 ) -> None:
     """Measure LoongPlug's attention against Megatron's unfused one on the CPU."""
     with _user_errors():
-        from loongplug.observe.bench_attention import run
+        from loongplug.bench.attention import run
 
         run(
             sequence_length=sequence_length,

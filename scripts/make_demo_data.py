@@ -10,11 +10,16 @@ from loongplug.data.demo import make_demo_data
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--train", type=int, default=4000, help="training samples (4000)")
+    parser.add_argument("--train", type=int, default=12000, help="training samples (12000)")
     parser.add_argument("--test", type=int, default=500, help="held-out samples (500)")
     parser.add_argument("--seed", type=int, default=1234, help="same seed, same data (1234)")
     arguments = parser.parse_args()
-    make_demo_data(arguments.out, train=arguments.train, test=arguments.test, seed=arguments.seed)
+    try:
+        make_demo_data(
+            arguments.out, train=arguments.train, test=arguments.test, seed=arguments.seed
+        )
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

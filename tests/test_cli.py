@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     for target in (
         "loongplug.evaluate.command.evaluate",
         "loongplug.bench.step.bench_step",
-        "loongplug.observe.bench_attention.run",
+        "loongplug.bench.attention.run",
         "loongplug.platform.doctor.doctor",
     ):
         monkeypatch.setattr(target, noted)

@@ -36,7 +36,7 @@ class DemoSample:
     files: tuple[tuple[int, tuple[int, int]], ...]
 
 
-def make_demo_data(out: Path, *, train: int = 4000, test: int = 500, seed: int = 1234) -> None:
+def make_demo_data(out: Path, *, train: int = 12000, test: int = 500, seed: int = 1234) -> None:
     """Write ``train.jsonl``, ``test.jsonl``, ``images/`` and ``processor/`` into ``out``.
 
     The same arguments give the same files. Shows progress on a terminal. Needs scikit-learn.
@@ -74,14 +74,13 @@ def make_sample(rng: random.Random, *, scans: Sequence[int], digits: Sequence[in
     count = rng.choice(task.counts)
     shown = [rng.choice(scans) for _ in range(count)]
     values = [digits[scan] for scan in shown]
-    place = rng.randrange(count)
-    question = {"type": "text", "text": task.ask(values, place)}
+    question = {"type": "text", "text": task.ask(values)}
     files = tuple(zip(shown, _sizes(rng, count), strict=True)) if task.with_scans else ()
     images = [{"type": "image", "image": _image_name(scan, size)} for scan, size in files]
     row = {
         "messages": [
             {"role": "user", "content": [*images, question]},
-            {"role": "assistant", "content": task.answer(values, place)},
+            {"role": "assistant", "content": task.answer(values)},
         ],
         "task": task.name,
     }

@@ -9,17 +9,13 @@ NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A kind of question.
-
-    ``ask`` and ``answer`` get the digits and a place among them (0-based), which only some
-    questions speak of.
-    """
+    """A kind of question, and its right answer for the digits it is about."""
 
     name: str
     share: float  # of all samples
     counts: tuple[int, ...]  # how many digits a sample may have, each as likely
-    ask: Callable[[Sequence[int], int], str]
-    answer: Callable[[Sequence[int], int], str]
+    ask: Callable[[Sequence[int]], str]
+    answer: Callable[[Sequence[int]], str]
     with_scans: bool = True  # else the question carries the digits as text
 
 
@@ -34,53 +30,38 @@ def _spell(digits: Sequence[int]) -> str:
 TASKS = (
     Task(
         name="read",
-        share=0.56,
+        share=0.64,
         counts=(1, 2, 3, 4, 5, 6),
-        ask=lambda digits, place: "Read the digits.",
-        answer=lambda digits, place: _join(digits),
+        ask=lambda digits: "Read the digits.",
+        answer=_join,
     ),
     Task(
         name="reverse",
-        share=0.08,
+        share=0.1,
         counts=(2, 3, 4),
-        ask=lambda digits, place: "Read the digits in reverse order.",
-        answer=lambda digits, place: _join(digits[::-1]),
+        ask=lambda digits: "Read the digits in reverse order.",
+        answer=lambda digits: _join(digits[::-1]),
     ),
     Task(
         name="largest",
         share=0.08,
-        counts=(2, 3, 4),
-        ask=lambda digits, place: "Which digit is the largest?",
-        answer=lambda digits, place: str(max(digits)),
-    ),
-    Task(
-        name="pick",
-        share=0.08,
-        counts=(2, 3, 4, 5),
-        ask=lambda digits, place: f"Which digit is in scan {place + 1}?",
-        answer=lambda digits, place: str(digits[place]),
+        counts=(2, 3),
+        ask=lambda digits: "Which digit is the largest?",
+        answer=lambda digits: str(max(digits)),
     ),
     Task(
         name="count",
         share=0.08,
         counts=(1, 2, 3, 4, 5, 6),
-        ask=lambda digits, place: "How many scans are there?",
-        answer=lambda digits, place: str(len(digits)),
+        ask=lambda digits: "How many scans are there?",
+        answer=lambda digits: str(len(digits)),
     ),
     Task(
         name="spelled",
-        share=0.06,
+        share=0.1,
         counts=(1, 2, 3, 4, 5, 6),
-        ask=lambda digits, place: f"Write as digits: {_spell(digits)}",
-        answer=lambda digits, place: _join(digits),
-        with_scans=False,
-    ),
-    Task(
-        name="reverse-text",
-        share=0.06,
-        counts=(2, 3, 4),
-        ask=lambda digits, place: f"Reverse: {_join(digits)}",
-        answer=lambda digits, place: _join(digits[::-1]),
+        ask=lambda digits: f"Write as digits: {_spell(digits)}",
+        answer=_join,
         with_scans=False,
     ),
 )
@@ -93,4 +74,4 @@ def choose_task(rng: random.Random) -> Task:
 
 def task_texts() -> list[str]:
     """Texts that together hold every word a question may have."""
-    return [*(task.ask((0,), 0) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]
+    return [*(task.ask((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]

@@ -67,14 +67,9 @@ def test_answers_are_right(demo: Path) -> None:
             "Read the digits in reverse order.": "".join(reversed(digits)),
             "Which digit is the largest?": max(digits, default=""),
             "How many scans are there?": str(len(digits)),
-            "Reverse": text[::-1],
             "Write as digits": "".join(
                 str(NUMBER_WORDS.index(word)) for word in words if word in NUMBER_WORDS
             ),
-            **{
-                f"Which digit is in scan {place}?": digit
-                for place, digit in enumerate(digits, start=1)
-            },
         }[question]
         asked.add(row["task"])
         assert row["messages"][1] == {"role": "assistant", "content": expected}
@@ -106,12 +101,22 @@ def test_images_are_the_scans(demo: Path) -> None:
         for image in parts(row, "image")
     }
     assert {f"images/{path.name}" for path in written} == used
-    for path in written[::40]:
+    places = set()
+    for path in written[::5]:
         number, height, width = scan(f"images/{path.name}")
         with Image.open(path) as image:
             assert image.size == (width, height)
-            small = np.asarray(image.resize((8, 8), Image.Resampling.BOX), dtype=float) / 255 * 16
+            sheet = np.asarray(image, dtype=float)
+        cells = {
+            (top, left): sheet[top : top + 32, left : left + 32]
+            for top in range(0, height, 32)
+            for left in range(0, width, 32)
+        }
+        ((place, cell),) = ((place, cell) for place, cell in cells.items() if cell.any())
+        small = cell.reshape(8, 4, 8, 4).mean(axis=(1, 3))  # back to 8 x 8
         assert np.corrcoef(small.ravel(), scans[number].ravel())[0, 1] > 0.97
+        places.add((height, width, place))
+    assert len(places) == 1 + 2 + 2 + 4  # the scan lies everywhere on the larger sheets
 
 
 @pytest.mark.quick

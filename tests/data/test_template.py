@@ -46,7 +46,7 @@ TWO_TURNS = conversation(
     ("system", "How are: 2"),
     ("user", [Part("text", "Read"), PICTURE]),
     ("assistant", "31"),
-    ("user", "Reverse: 31"),
+    ("user", "+31"),
     ("assistant", "13"),
 )
 
@@ -77,7 +77,7 @@ S, E = "<|im_start|>", "<|im_end|>"
             "sft",
             [1],
             f"{S} system NL How ▁are : ▁ 2 {E} NL {S} user NL Read <|vision_start|> <|image_pad|>"
-            f" <|vision_end|> {E} NL {S} assistant NL [3] [1] [{E}] NL {S} user NL Reverse : ▁ 3 1"
+            f" <|vision_end|> {E} NL {S} assistant NL [3] [1] [{E}] NL {S} user NL + 3 1"
             f" {E} NL {S} assistant NL [1] [3] [{E}] NL",
         ),
         (

@@ -42,7 +42,7 @@ def parse(folder: Path, *more: str) -> ParsedArguments:
 def test_model_s_architecture_reaches_megatron(tmp_path: Path) -> None:
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    parsed = parse(tmp_path, "model.foundation.tie_word_embeddings=false")
+    parsed = parse(tmp_path)
     config = core_transformer_config_from_args(parsed.args)
     decoder = parsed.model.foundation
     assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (4, 128, 384)
@@ -53,7 +53,7 @@ def test_model_s_architecture_reaches_megatron(tmp_path: Path) -> None:
     assert not config.add_bias_linear
     assert not config.add_qkv_bias
     assert config.mrope_section == list(decoder.mrope_section)
-    assert config.init_method_std == 0.02
+    assert config.init_method_std == decoder.initializer_range == 0.08
     assert config.hidden_dropout == config.attention_dropout == 0.0
     assert config.calculate_per_token_loss
     args = parsed.args
@@ -235,7 +235,7 @@ def test_flags_that_contradict_the_model(tmp_path: Path) -> None:
         command_line(
             tmp_path,
             *("--num-layers", "3", "--normalization", "LayerNorm", "--num-experts", "4"),
-            "--untie-embeddings-and-output-weights",
+            *("--untie-embeddings-and-output-weights", "model.foundation.tie_word_embeddings=true"),
         )
     ).splitlines()
     assert len(lines) == 4

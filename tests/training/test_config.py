@@ -144,7 +144,7 @@ def test_tiny_is_small_and_leaves_its_tokens_to_the_tokenizer() -> None:
     config = compose_model(model_name=TINY).config
     assert 1_000_000 < parameters(config) < 1_500_000
     assert config.image_token_id is None
-    assert config.foundation.tie_word_embeddings
+    assert not config.foundation.tie_word_embeddings
 
 
 @pytest.mark.quick

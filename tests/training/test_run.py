@@ -49,8 +49,10 @@ TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
             4,
         ),
         (
-            (*TP2_PP2, "--recompute-granularity", "full", "--recompute-method", "uniform")
-            + ("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
+            (
+                *(*TP2_PP2, "--recompute-granularity", "full", "--recompute-method", "uniform"),
+                *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
+            ),
             4,
         ),
     ],

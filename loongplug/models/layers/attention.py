@@ -20,7 +20,7 @@ _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
 class SDPAttention(MegatronModule):
-    """Drop-in for Megatron's DotProductAttention that never holds an S x S matrix.
+    """Drop-in for Megatron's DotProductAttention that holds no S x S matrix.
 
     The mask is causal or full by ``attn_mask_type`` (the one given to ``forward``, else the
     constructor's); padding types are taken as "no padding here", since no mask tensor is
@@ -32,7 +32,8 @@ class SDPAttention(MegatronModule):
     layer number, multiply back within the softmax) an identity here.
 
     Raises ValueError at construction for context parallelism, sliding windows and softmax types
-    other than "vanilla".
+    other than "vanilla". Only with dropout, for which torch has no fused kernel on the CPU, the
+    matrix is there again.
     """
 
     def __init__(
@@ -143,9 +144,8 @@ class SDPAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """[batch, heads, s, dim] x 3 -> [batch, heads, s, dim]."""
         dropout = self.dropout if self.training else 0.0
-        # Under sequence parallelism the transformer block has entered the tracker already.
-        fork = dropout > 0 and not self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+        # Tensor-parallel ranks hold different heads, so each has to draw for itself.
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
                 q,
                 k,

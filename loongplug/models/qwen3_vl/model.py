@@ -62,11 +62,14 @@ def vision_transformer_config(
 
 
 def prepare_decoder_config(config: DecoderConfig, model: Qwen3VLConfig) -> None:
-    """Tell the decoder's Megatron config about deepstack, before any stage is built.
+    """Complete the decoder's Megatron config, before any stage is built.
 
-    Hidden states grow by the features still travelling where a pipeline boundary falls among the
-    first layers; only then do the stages have to announce their shapes to each other.
+    All weights start with one deviation, as the family's own do; Megatron would start the layers'
+    output projections smaller. Hidden states grow by the deepstack features still travelling where
+    a pipeline boundary falls among the first layers; only then do the stages have to announce
+    their shapes to each other.
     """
+    config.output_layer_init_method = config.init_method
     config.deepstack_features = len(model.image_encoder.deepstack_layers)
     if config.pipeline_model_parallel_size > 1:
         first_chunk = get_num_layers_to_build(

@@ -1,6 +1,7 @@
 """SDPAttention against the textbook formula and against Megatron's own attention."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -244,23 +245,26 @@ def test_dropout_draws_from_megatrons_tracker_in_training_only() -> None:
     run_ranks(_dropout, 1)
 
 
-def _dropout_under_sequence_parallelism(rank: int) -> list[float]:
+def _dropout_of_a_rank(rank: int, *, sequence_parallel: bool) -> list[float]:
     with model_parallel(tp=2):
         config = decoder_config(
-            attention_dropout=0.5, tensor_model_parallel_size=2, sequence_parallel=True
+            attention_dropout=0.5,
+            tensor_model_parallel_size=2,
+            sequence_parallel=sequence_parallel,
         )
         module = SDPAttention(config, 1, AttnMaskType.causal, "self")
         query, key, value = (x[:, :, : x.size(2) // 2] for x in inputs(16, 2))
-        # the transformer block enters the tracker for the whole of its layers
-        with get_cuda_rng_tracker().fork():
-            before = torch.get_rng_state()
-            result: list[float] = module(query, key, value, None).flatten().tolist()
-            assert not torch.equal(torch.get_rng_state(), before)
-            return result
+        # with sequence parallelism, the transformer block enters the tracker for all its layers
+        block = get_cuda_rng_tracker().fork() if sequence_parallel else nullcontext()
+        with block:
+            first = module(query, key, value, None)
+            assert not torch.equal(module(query, key, value, None), first)
+        return list(first.flatten().tolist())
 
 
-def test_under_sequence_parallelism_the_tracker_is_entered_once_and_ranks_differ() -> None:
-    first, second = run_ranks(_dropout_under_sequence_parallelism, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_drop_differently(sequence_parallel: bool) -> None:
+    first, second = run_ranks(_dropout_of_a_rank, 2, sequence_parallel=sequence_parallel)
     assert first != second
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from loongplug.observe.bench_attention import SDPA, UNFUSED, AttentionFigures, Side, measure, run
+from loongplug.bench.attention import SDPA, UNFUSED, AttentionFigures, Side, measure, run
 
 SMALL: dict[str, Any] = {
     "sequence_length": 512,

@@ -1,0 +1,54 @@
+"""The tables that only some runs use: the training log's tap and the queue of saves."""
+
+import inspect
+import queue
+
+import pytest
+
+from loongplug.platform.upstream import synchronous_save_table, training_log_table
+
+pytestmark = pytest.mark.quick
+
+
+def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
+    told = []
+    logged = []
+
+    def log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **more):
+        assert not told
+        logged.append((iteration, rest, more))
+        return "kept"
+
+    (row,) = training_log_table(lambda iteration, losses: told.append((iteration, losses))).rows
+    assert row.wrapper(log)({"lm loss": 1}, {}, 0.1, 7, 1.0, True, pg_collection=None) == "kept"
+    assert told == [(7, {"lm loss": 1})]
+    assert logged == [(7, (1.0, True), {"pg_collection": None})]
+
+
+def test_the_log_is_tapped_and_given_back():
+    from megatron.training import training
+
+    table = training_log_table(lambda iteration, losses: None)
+    original = training.training_log
+    table.apply()
+    try:
+        assert training.training_log.__wrapped__ is original
+    finally:
+        table.undo()
+    assert training.training_log is original
+
+
+def test_saves_within_the_process_use_a_queue_of_its_own():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async.get_write_results_queue
+    assert list(inspect.signature(original).parameters) == ["mp_mode"]
+    table = synchronous_save_table()
+    table.apply()
+    try:
+        results = filesystem_async.get_write_results_queue()
+        assert isinstance(results, queue.Queue)
+        assert filesystem_async.get_write_results_queue() is results  # put and get meet
+    finally:
+        table.undo()
+    assert filesystem_async.get_write_results_queue is original
