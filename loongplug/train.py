@@ -12,6 +12,8 @@ import sys
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]
 
+import warnings
+
 
 def main(argv: list[str] | None = None) -> None:
     """Run training with ``argv`` (default: the command line). Every rank enters."""
@@ -21,7 +23,9 @@ def main(argv: list[str] | None = None) -> None:
 
     argv = sys.argv[1:] if argv is None else argv
     with failure_board():
-        activate(requested_device(argv))
+        if activate(requested_device(argv)).name == "cpu":
+            # Megatron warns, on every rank, of each CUDA library that a CPU run does without.
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from loongplug.training.run import run
 
         run(argv)

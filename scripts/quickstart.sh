@@ -36,7 +36,7 @@ TRAINING_ARGS=(
     --training-phase sft
     --micro-batch-size 32
     --global-batch-size 32
-    --train-iters 700
+    --train-iters 500
     --lr 2e-3
     --min-lr 2e-5
     --lr-decay-style cosine
@@ -44,7 +44,7 @@ TRAINING_ARGS=(
     --adam-beta2 0.95
     --weight-decay 0.01
     --clip-grad 1.0
-    --eval-interval 350
+    --eval-interval 250
     --eval-iters 4
 )
 OUTPUT_ARGS=(

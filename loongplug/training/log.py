@@ -1,6 +1,7 @@
 """Our progress in the place of Megatron's log lines, and Megatron's output in files."""
 
 import contextlib
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -52,9 +53,9 @@ class LogTap:
 
 @contextlib.contextmanager
 def megatron_output(args: Namespace) -> Iterator[TextIO]:
-    """Send what Megatron prints to ``<save>/logs/rank_<r>.log``; gives the stream it went to.
+    """Send what Megatron prints and logs to ``<save>/logs/rank_<r>.log``.
 
-    Without ``--save`` it is printed as always.
+    Gives the stream that printing went to before. Without ``--save`` all of it is shown as always.
     """
     terminal = sys.stdout
     if not args.save:
@@ -64,5 +65,10 @@ def megatron_output(args: Namespace) -> Iterator[TextIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if args.rank == 0:
         print(f"Megatron's own log of each rank: {path.parent}", flush=True)
+    root = logging.getLogger()
     with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
-        yield terminal
+        handlers, root.handlers = root.handlers, [logging.StreamHandler(file)]
+        try:
+            yield terminal
+        finally:
+            root.handlers = handlers

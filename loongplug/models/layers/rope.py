@@ -65,8 +65,6 @@ class RotarySelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As upstream, with ``rotary_pos_emb`` a table [s, b or 1, 1, 2 * dim] or None."""
         assert key_value_states is None, "self-attention has no other sequence to look at"
-        if hidden_states.size(0) == 0:
-            return self._forward_empty(hidden_states)
         # Upstream hands key_value_states untouched to get_query_key_value_tensors, where
         # self-attention has no use for it: that is how the table gets there.
         return super().forward(
@@ -82,20 +80,6 @@ class RotarySelfAttention(SelfAttention):
             sequence_len_offset=sequence_len_offset,
             inference_params=inference_params,
         )
-
-    def _forward_empty(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """No tokens, [0, b, hidden]: upstream's reshapes cannot infer a size from no elements.
-
-        Every parameter still takes part and gets a gradient of zeros, and the collectives of
-        both linears run, so that a rank without tokens stays in step with the others.
-        """
-        mixed, _ = self.linear_qkv(hidden_states)  # [0, b, query + key + value]
-        heads = mixed.unflatten(-1, (-1, self.hidden_size_per_attention_head))
-        normed = [norm(heads) for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
-        width = self.num_attention_heads_per_partition * self.hidden_size_per_attention_head
-        context = mixed[..., :width] + sum(x.sum() for x in normed)  # [0, b, heads * dim]
-        output, bias = self.linear_proj(context)
-        return output, bias
 
     def get_query_key_value_tensors(
         self,
