@@ -13,22 +13,34 @@ if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(
     del sys.path[0]
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run training with ``argv`` (default: the command line). Every rank enters."""
+@contextmanager
+def started(flags: Sequence[str]) -> Iterator[None]:
+    """Around a rank's main: the platform that ``flags`` ask for; a failure ends all ranks."""
     from loongplug.parallel.failure import failure_board
-    from loongplug.platform import activate
-    from loongplug.training.flags import requested_device
 
-    argv = sys.argv[1:] if argv is None else argv
+    # Megatron wants it on Hopper and before; CUDA reads it when it starts, so it is set first.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with failure_board():
-        if activate(requested_device(argv)).name == "cpu":
+        from loongplug.platform import activate
+        from loongplug.training.flags import requested_device
+
+        if activate(requested_device(flags)).name == "cpu":
             # Megatron warns, on every rank, of each CUDA library that a CPU run does without.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+        yield
+
+
+def main(flags: Sequence[str] | None = None) -> None:
+    """Run training with ``flags`` (default: the command line). Every rank enters."""
+    flags = sys.argv[1:] if flags is None else flags
+    with started(flags):
         from loongplug.training.run import run
 
-        run(argv)
+        run(flags)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -104,9 +105,9 @@ def measure(
     if dist.is_initialized():
         raise RuntimeError("bench attention needs a process without a process group of its own")
     activate("cpu")
-    case = _Case(sequence_length, heads, head_dim)
-    peaks = {name: _in_child(_peak_bytes, case, name) for name in (SDPA, UNFUSED)}
-    seconds = _in_child(_seconds, case, rounds, threads)
+    case = _Case(sequence_length=sequence_length, heads=heads, head_dim=head_dim)
+    peaks = {name: _in_child(_peak_bytes, case, name=name) for name in (SDPA, UNFUSED)}
+    seconds = _in_child(_seconds, case, rounds=rounds, threads=threads)
     sides = {name: Side(name, seconds[name], peaks[name]) for name in (SDPA, UNFUSED)}
     return AttentionFigures(
         sequence_length=sequence_length,
@@ -118,7 +119,7 @@ def measure(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Case:
     sequence_length: int
     heads: int
@@ -158,7 +159,7 @@ class _Case:
         return forward_backward
 
 
-def _seconds(case: _Case, rounds: int, threads: int) -> dict[str, tuple[float, ...]]:
+def _seconds(case: _Case, *, rounds: int, threads: int) -> dict[str, tuple[float, ...]]:
     """Seconds per step of each side; a round holds one step of each, so that both see the
     same neighbours on the machine."""
     torch.set_num_threads(threads)
@@ -173,7 +174,7 @@ def _seconds(case: _Case, rounds: int, threads: int) -> dict[str, tuple[float, .
     return {name: tuple(values) for name, values in seconds.items()}
 
 
-def _peak_bytes(case: _Case, name: str) -> int:
+def _peak_bytes(case: _Case, *, name: str) -> int:
     """Bytes that one step needs at most, inputs included; for a process of its own."""
     torch.set_num_threads(1)
     # What a first call adds, kernels' code and the like, is no part of the attention's need.
@@ -185,8 +186,8 @@ def _peak_bytes(case: _Case, name: str) -> int:
     return platform.peak_memory_bytes() - before
 
 
-def _in_child[Result](function: Callable[..., Result], *arguments: Any) -> Result:
-    """``function(*arguments)`` in a forked process that ends before this returns.
+def _in_child[Result](function: Callable[..., Result], case: _Case, **options: Any) -> Result:
+    """``function(case, **options)`` in a forked process that ends before this returns.
 
     A child also keeps gloo's threads out of this process, which it could not be forked with.
     """
@@ -195,7 +196,7 @@ def _in_child[Result](function: Callable[..., Result], *arguments: Any) -> Resul
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(sender, function, arguments))
+    child = context.Process(target=_send, args=(sender, partial(function, case, **options)))
     child.start()
     sender.close()
     try:
@@ -214,9 +215,7 @@ def _in_child[Result](function: Callable[..., Result], *arguments: Any) -> Resul
     return result
 
 
-def _send(
-    sender: "Connection[Any, Any]", function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _send(sender: "Connection[Any, Any]", function: Callable[[], Any]) -> None:
     """In the child: a parallel state of one rank, which Megatron's attention asks for."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -224,7 +223,7 @@ def _send(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
-    sender.send(function(*arguments))
+    sender.send(function())
 
 
 def _print(figures: AttentionFigures) -> None:

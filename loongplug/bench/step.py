@@ -13,6 +13,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+_WRITING_FLAGS = ("--save", "--save-hf", "--metrics-json", "--tensorboard-dir")
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -72,6 +74,7 @@ def measure_step(
             *("-m", "loongplug.bench.step_worker", str(figures), str(warmup)),
             *flags,
             *(f"--train-iters={warmup + steps}", "--log-interval=1"),
+            "--lr-decay-iters=1000000",  # so short a run is all warm-up by most schedules
         ]
         ended = subprocess.run(
             command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, check=False
@@ -92,7 +95,17 @@ def spread(values: Sequence[float], *, form: str) -> str:
 def bench_step(
     flags: Sequence[str], *, ranks: int, warmup: int, steps: int, json_path: Path | None
 ) -> StepFigures:
-    """Measure and print a table; write the figures to ``json_path`` if given."""
+    """Measure and print a table; write the figures to ``json_path`` if given.
+
+    Raises:
+        ValueError: the flags would write a run's output, or the run failed.
+    """
+    writes = [flag for flag in flags if flag.split("=")[0] in _WRITING_FLAGS]
+    if writes:
+        raise ValueError(
+            f"{', '.join(writes)}: a measured run is no training run and keeps nothing; leave "
+            "these flags out."
+        )
     console = Console()
     with console.status(f"running {warmup} + {steps} steps on {ranks} rank(s)"):
         figures = measure_step(flags, ranks=ranks, warmup=warmup, steps=steps, environment={})

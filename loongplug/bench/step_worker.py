@@ -4,21 +4,24 @@ import sys
 from pathlib import Path
 
 from loongplug.bench.step import StepFigures
-from loongplug.parallel.failure import failure_board
-from loongplug.platform import activate, current_platform
-from loongplug.training.flags import requested_device
+from loongplug.train import started
 
 
 def main() -> None:
     """Train, then write what the steps after the warm-up took. Every rank enters."""
     path, warmup, flags = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    with failure_board():
-        activate(requested_device(flags))
+    with started(flags):
         import torch
 
+        from loongplug.platform import current_platform
+        from loongplug.training.progress import StepReport
         from loongplug.training.run import run
 
-        reports = run(flags)
+        def end_of_warmup(report: StepReport) -> None:
+            if report.iteration == warmup:
+                current_platform().reset_peak_memory()
+
+        reports = run(flags, on_report=end_of_warmup)
         peaks: list[int] = [0] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(peaks, current_platform().peak_memory_bytes())
         if torch.distributed.get_rank() == 0:

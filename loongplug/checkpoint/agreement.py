@@ -10,23 +10,32 @@ def raise_together(error: Exception | None) -> None:
     once.
 
     Raises:
-        ValueError: with every distinct message, and the ranks that had it.
+        ValueError: every rank's error is a ValueError; with all distinct messages, and the ranks
+            that had them.
+        RuntimeError: some rank has another error, which is a bug or the machine's; the same text.
     """
-    if not dist.is_initialized():
-        if error is not None:
-            raise ValueError(str(error)) from error
-        return
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else str(error) or repr(error))
+    mine = None if error is None else (_message(error), isinstance(error, ValueError))
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
     ranks: dict[str, list[str]] = {}
-    for rank, message in enumerate(messages):
-        if message is not None:
-            ranks.setdefault(message, []).append(str(rank))
+    for rank, found in enumerate(everyone):
+        if found is not None:
+            ranks.setdefault(found[0], []).append(str(rank))
     if not ranks:
         return
-    everywhere = len(ranks) == 1 and None not in messages
+    everywhere = len(ranks) == 1 and None not in everyone
     text = "\n".join(
         message if everywhere else f"rank {', '.join(where)}: {message}"
         for message, where in ranks.items()
     )
-    raise ValueError(text) from error
+    expected = all(found[1] for found in everyone if found is not None)
+    raise (ValueError if expected else RuntimeError)(text) from error
+
+
+def _message(error: Exception) -> str:
+    """The text of a ValueError says everything; that of a KeyError, for one, does not."""
+    if isinstance(error, ValueError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -12,7 +12,13 @@ from typing import Any
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
-_WITHOUT_WEIGHTS = ("freeze", "recompute", "tensor_model_parallel_size")
+_NOT_THE_WEIGHTS = (
+    "freeze",
+    "initializer_range",
+    "max_position_embeddings",
+    "recompute",
+    "tensor_model_parallel_size",
+)
 _SHOWN = 5
 
 
@@ -57,7 +63,7 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
     differences = [
         f"{key} is {found.get(key, 'absent')} in the checkpoint, {expected.get(key, 'absent')} here"
         for key in [*expected, *(found.keys() - expected.keys())]
-        if key.rpartition(".")[2] not in _WITHOUT_WEIGHTS
+        if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
         and (key not in found or key not in expected or found[key] != expected[key])
     ]
     if differences:

@@ -118,6 +118,8 @@ def _write(
             writer.finish()
             dtype = next(model_chunks[0].parameters()).dtype
             _write_configs(building, config, dtype=dtype, processor_folder=processor_folder)
+    except OSError as caught:
+        error = ValueError(f"{folder} cannot be written ({caught}): make room, or give another.")
     except Exception as caught:
         error = caught
     for _ in tensors:  # the other ranks send what they have in any case

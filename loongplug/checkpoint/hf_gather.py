@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
-from loongplug.checkpoint.hf_mapping import Split, merge_shards
 from loongplug.checkpoint.owned import Group, Owned, innermost, owned_parameters, pg_group
+from loongplug.models.hf_mapping import Split, merge_shards
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.qwen3_vl.hf import hf_mapping
 
@@ -57,6 +57,7 @@ def iterate_full_tensors(
         return
     pp_group = _group(model_chunks, "pp")
     pp_rank, tp_rank = get_pg_rank(pp_group), get_pg_rank(_group(model_chunks, "tp"))
+    device = next(model_chunks[0].parameters()).device
     mapping = hf_mapping(config)
     tensors: dict[str, tuple[Owned, Tensor]] = {}
     for own in owned_parameters(model_chunks, mapping):
@@ -87,7 +88,9 @@ def iterate_full_tensors(
                     assert whole is not None
                     tensor = whole[index]
                 else:
-                    tensor = _empty(source.shape, holders[stage][entry.name], model_chunks)
+                    tensor = torch.empty(
+                        source.shape, dtype=holders[stage][entry.name], device=device
+                    )
                     dist.recv(tensor, group=pp_group, group_src=stage)
                 yield source.name, tensor
 
@@ -143,8 +146,3 @@ def _merge(own: Owned, tensor: Tensor) -> list[Tensor] | None:
     shards = [torch.empty_like(tensor) for _ in range(size)] if first else None
     dist.gather(tensor.contiguous(), shards, group=own.tp_group, group_dst=0)
     return merge_shards(own.entry.row, shards) if shards is not None else None
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, model_chunks: Sequence[nn.Module]) -> Tensor:
-    device = next(model_chunks[0].parameters()).device
-    return torch.empty(shape, dtype=dtype, device=device)

@@ -8,9 +8,9 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
 from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.hf_mapping import Mapping, local_shape, read_local
 from loongplug.checkpoint.owned import Owned, owned_parameters
 from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors
+from loongplug.models.hf_mapping import Mapping, local_shape, read_local
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.qwen3_vl.hf import hf_config_differences, hf_mapping
 
@@ -30,13 +30,13 @@ def load_hf_weights(
     """
     error: Exception | None = None
     try:
-        _load(model_chunks, folder, config)
+        _load(model_chunks, folder, config=config)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)
 
 
-def _load(model_chunks: Sequence[nn.Module], folder: Path, config: Qwen3VLConfig) -> None:
+def _load(model_chunks: Sequence[nn.Module], folder: Path, *, config: Qwen3VLConfig) -> None:
     mapping = hf_mapping(config)
     with open_tensors(folder) as tensors:
         problems = [
@@ -55,7 +55,7 @@ def _load(model_chunks: Sequence[nn.Module], folder: Path, config: Qwen3VLConfig
                 + "\n  ".join(problems)
             )
         for own in owned:
-            _fill(own, tensors, mapping)
+            _fill(own, tensors, mapping=mapping)
 
 
 def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
@@ -83,7 +83,7 @@ def _shape_problem(own: Owned) -> str | None:
     return None if found == expected else f"{own.name} has shape {found}, expected {expected}"
 
 
-def _fill(own: Owned, tensors: TensorFolder, mapping: Mapping) -> None:
+def _fill(own: Owned, tensors: TensorFolder, *, mapping: Mapping) -> None:
     twins = {name: twin for twin, name in mapping.twins.items() if twin in tensors.slices}
 
     def read(index: int, where: tuple[slice, ...]) -> Tensor:

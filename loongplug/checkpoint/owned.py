@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from loongplug.checkpoint.hf_mapping import Entry, Mapping, shift_layers
+from loongplug.models.hf_mapping import Entry, Mapping, shift_layers
 
 Group = torch.distributed.ProcessGroup | None
 

@@ -64,7 +64,7 @@ def make_demo_data(out: Path, *, train: int = 12000, test: int = 500, seed: int 
                     for scan, size in sample.files:
                         path = _image_name(scan, size)
                         if path not in written:
-                            _write_scan(scans[scan], scan, size, out / path)
+                            _write_scan(scans[scan], out / path, number=scan, size=size)
                             written.add(path)
 
 
@@ -115,7 +115,9 @@ def _image_name(scan: int, size: tuple[int, int]) -> str:
     return f"images/{scan:04d}-{height}x{width}.png"
 
 
-def _write_scan(scan: NDArray[np.float64], number: int, size: tuple[int, int], path: Path) -> None:
+def _write_scan(
+    scan: NDArray[np.float64], path: Path, *, number: int, size: tuple[int, int]
+) -> None:
     """A larger image is a larger sheet: the scan lies in one of its halves or quarters."""
     height, width = size
     scan_height, scan_width = _USUAL_SIZE

@@ -1,6 +1,7 @@
 """From image files to patches, and an image's patch grid from the file's header alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
     """The patch grid that the image processor will make of this file; reads its header only."""
-    with _open(path, where=where) as image:
+    with _opened(path, where=where) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
             width, height = height, width
@@ -123,24 +124,36 @@ def _file_version(path: Path, *, where: str) -> _FileVersion:
 
 
 def _decode(path: Path, *, where: str) -> Image.Image:
-    with _open(path, where=where) as image:
+    with _opened(path, where=where) as image:
         turn = _TURN_UPRIGHT.get(_orientation(image))
-        try:
-            upright = image.convert("RGB")
-        except OSError as error:
-            raise ValueError(
-                f"{where}: image {path} is damaged ({error}): replace the file."
-            ) from error
+        upright = image.convert("RGB")
     return upright if turn is None else upright.transpose(turn)
 
 
-def _open(path: Path, *, where: str) -> Image.Image:
+@contextmanager
+def _opened(path: Path, *, where: str) -> Iterator[Image.Image]:
+    """The image, its pixels still to be read; what Pillow raises then says ``where``, too."""
     try:
-        return Image.open(path)
+        image = Image.open(path)
     except UnidentifiedImageError as error:
         raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(
+            f"{where}: image {path} has too many pixels ({error}): make it smaller."
+        ) from error
     except OSError as error:
         raise _unreadable(path, error, where=where) from error
+    except ValueError as error:  # a PNG's text that unpacks to too much
+        raise _damaged(path, error, where=where) from error
+    try:
+        with image:
+            yield image
+    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a PNG's chunks, of EXIF
+        raise _damaged(path, error, where=where) from error
+
+
+def _damaged(path: Path, error: Exception, *, where: str) -> ValueError:
+    return ValueError(f"{where}: image {path} is damaged ({error}): replace the file.")
 
 
 def _unreadable(path: Path, error: OSError, *, where: str) -> ValueError:

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from loongplug.data.conversation import Conversation, Message
-from loongplug.data.processor import Processor
+from loongplug.data.processor import VIDEO_TOKEN, Processor
 
 TrainingPhase = Literal["pretrain", "sft"]
 
@@ -42,7 +42,7 @@ def tokenize_conversation(
     apart from what comes before it, as it is when the model generates it.
 
     Raises ValueError, with the row's place, for a conversation without anything to train on,
-    an image token in the text itself, and a template that this cannot be done with.
+    an image or video token in the text itself, and a template that this cannot be done with.
     """
     segments = (
         _assistant_segments(conversation, processor)
@@ -57,7 +57,7 @@ def tokenize_conversation(
     ids, trained = _expand_images(
         ids,
         trained,
-        processor.image_token_id,
+        processor=processor,
         counts=image_token_counts,
         where=conversation.where,
     )
@@ -75,7 +75,7 @@ def tokenize_prompt(
     ids, _ = _expand_images(
         ids,
         np.zeros(len(ids), dtype=bool),
-        processor.image_token_id,
+        processor=processor,
         counts=image_token_counts,
         where=conversation.where,
     )
@@ -160,12 +160,17 @@ def _as_template_input(message: Message) -> dict[str, Any]:
 def _expand_images(
     ids: NDArray[np.int64],
     trained: NDArray[np.bool_],
-    image_token_id: int,
     *,
+    processor: Processor,
     counts: Sequence[int],
     where: str,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    is_image = ids == image_token_id
+    if (ids == processor.video_token_id).any():
+        raise ValueError(
+            f"{where}: {VIDEO_TOKEN} in the text, which holds the place of a video: remove it;"
+            " videos cannot be loaded yet."
+        )
+    is_image = ids == processor.image_token_id
     if int(is_image.sum()) != len(counts):
         raise ValueError(
             f"{where}: {int(is_image.sum())} image tokens in the text for {len(counts)} images."

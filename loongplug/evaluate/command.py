@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from loongplug.data.processor import Processor, load_processor, require_fit
-from loongplug.evaluate.generation import generate_answers, load_model, pick_device
+from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
 from loongplug.evaluate.report import (
     merge_metrics,
@@ -17,6 +17,7 @@ from loongplug.evaluate.report import (
     read_metrics,
 )
 from loongplug.evaluate.scoring import is_match, tally, tally_by_kind
+from loongplug.platform import choose_device
 
 
 def evaluate(
@@ -49,8 +50,7 @@ def evaluate(
     if json_path is not None:
         read_metrics(json_path)  # better now than after the work
     console = Console()
-    target = pick_device(device)
-    hf_model = load_model(model, device=target)
+    hf_model = load_model(model, device=choose_device(device))
     processor = load_processor(model)
     _require_fit(processor, hf_model.config)
 
@@ -60,7 +60,7 @@ def evaluate(
         answers = generate_answers(
             hf_model,
             processor,
-            questions,
+            questions=questions,
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             on_done=on_done,
@@ -69,8 +69,8 @@ def evaluate(
 
     matches = [is_match(a, q.answer) for a, q in zip(answers, questions, strict=True)]
     overall = tally(matches)
-    print_scores(console, overall, tally_by_kind(matches, [q.kind for q in questions]))
-    print_wrong(console, questions, answers, matches)
+    print_scores(console, overall, by_kind=tally_by_kind(matches, [q.kind for q in questions]))
+    print_wrong(console, questions, answers=answers, matches=matches)
     if json_path is not None:
         metrics = {
             "exact_match": overall.share,

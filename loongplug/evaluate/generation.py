@@ -10,25 +10,10 @@ from torch import Tensor
 from loongplug.data.images import ImageLoader
 from loongplug.data.processor import Processor
 from loongplug.evaluate.questions import Question
+from loongplug.platform import DeviceName
 
 
-def pick_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is CUDA where there is one.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    available = torch.cuda.is_available()
-    if name == "auto":
-        return torch.device("cuda" if available else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name!r} is unknown: expected auto, cpu or cuda.")
-    if name == "cuda" and not available:
-        raise ValueError("--device cuda: torch finds no CUDA device here; use cpu or auto.")
-    return torch.device(name)
-
-
-def load_model(folder: Path, *, device: torch.device) -> Any:
+def load_model(folder: Path, *, device: DeviceName) -> Any:
     """The model in ``folder`` on ``device``, for inference, from safetensors only.
 
     On the CPU it computes in float32, which is faster there than what it was saved in.
@@ -47,7 +32,7 @@ def load_model(folder: Path, *, device: torch.device) -> Any:
     try:
         model, report = AutoModelForImageTextToText.from_pretrained(
             str(folder),
-            dtype=torch.float32 if device.type == "cpu" else "auto",
+            dtype=torch.float32 if device == "cpu" else "auto",
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -66,8 +51,8 @@ def load_model(folder: Path, *, device: torch.device) -> Any:
 def generate_answers(
     model: Any,
     processor: Processor,
-    questions: Sequence[Question],
     *,
+    questions: Sequence[Question],
     batch_size: int,
     max_new_tokens: int,
     on_done: Callable[[int], None],
@@ -82,7 +67,7 @@ def generate_answers(
     answers = [""] * len(questions)
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        inputs = _batch([questions[index] for index in chosen], processor, images)
+        inputs = _batch([questions[index] for index in chosen], processor, images=images)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=config)
@@ -107,7 +92,7 @@ def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> 
 
 
 def _batch(
-    questions: Sequence[Question], processor: Processor, images: ImageLoader
+    questions: Sequence[Question], processor: Processor, *, images: ImageLoader
 ) -> dict[str, Tensor]:
     """Prompts padded on the left to the longest, with the patches of their images."""
     shape = len(questions), max(len(question.input_ids) for question in questions)

@@ -50,7 +50,7 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int], None]]:
     yield line
 
 
-def print_scores(console: Console, overall: Tally, by_kind: Mapping[str, Tally]) -> None:
+def print_scores(console: Console, overall: Tally, *, by_kind: Mapping[str, Tally]) -> None:
     """The exact match, overall and per kind of question."""
     table = Table("questions", "right", "of", "exact match")
     for column in table.columns[1:]:
@@ -63,6 +63,7 @@ def print_scores(console: Console, overall: Tally, by_kind: Mapping[str, Tally])
 def print_wrong(
     console: Console,
     questions: Sequence[Question],
+    *,
     answers: Sequence[str],
     matches: Sequence[bool],
 ) -> None:

@@ -1,4 +1,5 @@
-"""Model families: encoders, projectors, text decoders, their composition, their config classes, and
-the registry that names them. Models know Megatron's modules and the shape of a microbatch, but
-nothing of command lines, datasets, checkpoints or the training loop.
+"""Model families: encoders, projectors, text decoders, their composition, their config classes, the
+table of each family's Hugging Face names, and the registry of families. Models know Megatron's
+modules and the shape of a microbatch, but nothing of command lines, data sets, the reading and
+writing of checkpoints, or the training loop.
 """

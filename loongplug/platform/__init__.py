@@ -6,6 +6,12 @@ tells what a machine has. Nothing here knows about models, data or training, and
 outside this folder may ask ``torch.cuda.is_available()`` to decide what to do.
 """
 
-from loongplug.platform.active import Platform, activate, current_platform
+from loongplug.platform.active import (
+    DeviceName,
+    Platform,
+    activate,
+    choose_device,
+    current_platform,
+)
 
-__all__ = ["Platform", "activate", "current_platform"]
+__all__ = ["DeviceName", "Platform", "activate", "choose_device", "current_platform"]

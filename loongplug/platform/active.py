@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from loongplug.platform.replacements import ReplacementTable
 
 PLATFORM_NAMES = ("auto", "cpu", "cuda")
+
+DeviceName = Literal["cpu", "cuda"]
 
 
 @runtime_checkable
@@ -60,8 +62,7 @@ def activate(name: str = "auto") -> Platform:
     Raises ValueError for an unknown name, for ``"cuda"`` without a usable GPU, and when
     another platform is active already.
     """
-    if name not in PLATFORM_NAMES:
-        raise ValueError(f"device {name!r} is unknown; expected one of {', '.join(PLATFORM_NAMES)}")
+    _require_known(name)
     active = _Process.platform
     if active is not None:
         if name in ("auto", active.name):
@@ -72,6 +73,26 @@ def activate(name: str = "auto") -> Platform:
         )
     _Process.platform = _make(name)
     return _Process.platform
+
+
+def choose_device(name: str = "auto") -> DeviceName:
+    """The device that ``name`` stands for, without activating a platform.
+
+    ``"auto"`` takes CUDA where ``torch.cuda.is_available()``, and the CPU elsewhere.
+
+    Raises ValueError for an unknown name, and for ``"cuda"`` without a usable GPU.
+    """
+    _require_known(name)
+    # Here and not above, so that importing loongplug.platform stays free of torch.
+    import torch
+
+    usable = torch.cuda.is_available()
+    if name == "cuda" and not usable:
+        raise ValueError(
+            "device 'cuda' was asked for, but torch sees no usable CUDA GPU here "
+            "(torch.cuda.is_available() is False); use --device cpu, or --device auto"
+        )
+    return "cuda" if name == "cuda" or (name == "auto" and usable) else "cpu"
 
 
 def current_platform() -> Platform:
@@ -87,17 +108,13 @@ def forget(platform: Platform) -> None:
         _Process.platform = None
 
 
-def _make(name: str) -> Platform:
-    # Here and not above, so that importing loongplug.platform stays free of torch.
-    import torch
+def _require_known(name: str) -> None:
+    if name not in PLATFORM_NAMES:
+        raise ValueError(f"device {name!r} is unknown; expected one of {', '.join(PLATFORM_NAMES)}")
 
-    usable = torch.cuda.is_available()
-    if name == "cuda" and not usable:
-        raise ValueError(
-            "device 'cuda' was asked for, but torch sees no usable CUDA GPU here "
-            "(torch.cuda.is_available() is False); use --device cpu, or --device auto"
-        )
-    if name == "cuda" or (name == "auto" and usable):
+
+def _make(name: str) -> Platform:
+    if choose_device(name) == "cuda":
         from loongplug.platform.cuda import CudaPlatform
 
         return CudaPlatform()

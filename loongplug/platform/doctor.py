@@ -17,6 +17,9 @@ GIB = 1024**3
 LOW_MEMORY = 4 * GIB
 LOW_SHARED_MEMORY = 1 * GIB
 
+# The extra's packages are built against the torch that is installed.
+GPU_INSTALL = "pip install --no-build-isolation '.[gpu]'"
+
 Severity = Literal["error", "warning"]
 
 
@@ -164,7 +167,7 @@ def _gpu_problems(facts: MachineFacts) -> Iterator[Problem]:
         yield Problem(
             severity="warning",
             text="TransformerEngine is not installed: LoongPlug's own layers are slower on a GPU",
-            cure="pip install 'loongplug[gpu]'",
+            cure=f"in the checkout: {GPU_INSTALL}",
         )
     old = sorted({gpu.name for gpu in facts.gpus if gpu.capability < (8, 0)})
     if old:
@@ -207,7 +210,7 @@ def _package_problems(facts: MachineFacts, *, on_gpu: bool) -> Iterator[Problem]
             severity="warning" if absent else "error",
             text=f"{package} {facts.version(package)} is installed but does not import "
             f"({kind}: {text})",
-            cure=f"pip install --force-reinstall --no-build-isolation {package}"
+            cure=f"pip uninstall {package}, then in the checkout: {GPU_INSTALL}"
             if on_gpu
             else f"pip uninstall {package}: a CPU run does not use it",
         )
@@ -247,8 +250,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for index, gpu in enumerate(facts.gpus):
         major, minor = gpu.capability
         machine[f"GPU {index}"] = f"{gpu.name}, {_gib(gpu.memory_bytes)}, sm_{major}{minor}"
-    _print_table(console, "This machine", machine)
-    _print_table(console, "LoongPlug will use", asdict(diagnosis.use))
+    _print_table(console, machine, title="This machine")
+    _print_table(console, asdict(diagnosis.use), title="LoongPlug will use")
     if not diagnosis.problems:
         console.print("no problems found")
     for problem in diagnosis.problems:
@@ -257,7 +260,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print(f"  cure: {escape(problem.cure)}")
 
 
-def _print_table(console: Console, title: str, rows: dict[str, str]) -> None:
+def _print_table(console: Console, rows: dict[str, str], *, title: str) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, escape(value))

@@ -186,19 +186,22 @@ def apply_upstream_replacements(platform: Platform) -> None:
     platform.use(ReplacementTable("upstream", rows))
 
 
-def training_log_table(
-    on_iteration: Callable[[int, dict[str, torch.Tensor]], None],
-) -> ReplacementTable:
-    """Call ``on_iteration(iteration, losses)`` whenever Megatron logs an iteration.
+Losses = dict[str, torch.Tensor]
 
-    It is called after Megatron's own logging, on every rank in every iteration; ``losses`` is
-    empty but on the last pipeline stage.
+
+def training_log_table(
+    on_iteration: Callable[[int, Losses], None], *, on_evaluation: Callable[[Losses], None]
+) -> ReplacementTable:
+    """Call ``on_iteration(iteration, losses)`` and ``on_evaluation(losses)`` as training goes.
+
+    They are called after Megatron's own logging of an iteration and after each evaluation, on
+    every rank; ``losses`` is empty but on the last pipeline stage.
     """
 
     def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_log(
-            loss_dict: dict[str, torch.Tensor],
+            loss_dict: Losses,
             total_loss_dict: dict[str, Any],
             learning_rate: float | None,
             iteration: int,
@@ -210,6 +213,16 @@ def training_log_table(
             return result
 
         return training_log
+
+    def tapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            losses, other, timed_out = original(*args, **kwargs)
+            if not timed_out:
+                on_evaluation(losses)
+            return losses, other, timed_out
+
+        return evaluate
 
     return ReplacementTable(
         "training log",
@@ -223,6 +236,14 @@ def training_log_table(
                 "is_first_iteration=False, seqlen_squared_sum_in_batch: float | None = None, "
                 "total_real_tokens_in_batch: float | None = None)",
                 reason="the only place that knows every iteration's losses; it has no hook",
+            ),
+            Replacement(
+                target="megatron.training.training.evaluate",
+                wrapper=tapped_evaluation,
+                signature="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
+                "config, verbose=False, non_loss_data_func=None, eval_iters=None, "
+                "pg_collection=None, p2p_communicator=None)",
+                reason="the only place that knows the validation loss; it has no hook",
             ),
         ),
     )

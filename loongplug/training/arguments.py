@@ -43,8 +43,6 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         ValueError: with every problem found, one line each.
         SystemExit: with code 0 after ``--print-config`` or ``--help``.
     """
-    # Megatron wants it on Hopper and before, and CUDA reads it when it starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from loongplug.platform import activate
 
     platform = activate(requested_device(argv))

@@ -22,6 +22,7 @@ Check = Callable[[Namespace, Any], str | None]
 
 
 def required_flags(args: Namespace, model: Any) -> str | None:
+    """The flags without a sensible default are given."""
     missing = [
         flag
         for flag, value in (
@@ -29,7 +30,7 @@ def required_flags(args: Namespace, model: Any) -> str | None:
             ("--seq-length", args.seq_length),
             ("--micro-batch-size", args.micro_batch_size),
             ("--lr", args.lr),
-            ("--train-iters", args.train_samples if args.train_iters is None else args.train_iters),
+            ("--train-iters", args.train_iters),
         )
         if value is None
     ]
@@ -37,6 +38,7 @@ def required_flags(args: Namespace, model: Any) -> str | None:
 
 
 def positive_numbers(args: Namespace, model: Any) -> str | None:
+    """Sizes, counts and intervals are at least 1."""
     names = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -46,8 +48,9 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         "micro_batch_size",
         "global_batch_size",
         "train_iters",
-        "train_samples",
         "save_interval",
+        "log_interval",
+        "eval_interval",
     )
     wrong = [
         f"--{name.replace('_', '-')} is {getattr(args, name)}"
@@ -58,6 +61,7 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
 
 
 def tokenizer_folder(args: Namespace, model: Any) -> str | None:
+    """``--tokenizer-model`` is a folder with a tokenizer that can be read."""
     if args.tokenizer_model is None:
         return "--tokenizer-model not given"
     try:
@@ -68,6 +72,7 @@ def tokenizer_folder(args: Namespace, model: Any) -> str | None:
 
 
 def tokenizer_fits(args: Namespace, model: Any) -> str | None:
+    """The tokenizer's special tokens and ids are those of the model."""
     if tokenizer_folder(args, model) is not None:
         return None
     tokenizer = read_tokenizer(Path(args.tokenizer_model))
@@ -82,6 +87,7 @@ def tokenizer_fits(args: Namespace, model: Any) -> str | None:
 
 
 def data_given(args: Namespace, model: Any) -> str | None:
+    """Training data are given, in one way, one file for each split."""
     if not args.data_path and not args.train_data_path:
         return "no training data given"
     if args.data_path and (args.train_data_path or args.valid_data_path):
@@ -97,6 +103,7 @@ def data_given(args: Namespace, model: Any) -> str | None:
 
 
 def data_exists(args: Namespace, model: Any) -> str | None:
+    """Every data file is there."""
     given = [
         path
         for paths in (args.data_path, args.train_data_path, args.valid_data_path)
@@ -107,15 +114,26 @@ def data_exists(args: Namespace, model: Any) -> str | None:
 
 
 def hf_folder(args: Namespace, model: Any) -> str | None:
+    """``--load-hf`` is a Hugging Face model folder."""
     if args.load_hf is None or (Path(args.load_hf) / "config.json").is_file():
         return None
     return f"--load-hf {args.load_hf} has no config.json"
+
+
+def checkpoint_to_load(args: Namespace, model: Any) -> str | None:
+    """``--load`` has a checkpoint, or a run that starts from scratch is plainly meant."""
+    if args.load is None or args.load == args.save or args.load_hf:
+        return None
+    if (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
+        return None
+    return f"--load {args.load} has no checkpoint"
 
 
 # The world and the batch.
 
 
 def world_size(args: Namespace, model: Any) -> str | None:
+    """The ranks share out evenly over copies of the model."""
     layout = _model_parallel_size(args)
     if layout < 1 or args.world_size % layout == 0:
         return None
@@ -126,6 +144,7 @@ def world_size(args: Namespace, model: Any) -> str | None:
 
 
 def global_batch(args: Namespace, model: Any) -> str | None:
+    """The global batch is a whole number of microbatches on every copy of the model."""
     samples, each, dp = args.global_batch_size, args.micro_batch_size, _data_parallel_size(args)
     if args.decrease_batch_size_if_needed or not samples or not each or not dp:
         return None
@@ -135,27 +154,39 @@ def global_batch(args: Namespace, model: Any) -> str | None:
 
 
 def learning_rates(args: Namespace, model: Any) -> str | None:
+    """The least learning rate is not above the highest."""
     if args.lr is None or args.min_lr <= args.lr:
         return None
     return f"--min-lr {args.min_lr} is above --lr {args.lr}"
 
 
+def warmup(args: Namespace, model: Any) -> str | None:
+    """The learning rate's warm-up ends before its decay does."""
+    end = args.lr_decay_iters or args.train_iters
+    if end is None or args.lr_warmup_iters < end:
+        return None
+    return f"--lr-warmup-iters {args.lr_warmup_iters} does not end before iteration {end}"
+
+
 def sequence_length(args: Namespace, model: Any) -> str | None:
+    """Sequences are no longer than the model's positions."""
     if args.seq_length is None or args.seq_length <= args.max_position_embeddings:
         return None
     return f"--seq-length {args.seq_length} exceeds the model's {args.max_position_embeddings}"
 
 
 def sequence_parallel(args: Namespace, model: Any) -> str | None:
+    """Under sequence parallelism, a sequence can be split over the tensor parallel ranks."""
     if not args.sequence_parallel or args.seq_length is None:
         return None
-    return indivisible("--seq-length", args.seq_length, args)
+    return indivisible("--seq-length", args.seq_length, args=args)
 
 
 # Pipeline.
 
 
 def pipeline_layers(args: Namespace, model: Any) -> str | None:
+    """The decoder's layers share out over the pipeline stages."""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     if pp > layers:
         return f"pp {pp} is more than the decoder's {layers} layers"
@@ -170,12 +201,14 @@ def pipeline_layers(args: Namespace, model: Any) -> str | None:
 
 
 def virtual_needs_pipeline(args: Namespace, model: Any) -> str | None:
+    """Virtual stages are asked for with a pipeline only."""
     if args.pipeline_model_parallel_size > 1 or not _wants_virtual(args):
         return None
     return "virtual pipeline stages with pp 1"
 
 
 def virtual_layers(args: Namespace, model: Any) -> str | None:
+    """A stage's layers share out evenly over its virtual stages."""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     if pp < 2 or layers % pp or args.decoder_first_pipeline_num_layers:
         return None
@@ -190,6 +223,7 @@ def virtual_layers(args: Namespace, model: Any) -> str | None:
 
 
 def virtual_microbatches(args: Namespace, model: Any) -> str | None:
+    """A step has the microbatches that the interleaved schedule needs."""
     pp, dp = args.pipeline_model_parallel_size, _data_parallel_size(args)
     if pp < 2 or not _wants_virtual(args) or not dp or not args.micro_batch_size:
         return None
@@ -207,6 +241,7 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
 
 
 def virtual_overlap(args: Namespace, model: Any) -> str | None:
+    """Two stages with virtual ones overlap their communication, as Megatron asks."""
     if args.pipeline_model_parallel_size != 2 or args.overlap_p2p_comm or not _wants_virtual(args):
         return None
     return "--no-overlap-p2p-communication with virtual stages at pp 2"
@@ -216,6 +251,7 @@ def virtual_overlap(args: Namespace, model: Any) -> str | None:
 
 
 def hetero_flags(args: Namespace, model: Any) -> str | None:
+    """No parallel layout is asked for that is still to come."""
     given = [
         flag
         for flag, value in (
@@ -228,16 +264,19 @@ def hetero_flags(args: Namespace, model: Any) -> str | None:
 
 
 def context_parallel(args: Namespace, model: Any) -> str | None:
+    """No context parallelism."""
     size = args.context_parallel_size
     return f"--context-parallel-size {size}" if size > 1 else None
 
 
 def expert_parallel(args: Namespace, model: Any) -> str | None:
+    """Expert parallelism comes with experts only."""
     size = args.expert_model_parallel_size
     return f"--expert-model-parallel-size {size}" if size > 1 and not args.num_experts else None
 
 
 def precision(args: Namespace, model: Any) -> str | None:
+    """The precision is fp32 or bf16."""
     given = [
         flag
         for flag, value in (
@@ -251,10 +290,12 @@ def precision(args: Namespace, model: Any) -> str | None:
 
 
 def checkpoint_format(args: Namespace, model: Any) -> str | None:
+    """Checkpoints are in the ``torch_dist`` format."""
     return f"--ckpt-format {args.ckpt_format}" if args.ckpt_format != "torch_dist" else None
 
 
 def data_loading(args: Namespace, model: Any) -> str | None:
+    """Data and tokenizer are LoongPlug's, not Megatron's."""
     if args.dataloader_type != "external":
         return f"--dataloader-type {args.dataloader_type}"
     if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
@@ -263,6 +304,7 @@ def data_loading(args: Namespace, model: Any) -> str | None:
 
 
 def backend(args: Namespace, model: Any) -> str | None:
+    """The communication backend is the device's."""
     expected = {"cpu": "gloo", "cuda": "nccl"}[args.device]
     if args.distributed_backend == expected:
         return None
@@ -270,6 +312,7 @@ def backend(args: Namespace, model: Any) -> str | None:
 
 
 def transformer_engine(args: Namespace, model: Any) -> str | None:
+    """TransformerEngine is asked for only where it can be used."""
     if args.transformer_impl == "local":
         return None
     if args.transformer_impl != "transformer_engine":
@@ -282,6 +325,7 @@ def transformer_engine(args: Namespace, model: Any) -> str | None:
 
 
 def unsupported(args: Namespace, model: Any) -> str | None:
+    """No flag is given that would change a part of the loop that LoongPlug replaces."""
     given = [
         f"--{name.replace('_', '-')}" for name in UNSUPPORTED if getattr(args, name) not in _UNSET
     ]
@@ -314,6 +358,7 @@ UNSUPPORTED = (
     "sft",
     "fim_data",
     "skip_train",
+    "train_samples",
     "inprocess_restart",
     "lazy_mpu_init",
     "enable_msc",

@@ -76,7 +76,7 @@ def compose_model(
         ValueError: an unknown model, key or override, a wrong type, a missing key, a refused
             ``_target_``; the message names the file and the key, and the closest known name.
     """
-    file = _model_file(model_name, config_file, trusted_packages)
+    file = _model_file(model_name, config_file, trusted_packages=trusted_packages)
     settings = dict(_parse_override(override, file) for override in overrides)
     data = _compose(file, settings)
     origins = _Origins(file, settings)
@@ -114,7 +114,7 @@ def to_yaml_data(config: Any) -> dict[str, Any]:
 
 
 def _model_file(
-    model_name: str | None, config_file: Path | None, trusted_packages: Sequence[str]
+    model_name: str | None, config_file: Path | None, *, trusted_packages: Sequence[str]
 ) -> Path:
     if (model_name is None) == (config_file is None):
         raise ValueError("give one of --model-name NAME and --config-file PATH")

@@ -6,9 +6,11 @@ from functools import partial
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
+from loongplug.platform import Platform
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -39,9 +41,9 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
 class ForwardStep:
     """Take the next microbatch, run this rank's chunk on it, count its tokens."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.tokens = 0  # tokens before padding of all training microbatches seen by this rank
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self.tokens = 0  # before padding, of all training microbatches; first stage only
         self.started: float | None = None  # when the first of them was asked for
 
     def __call__(
@@ -50,8 +52,10 @@ class ForwardStep:
         """Output of this stage and the loss function for the last one."""
         if self.started is None:
             self.started = time.monotonic()
-        microbatch = next(data_iterator).to(self._device)
-        if model.training:
+        # Asked anew each time: on CUDA, Megatron chooses the rank's device while it starts.
+        microbatch = next(data_iterator).to(self._platform.device)
+        # Each of a rank's virtual chunks sees the same microbatch; only the first counts it.
+        if model.training and get_attr_wrapped_model(model, "pre_process"):
             self.tokens += microbatch.tokens
         output = model(
             microbatch.input_ids,

@@ -24,7 +24,7 @@ class LogTap:
     def __init__(self, make_progress: Callable[[], TrainingProgress]) -> None:
         self._make_progress = make_progress
         self._progress: TrainingProgress | None = None
-        self._table = training_log_table(self._on_iteration)
+        self._table = training_log_table(self._on_iteration, on_evaluation=self._on_evaluation)
 
     def __enter__(self) -> "LogTap":
         self._table.apply()
@@ -44,6 +44,15 @@ class LogTap:
     def reports(self) -> list[StepReport]:
         """All reports so far, oldest first."""
         return [] if self._progress is None else self._progress.reports
+
+    @property
+    def valid_loss(self) -> float | None:
+        """The last evaluation's loss, None where there was none."""
+        return None if self._progress is None else self._progress.valid_loss
+
+    def _on_evaluation(self, losses: dict[str, Tensor]) -> None:
+        if self._progress is not None:
+            self._progress.evaluated(losses.get("lm loss"))
 
     def _on_iteration(self, iteration: int, losses: dict[str, Tensor]) -> None:
         if self._progress is None:

@@ -14,35 +14,40 @@ from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 
 
 def decoder_heads(args: Namespace, model: Any) -> str | None:
+    """The decoder's heads and query groups can be split over the tensor parallel ranks."""
     problems = (
-        indivisible("the decoder's num_attention_heads", args.num_attention_heads, args),
-        indivisible("the decoder's num_query_groups", args.num_query_groups, args),
+        indivisible("the decoder's num_attention_heads", args.num_attention_heads, args=args),
+        indivisible("the decoder's num_query_groups", args.num_query_groups, args=args),
     )
     return "; ".join(problem for problem in problems if problem) or None
 
 
 def decoder_ffn(args: Namespace, model: Any) -> str | None:
-    return indivisible("the decoder's ffn_hidden_size", args.ffn_hidden_size, args)
+    """The decoder's feed-forward width can be split over the tensor parallel ranks."""
+    return indivisible("the decoder's ffn_hidden_size", args.ffn_hidden_size, args=args)
 
 
 def vocabulary(args: Namespace, model: Any) -> str | None:
-    return indivisible("vocab_size", args.padded_vocab_size, args)
+    """The vocabulary can be split over the tensor parallel ranks without padding."""
+    return indivisible("vocab_size", args.padded_vocab_size, args=args)
 
 
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
+    """The encoder's and the projector's sizes can be split over the decoder's ranks."""
     if not isinstance(model, Qwen3VLConfig):
         return None
     encoder = model.image_encoder
     merged = encoder.hidden_size * encoder.spatial_merge_size**2
     problems = (
-        indivisible("the encoder's num_attention_heads", encoder.num_attention_heads, args),
-        indivisible("the encoder's ffn_hidden_size", encoder.ffn_hidden_size, args),
-        indivisible("the projector's width", merged, args),
+        indivisible("the encoder's num_attention_heads", encoder.num_attention_heads, args=args),
+        indivisible("the encoder's ffn_hidden_size", encoder.ffn_hidden_size, args=args),
+        indivisible("the projector's width", merged, args=args),
     )
     return "; ".join(problem for problem in problems if problem) or None
 
 
 def encoder_layout(args: Namespace, model: Any) -> str | None:
+    """The encoder asks for no tensor parallel size of its own."""
     encoder = getattr(model, "image_encoder", None)
     wanted = getattr(encoder, "tensor_model_parallel_size", None)
     if wanted is None or wanted == args.tensor_model_parallel_size:
@@ -57,6 +62,7 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
 
 
 def positive_sizes(args: Namespace, model: Any) -> str | None:
+    """Every number that describes the model is above zero."""
     if not isinstance(model, Qwen3VLConfig):
         return None
     wrong = [
@@ -72,6 +78,7 @@ def positive_sizes(args: Namespace, model: Any) -> str | None:
 
 
 def query_groups(args: Namespace, model: Any) -> str | None:
+    """The decoder's heads share out evenly over its query groups."""
     heads, groups = args.num_attention_heads, args.num_query_groups
     if groups < 1 or heads % groups == 0:
         return None
@@ -79,6 +86,7 @@ def query_groups(args: Namespace, model: Any) -> str | None:
 
 
 def encoder_shape(args: Namespace, model: Any) -> str | None:
+    """The encoder's heads can be turned by row and column; its position table is square."""
     if not isinstance(model, Qwen3VLConfig) or positive_sizes(args, model) is not None:
         return None
     encoder = model.image_encoder
@@ -91,6 +99,7 @@ def encoder_shape(args: Namespace, model: Any) -> str | None:
 
 
 def deepstack(args: Namespace, model: Any) -> str | None:
+    """The deepstack taps are layers that exist, in order, one decoder layer for each."""
     if not isinstance(model, Qwen3VLConfig):
         return None
     taps, layers = model.image_encoder.deepstack_layers, model.image_encoder.num_layers
@@ -102,6 +111,7 @@ def deepstack(args: Namespace, model: Any) -> str | None:
 
 
 def mrope(args: Namespace, model: Any) -> str | None:
+    """The sections of the rotary embedding cover its channel pairs and can be interleaved."""
     if not isinstance(model, Qwen3VLConfig):
         return None
     sections, pairs = model.foundation.mrope_section, model.foundation.kv_channels // 2
@@ -113,6 +123,7 @@ def mrope(args: Namespace, model: Any) -> str | None:
     return None
 
 
-def indivisible(what: str, value: int, args: Namespace) -> str | None:
+def indivisible(what: str, value: int, *, args: Namespace) -> str | None:
+    """``what`` with its ``value`` can be split over the tensor parallel ranks."""
     tp = args.tensor_model_parallel_size
     return f"{what} {value} does not divide by tp {tp}" if tp > 0 and value % tp else None

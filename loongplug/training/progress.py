@@ -1,9 +1,8 @@
 """What a person sees while training runs: a bar on a terminal, plain lines elsewhere."""
 
 import json
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -15,6 +14,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -25,15 +25,15 @@ class StepReport:
     """What the log knows after an iteration; the same on every rank."""
 
     iteration: int
-    loss: float  # mean over tokens since the last report
+    loss: float  # mean over the iterations since the last report of each one's mean over tokens
     tokens: int  # tokens before padding since the last report, over all data parallel ranks
-    seconds: float  # wall time since the last report
+    seconds: float  # wall time since the last report, evaluation and saving included
 
 
 class TokenCounter(Protocol):
     """What this rank has trained on so far."""
 
-    tokens: int  # before padding
+    tokens: int  # before padding; counted by ranks of the first stage
     started: float | None  # time.monotonic() of the first microbatch
 
 
@@ -42,6 +42,10 @@ class ProgressSink(Protocol):
 
     def report(self, step: StepReport) -> None:
         """Show one report."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Show a line beside the reports."""
         ...
 
     def close(self) -> None:
@@ -66,6 +70,7 @@ class PlainLines:
         self._start: tuple[int, float] | None = None
 
     def report(self, step: StepReport) -> None:
+        """Print a line when one is due."""
         now = time.monotonic()
         if self._start is None:
             self._start = (step.iteration, now)
@@ -86,8 +91,12 @@ class PlainLines:
         remaining = (self._total - iteration) * (now - since) / (iteration - first)
         return f" | {remaining:.0f} s left"
 
+    def say(self, line: str) -> None:
+        """Print the line."""
+        print(line, file=self._stream, flush=True)
+
     def close(self) -> None:
-        pass
+        """Nothing to end."""
 
 
 class RichBar:
@@ -104,16 +113,27 @@ class RichBar:
             TimeRemainingColumn(),
             console=Console(file=stream, force_terminal=True),
         )
-        self._task = self._bar.add_task("training", total=total, loss="-", rate="-")
+        self._total = total
+        self._task: TaskID | None = None
         self._bar.start()
 
     def report(self, step: StepReport) -> None:
+        """Move the bar."""
         rate = step.tokens / step.seconds if step.seconds > 0 else 0.0
+        if self._task is None:  # a resumed run starts where it was, which is no speed
+            self._task = self._bar.add_task(
+                "training", total=self._total, completed=step.iteration, loss="-", rate="-"
+            )
         self._bar.update(
             self._task, completed=step.iteration, loss=f"{step.loss:.4f}", rate=f"{rate:,.0f}"
         )
 
+    def say(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._bar.console.print(line)
+
     def close(self) -> None:
+        """Leave the bar as it is."""
         self._bar.stop()
 
 
@@ -131,6 +151,7 @@ class TrainingMetrics:
     tokens_per_second: float
     train_seconds: float
     iterations: int
+    valid_loss: float | None  # of the last evaluation
 
 
 class TrainingProgress:
@@ -151,9 +172,11 @@ class TrainingProgress:
         counts_tokens: bool,
         has_loss: bool,
         sink: ProgressSink | None,
+        on_report: Callable[[StepReport], None] | None = None,
     ) -> None:
         """``counts_tokens``: this rank speaks for its data parallel replica (tp 0, stage 0).
         ``has_loss``: this rank speaks for the loss (the last stage's tp 0 of replica 0).
+        ``on_report`` is called on every rank.
         """
         self._total = total
         self._interval = interval
@@ -162,6 +185,9 @@ class TrainingProgress:
         self._counts_tokens = counts_tokens
         self._has_loss = has_loss
         self._sink = sink
+        self._on_report = on_report
+        self.valid_loss: float | None = None  # of the last evaluation
+        self._iteration = 0
         self._losses: list[torch.Tensor] = []
         self._reported_tokens = 0
         self.reports: list[StepReport] = []
@@ -169,29 +195,38 @@ class TrainingProgress:
 
     def step(self, iteration: int, loss: torch.Tensor | None) -> None:
         """Take note of one iteration; ``loss`` is set on the last stage."""
+        self._iteration = iteration
         if loss is not None:
             self._losses.append(loss.detach().float().reshape(()))
         if iteration % self._interval == 0 or iteration == self._total or not self.reports:
             self._report(iteration)
 
+    def evaluated(self, loss: torch.Tensor | None) -> None:
+        """Take note of an evaluation; ``loss`` is set on the last stage. Every rank enters."""
+        self.valid_loss = self._sum(loss.item() if self._has_loss and loss is not None else 0.0, 0)[
+            0
+        ]
+        if self._sink is not None:
+            self._sink.say(f"iteration {self._iteration} | validation loss {self.valid_loss:.4f}")
+
+    def _sum(self, loss: float, tokens: int) -> tuple[float, int]:
+        """Sums over all ranks; float64 is exact for counts far beyond any run's."""
+        sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(sums)
+        return float(sums[0]), int(sums[1])
+
     def _report(self, iteration: int) -> None:
         tokens = self._counter.tokens
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
-        # float64 [loss, tokens]: exact for counts far beyond any run's
-        sums = torch.tensor(
-            [
-                loss.item() if self._has_loss else 0.0,
-                tokens - self._reported_tokens if self._counts_tokens else 0,
-            ],
-            dtype=torch.float64,
-            device=self._device,
+        all_loss, all_tokens = self._sum(
+            loss.item() if self._has_loss else 0.0,
+            tokens - self._reported_tokens if self._counts_tokens else 0,
         )
-        torch.distributed.all_reduce(sums)
         now = time.monotonic()
         since = self._last_time if self._last_time is not None else self._counter.started
         assert since is not None, "a report comes after the first microbatch"
         report = StepReport(
-            iteration=iteration, loss=float(sums[0]), tokens=int(sums[1]), seconds=now - since
+            iteration=iteration, loss=all_loss, tokens=all_tokens, seconds=now - since
         )
         self._losses.clear()
         self._reported_tokens = tokens
@@ -199,6 +234,8 @@ class TrainingProgress:
         self.reports.append(report)
         if self._sink is not None:
             self._sink.report(report)
+        if self._on_report is not None:
+            self._on_report(report)
 
     def close(self) -> None:
         """End the display."""
@@ -206,7 +243,7 @@ class TrainingProgress:
             self._sink.close()
 
 
-def summarize(reports: Sequence[StepReport]) -> TrainingMetrics:
+def summarize(reports: Sequence[StepReport], *, valid_loss: float | None) -> TrainingMetrics:
     """The figures of a run with at least one report.
 
     The first report holds start-up costs; the rate is that of all others when there are any.
@@ -219,13 +256,13 @@ def summarize(reports: Sequence[StepReport]) -> TrainingMetrics:
         / sum(step.seconds for step in steady),
         train_seconds=sum(step.seconds for step in reports),
         iterations=reports[-1].iteration,
+        valid_loss=valid_loss,
     )
 
 
 def write_metrics(path: Path, metrics: TrainingMetrics) -> None:
-    """Merge the figures into the JSON object at ``path``, atomically."""
-    known = json.loads(path.read_text()) if path.exists() else {}
+    """Write the figures as a JSON object to ``path``, in one piece; an older run's give way."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({**known, **asdict(metrics)}, indent=2) + "\n")
-    partial.replace(path)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(asdict(metrics), indent=2) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -27,7 +27,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="required-flags",
         refuses="`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or "
-        "`--train-iters` (or `--train-samples`) is missing",
+        "`--train-iters` is missing",
         check=checks.required_flags,
         reason="a run is not defined without them",
         cure="add them",
@@ -78,6 +78,13 @@ RULES: tuple[Rule, ...] = (
         cure="give a folder that transformers' from_pretrained takes",
     ),
     Rule(
+        name="checkpoint-to-load",
+        refuses="`--load` has no checkpoint, and is neither `--save` nor beside `--load-hf`",
+        check=checks.checkpoint_to_load,
+        reason="the run would start from random weights without a word",
+        cure="correct the folder; to start a run that can resume, give --save the same folder",
+    ),
+    Rule(
         name="world-size",
         refuses="the number of ranks is no multiple of tp x pp x cp",
         check=checks.world_size,
@@ -97,6 +104,13 @@ RULES: tuple[Rule, ...] = (
         check=checks.learning_rates,
         reason="the rate decays from the one to the other",
         cure="lower --min-lr",
+    ),
+    Rule(
+        name="warm-up",
+        refuses="`--lr-warmup-iters` not below `--lr-decay-iters` (or `--train-iters`)",
+        check=checks.warmup,
+        reason="the learning rate would never decay",
+        cure="shorten the warm-up or lengthen the run",
     ),
     Rule(
         name="sequence-length",

@@ -1,7 +1,7 @@
 """One training run: from a command line to a trained, saved and exported model."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -30,15 +30,20 @@ from loongplug.training.progress import (
 from loongplug.training.provider import ModelProvider
 
 
-def run(argv: Sequence[str]) -> list[StepReport]:
-    """Train as ``argv`` says; gives the reports of the run. Every rank enters."""
+def run(
+    argv: Sequence[str], *, on_report: Callable[[StepReport], None] | None = None
+) -> list[StepReport]:
+    """Train as ``argv`` says; gives the reports of the run. Every rank enters.
+
+    ``on_report`` is called with each report, on every rank.
+    """
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
     if not args.async_save:
         platform.use(synchronous_save_table())
     datasets = DatasetProvider(args, parsed.model)
-    if args.load:
+    if _has_checkpoint(args):
         check_architecture(Path(args.load), parsed.model_yaml)
     if args.save:
         write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
@@ -52,10 +57,17 @@ def run(argv: Sequence[str]) -> list[StepReport]:
         backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
         hf_folder=Path(args.load_hf) if args.load_hf and not _has_checkpoint(args) else None,
     )
-    forward_step = ForwardStep(platform.device)
+    forward_step = ForwardStep(platform)
     with megatron_output(args) as terminal:
         set_global_variables(args)
-        reports = _pretrain(args, datasets, provider, forward_step, terminal)
+        reports = _pretrain(
+            args,
+            datasets,
+            provider,
+            forward_step=forward_step,
+            terminal=terminal,
+            on_report=on_report,
+        )
         if args.save_hf:
             save_hf_folder(
                 provider.chunks,
@@ -70,22 +82,24 @@ def _pretrain(
     args: Namespace,
     datasets: DatasetProvider,
     provider: ModelProvider,
+    *,
     forward_step: ForwardStep,
     terminal: TextIO,
+    on_report: Callable[[StepReport], None] | None,
 ) -> list[StepReport]:
     """Megatron's own loop, with our progress beside it."""
     from megatron.training.training import pretrain
 
-    device = current_platform().device
     with LogTap(
         lambda: TrainingProgress(
             total=args.train_iters,
             interval=args.log_interval,
-            device=device,
+            device=current_platform().device,
             counter=forward_step,
             counts_tokens=_speaks_for_replica(),
             has_loss=_speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
+            on_report=on_report,
         )
     ) as tap:
         try:
@@ -98,7 +112,9 @@ def _pretrain(
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
             if tap.reports and args.metrics_json and args.rank == 0:
-                write_metrics(Path(args.metrics_json), summarize(tap.reports))
+                write_metrics(
+                    Path(args.metrics_json), summarize(tap.reports, valid_loss=tap.valid_loss)
+                )
     return tap.reports
 
 

@@ -22,7 +22,12 @@ MODEL = {
         "recompute": False,
         "tensor_model_parallel_size": None,
     },
-    "foundation": {"hidden_size": 128, "mrope_section": [6, 5, 5]},
+    "foundation": {
+        "hidden_size": 128,
+        "mrope_section": [6, 5, 5],
+        "initializer_range": 0.02,
+        "max_position_embeddings": 4096,
+    },
 }
 
 
@@ -42,6 +47,14 @@ def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
     for key, value in (("freeze", True), ("recompute", True), ("tensor_model_parallel_size", 2)):
         check_architecture(tmp_path / "new" / "ckpt", changed(f"image_encoder.{key}", value))
     check_architecture(tmp_path / "new" / "ckpt", changed("image_encoder.deepstack_layers", [0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("initializer_range", 0.01), ("max_position_embeddings", 8192)]
+)
+def test_how_it_began_and_how_long_it_may_read_do_not_make_another_model(tmp_path, key, value):
+    write_architecture(tmp_path, MODEL, rank=0)
+    check_architecture(tmp_path, changed(f"foundation.{key}", value))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_qwen3_vl import tiny_config
 from transformers import Qwen3VLForConditionalGeneration
 
-from loongplug.checkpoint.hf_mapping import (
+from loongplug.models.hf_mapping import (
     Mapping,
     Row,
     Source,

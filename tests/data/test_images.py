@@ -164,6 +164,45 @@ def test_files_that_cannot_be_used(
             loader.load([tmp_path / name], where=WHERE)
 
 
+@pytest.mark.parametrize("length", [100, 2000, -1000])
+def test_a_png_cut_short_is_damaged(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str], length: int
+) -> None:
+    path = tmp_path / write_image("cut.png", height=64, width=64)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=rf"^{WHERE}: image .*cut.png is damaged \("):
+        ImageLoader(processor).load([path], where=WHERE)
+
+
+def test_a_png_with_a_broken_chunk_is_damaged(
+    processor: Processor, tmp_path: Path, write_image: Callable[..., str]
+) -> None:
+    path = tmp_path / write_image("chunk.png", height=256, width=256)
+    content = bytearray(path.read_bytes())
+    second = content.index(b"IDAT", content.index(b"IDAT") + 4)
+    content[second : second + 4] = b"\x00\x01\x02\x03"
+    path.write_bytes(content)
+    assert image_grid(path, processor, where=WHERE) == (1, 16, 16)
+    with pytest.raises(ValueError, match=rf"^{WHERE}: image .*chunk.png is damaged \(") as caught:
+        ImageLoader(processor).load([path], where=WHERE)
+    assert isinstance(caught.value.__cause__, SyntaxError)
+
+
+def test_an_image_that_unpacks_to_too_many_pixels(
+    processor: Processor,
+    tmp_path: Path,
+    write_image: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / write_image("bomb.png", height=64, width=64)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    message = rf"^{WHERE}: image .*bomb.png has too many pixels"
+    with pytest.raises(ValueError, match=message):
+        image_grid(path, processor, where=WHERE)
+    with pytest.raises(ValueError, match=message):
+        ImageLoader(processor).load([path], where=WHERE)
+
+
 def test_other_patch_sizes_follow_the_processor(
     processor: Processor, tmp_path: Path, write_image: Callable[..., str]
 ) -> None:

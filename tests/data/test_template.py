@@ -173,6 +173,16 @@ def test_templates_that_cannot_be_used(processor: Processor, template: str, mess
             [1],
             "2 image tokens in the text for 1 images",
         ),
+        (
+            conversation(("user", "a<|video_pad|>b"), ("assistant", "1")),
+            [],
+            r"<\|video_pad\|> in the text",
+        ),
+        (
+            conversation(("user", [PICTURE, Part("text", "a")]), ("assistant", "<|video_pad|>")),
+            [1],
+            r"<\|video_pad\|> in the text",
+        ),
         (conversation(("user", "Read")), [], "no assistant message"),
     ],
 )
@@ -182,3 +192,9 @@ def test_rows_that_cannot_be_used(
     with pytest.raises(ValueError, match=message) as error:
         tokenize_conversation(sample, processor, phase="sft", image_token_counts=counts)
     assert str(error.value).startswith("rows.jsonl:3: ")
+
+
+def test_a_prompt_with_a_video_token_is_refused(processor: Processor) -> None:
+    sample = conversation(("user", "<|video_pad|>"))
+    with pytest.raises(ValueError, match=r"^rows.jsonl:3: <\|video_pad\|> in the text"):
+        tokenize_prompt(sample, processor, image_token_counts=[])

@@ -13,7 +13,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from loongplug.data.demo_processor import VOCAB_SIZE, write_processor
 from loongplug.data.processor import load_processor
 from loongplug.evaluate.command import evaluate
-from loongplug.evaluate.generation import generate_answers, load_model, pick_device
+from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
 
 MAX_NEW_TOKENS = 6
@@ -112,14 +112,14 @@ run = partial(
 
 
 def answers_of(model_folder: Path, data: Path, *, batch_size: int) -> list[str]:
-    model = load_model(model_folder, device=pick_device("cpu"))
+    model = load_model(model_folder, device="cpu")
     processor = load_processor(model_folder)
     questions = read_questions(data, processor, media_root=None, limit=None)
     done: list[int] = []
     answers = generate_answers(
         model,
         processor,
-        questions,
+        questions=questions,
         batch_size=batch_size,
         max_new_tokens=MAX_NEW_TOKENS,
         on_done=done.append,
@@ -130,7 +130,7 @@ def answers_of(model_folder: Path, data: Path, *, batch_size: int) -> list[str]:
 
 def greedy_by_hand(model_folder: Path, data: Path) -> list[str]:
     """One question at a time, without cache, padding or generate()."""
-    model = load_model(model_folder, device=pick_device("cpu"))
+    model = load_model(model_folder, device="cpu")
     processor = load_processor(model_folder)
     answers = []
     for row in read_rows(data):
@@ -220,7 +220,7 @@ def test_what_is_wrong_is_said_in_a_sentence(model_folder, data, tmp_path):
         run(model_folder, tmp_path / "open.jsonl")
     with pytest.raises(ValueError, match="--batch-size is 0"):
         run(model_folder, data, batch_size=0)
-    with pytest.raises(ValueError, match="--device 'tpu' is unknown"):
+    with pytest.raises(ValueError, match="device 'tpu' is unknown"):
         run(model_folder, data, device="tpu")
     (tmp_path / "metrics.json").write_text("[]")
     with pytest.raises(ValueError, match="give another file"):

@@ -33,6 +33,7 @@ from loongplug.models.qwen3_vl.config import (
     Qwen3VLConfig,
 )
 from loongplug.models.qwen3_vl.model import build_model
+from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep
 
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
@@ -375,7 +376,7 @@ def our_step(
             layout,
         )
         reports = run(
-            forward_step_func=ForwardStep(torch.device("cpu")),
+            forward_step_func=ForwardStep(current_platform()),
             data_iterator=[iter(microbatches) for _ in chunks],
             forward_only=False,
         )

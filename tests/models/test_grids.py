@@ -11,7 +11,9 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
+from loongplug.models.qwen3_vl import grids as grids_module
 from loongplug.models.qwen3_vl.grids import (
+    PackedGeometry,
     frame_lengths,
     packed_position_taps,
     packed_rotary_angles,
@@ -82,3 +84,33 @@ def test_no_images_give_empty_geometry():
     assert taps.shape == weights.shape == (0, 4)
     assert packed_rotary_angles(none, head_dim=16, base=1e4, merge=2).shape == (0, 8)
     assert frame_lengths(none) == []
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2000, 2**20])
+def test_kept_geometry_is_the_pure_functions_whatever_is_kept(cache_bytes):
+    geometry = PackedGeometry(side=8, head_dim=16, base=1e4, merge=2, cache_bytes=cache_bytes)
+    for grid in ([[1, 4, 2], [2, 2, 4]], [[1, 4, 2]], [[1, 6, 6], [1, 4, 2]], [[1, 2, 4]]):
+        grid_thw = torch.tensor(grid)
+        taps, weights = geometry.position_taps(grid_thw)
+        expected_taps, expected_weights = packed_position_taps(grid_thw, side=8, merge=2)
+        assert torch.equal(taps, expected_taps)
+        assert torch.equal(weights, expected_weights)
+        angles = packed_rotary_angles(grid_thw, head_dim=16, base=1e4, merge=2)
+        assert torch.equal(geometry.rotary_angles(grid_thw), angles)
+
+
+def test_geometry_is_kept_up_to_so_many_bytes(monkeypatch):
+    made = []
+
+    def counted(height, width, **options):
+        made.append((height, width))
+        return original(height, width, **options)
+
+    original = grids_module.frame_position_taps
+    monkeypatch.setattr(grids_module, "frame_position_taps", counted)
+    # A patch takes 4 * 8 + 4 * 4 + 8 * 4 = 80 bytes: room for two frames of 8 patches.
+    geometry = PackedGeometry(side=8, head_dim=16, base=1e4, merge=2, cache_bytes=1300)
+    for height, width in [(2, 4), (4, 2), (2, 4), (2, 2), (2, 4), (4, 2)]:
+        geometry.position_taps(torch.tensor([[3, height, width]]))
+        geometry.rotary_angles(torch.tensor([[1, height, width]]))
+    assert made == [(2, 4), (4, 2), (2, 2), (4, 2)]

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from loongplug.platform import Platform, activate, active, current_platform
+from loongplug.platform import Platform, activate, active, choose_device, current_platform
 from loongplug.platform.cpu import CpuPlatform
 from loongplug.platform.cuda import CudaPlatform
 
@@ -67,6 +67,33 @@ def test_auto_is_the_cpu_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("loongplug.platform.cpu.CPU_ROWS", ())  # the real table is in use here
     assert isinstance(activate("auto"), CpuPlatform)
+
+
+@pytest.mark.parametrize(
+    ("name", "usable", "device"),
+    [
+        ("auto", True, "cuda"),
+        ("auto", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cpu", False, "cpu"),
+        ("cuda", True, "cuda"),
+    ],
+)
+def test_a_device_is_chosen_without_activating_anything(
+    nothing_active: None, monkeypatch: pytest.MonkeyPatch, name: str, usable: bool, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    assert choose_device(name) == device
+    with pytest.raises(RuntimeError):
+        current_platform()
+
+
+def test_devices_that_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"'tpu' is unknown; expected one of auto, cpu, cuda"):
+        choose_device("tpu")
+    with pytest.raises(ValueError, match="no usable CUDA GPU"):
+        choose_device("cuda")
 
 
 def _run(code: str) -> None:

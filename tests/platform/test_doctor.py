@@ -171,7 +171,7 @@ def test_gpu_without_transformer_engine() -> None:
     severity, text, cure, code = _only(facts)
     assert (severity, code) == ("warning", 0)
     assert "slower" in text
-    assert cure == "pip install 'loongplug[gpu]'"
+    assert cure == "in the checkout: pip install --no-build-isolation '.[gpu]'"
     assert "LoongPlug's own" in diagnose(facts, device="auto").use.layers
 
 

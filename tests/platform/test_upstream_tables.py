@@ -19,16 +19,30 @@ def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
         logged.append((iteration, rest, more))
         return "kept"
 
-    (row,) = training_log_table(lambda iteration, losses: told.append((iteration, losses))).rows
+    row, _ = training_log_table(
+        lambda iteration, losses: told.append((iteration, losses)), on_evaluation=told.append
+    ).rows
     assert row.wrapper(log)({"lm loss": 1}, {}, 0.1, 7, 1.0, True, pg_collection=None) == "kept"
     assert told == [(7, {"lm loss": 1})]
     assert logged == [(7, (1.0, True), {"pg_collection": None})]
 
 
+def test_every_finished_evaluation_is_told():
+    told = []
+    _, row = training_log_table(lambda iteration, losses: None, on_evaluation=told.append).rows
+    assert row.wrapper(lambda step: ({"lm loss": step}, None, False))(3) == (
+        {"lm loss": 3},
+        None,
+        False,
+    )
+    assert row.wrapper(lambda step: (None, None, True))(3) == (None, None, True)
+    assert told == [{"lm loss": 3}]
+
+
 def test_the_log_is_tapped_and_given_back():
     from megatron.training import training
 
-    table = training_log_table(lambda iteration, losses: None)
+    table = training_log_table(lambda iteration, losses: None, on_evaluation=lambda losses: None)
     original = training.training_log
     table.apply()
     try:

@@ -53,20 +53,22 @@ def test_a_terminal_gets_a_bar_with_loss_and_rate():
 
 
 def test_the_rate_leaves_out_the_first_report():
-    metrics = summarize([report(1, loss=4.0, seconds=100.0), report(5, loss=2.0), report(9)])
+    reports = [report(1, loss=4.0, seconds=100.0), report(5, loss=2.0), report(9)]
+    metrics = summarize(reports, valid_loss=0.5)
     assert metrics.tokens_per_second == 50.0
     assert (metrics.loss_first, metrics.loss_last) == (4.0, 1.0)
     assert (metrics.train_seconds, metrics.iterations) == (104.0, 9)
+    assert metrics.valid_loss == 0.5
 
 
-def test_metrics_are_merged_into_the_file(tmp_path):
+def test_a_new_run_s_metrics_replace_an_older_run_s(tmp_path):
     path = tmp_path / "new" / "metrics.json"
-    write_metrics(path, summarize([report(1)]))
+    write_metrics(path, summarize([report(1)], valid_loss=None))
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "exact_match": 0.5}))
-    write_metrics(path, summarize([report(1, loss=3.0)]))
+    path.write_text(json.dumps({**content, "exact_match": 0.5}))  # of the older run's model
+    write_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None))
     content = json.loads(path.read_text())
-    assert content["exact_match"] == 0.5
+    assert "exact_match" not in content
     assert content["loss_first"] == 3.0
     assert [file.name for file in path.parent.iterdir()] == ["metrics.json"]
 
@@ -80,6 +82,8 @@ class Counter:
 def collect(rank: int) -> list[StepReport]:
     """Two replicas of two stages: ranks 0, 1 are the first stage, 2 and 3 the last."""
     counter = Counter()
+    stream = io.StringIO()
+    told = []
     progress = TrainingProgress(
         total=5,
         interval=2,
@@ -87,11 +91,16 @@ def collect(rank: int) -> list[StepReport]:
         counter=counter,
         counts_tokens=rank in (0, 1),
         has_loss=rank == 2,
-        sink=None,
+        sink=PlainLines(stream, total=5) if rank == 0 else None,
+        on_report=told.append,
     )
     for iteration in range(1, 6):
         counter.tokens += 10 * (rank + 1)
         progress.step(iteration, torch.tensor(float(iteration)) if rank >= 2 else None)
+    progress.evaluated(torch.tensor(0.25) if rank >= 2 else None)
+    assert told == progress.reports
+    assert progress.valid_loss == 0.25
+    assert rank > 0 or "iteration 5 | validation loss 0.2500" in stream.getvalue()
     return progress.reports
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -17,6 +18,10 @@ def losses(rank: int, *, flags: list[str]) -> list[float]:
     return [step.loss for step in run(flags)]
 
 
+def tokens(rank: int, *, flags: list[str]) -> list[int]:
+    return [step.tokens for step in run(flags)]
+
+
 def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
     return run_ranks(losses, ranks, flags=[*flags, *more], timeout=120.0)[0]
 
@@ -29,6 +34,8 @@ def single(flags, tmp_path_factory):
     return weights, train(flags, "--load-hf", str(weights))
 
 
+TIED = "model.foundation.tie_word_embeddings=true"
+VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
@@ -40,7 +47,7 @@ TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
         (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
         ((*TP2_PP2, "--use-distributed-optimizer"), 4),
         ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
-        (("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"), 2),
+        (VIRTUAL, 2),
         (
             (
                 *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
@@ -64,6 +71,46 @@ def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
     assert len(found) == 4
     assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+
+
+def test_tied_weights_load_into_virtual_stages(flags, tmp_path):
+    """Building the first and the last chunk waits for each other; loading must not come between."""
+    train(flags, TIED, "--lr", "0", "--train-iters", "1", "--save-hf", str(tmp_path))
+    load = ("--load-hf", str(tmp_path), TIED)
+    found = train(flags, *load, *VIRTUAL, ranks=2)
+    torch.testing.assert_close(found, train(flags, *load), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [((), 2), (VIRTUAL, 2), ((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4)],
+    ids=["dp2", "pp2-vpp2", "tp2-pp2-vpp2"],
+)
+def test_tokens_are_counted_once_in_any_layout(flags, layout, ranks):
+    (expected,) = run_ranks(tokens, 1, flags=flags, timeout=120.0)
+    found = run_ranks(tokens, ranks, flags=[*flags, *layout], timeout=120.0)
+    assert found == [expected] * ranks
+
+
+def test_bf16_trains_and_exports_bf16(flags, single, tmp_path):
+    weights, expected = single
+    layout = (*TP2_PP2, "--sequence-parallel", "--use-distributed-optimizer", "--bf16")
+    found = train(
+        flags, *layout, "--load-hf", str(weights), "--save-hf", str(tmp_path / "hf"), ranks=4
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_checkpoint_goes_on_in_another_layout(flags, single, tmp_path):
+    weights, expected = single
+    save = ("--save", str(tmp_path), "--use-distributed-optimizer")
+    resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
+    stop = [*flags, *TP2_PP2, *save, *resharded, "--load-hf", str(weights), "--exit-interval", "2"]
+    assert run_ranks(exit_code, 4, flags=stop, timeout=120.0) == [0, 0, 0, 0]
+    found = train(flags, *save, *resharded, "--load", str(tmp_path), ranks=2)
+    torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
 
 
 def test_resumed_losses_are_those_of_the_uninterrupted_run(flags, tmp_path):
@@ -114,25 +161,45 @@ def test_evaluation_inside_training_leaves_training_alone(flags, demo, tmp_path)
         flags,
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
         *("--eval-interval", "2", "--save", str(tmp_path), *TP2_PP2),
+        *("--metrics-json", str(tmp_path / "metrics.json")),
         ranks=4,
     )
     assert evaluated == train(flags, *TP2_PP2, ranks=4)
     log = (tmp_path / "logs" / "rank_3.log").read_text()
     assert log.count("validation loss at iteration") == 3
+    said = re.findall(r"validation loss at iteration 4 .*lm loss value: (\S+)", log)[-1]
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["valid_loss"] == pytest.approx(float(said), rel=1e-6)
 
 
-def test_frozen_encoder_keeps_its_weights(flags, single, tmp_path):
+@pytest.mark.parametrize(
+    ("frozen", "still"),
+    [
+        (["image_encoder"], ["encoder"]),
+        (["image_projector"], ["projector"]),
+        (["image_encoder", "image_projector"], ["encoder", "projector"]),
+    ],
+    ids=["encoder", "projector", "both"],
+)
+def test_frozen_modules_keep_their_weights(flags, single, tmp_path, frozen, still):
     weights, _ = single
-    layout = (*TP2_PP2, "--use-distributed-optimizer", "--load-hf", str(weights))
-    train(flags, *layout, "+model.image_encoder.freeze=True", "--save-hf", str(tmp_path), ranks=4)
+    train(
+        flags,
+        *(*TP2_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        *("--overlap-param-gather", "--load-hf", str(weights), "--save-hf", str(tmp_path / "hf")),
+        *(f"+model.{module}.freeze=True" for module in frozen),
+        ranks=4,
+    )
     before = AutoModelForImageTextToText.from_pretrained(weights).state_dict()
-    after = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    encoder = {name for name in before if ".visual." in name and "merger" not in name}
-    assert encoder
-    assert not moved & encoder
-    assert any("merger" in name for name in moved)  # the projector still learns
-    assert any("language_model" in name for name in moved)
+    after = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").state_dict()
+    moved = {kind_of(name) for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"encoder", "projector", "decoder"} - set(still)
+
+
+def kind_of(name: str) -> str:
+    if ".visual." not in name:
+        return "decoder"
+    return "projector" if "merger" in name else "encoder"
 
 
 def test_metrics_and_logs_are_written(flags, tmp_path):

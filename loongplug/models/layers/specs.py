@@ -159,7 +159,7 @@ def _provider(backend: Backend) -> BackendSpecProvider:
         if not HAVE_TE:
             raise ValueError(
                 "backend is 'te', but transformer_engine cannot be imported here: install it "
-                "(pip install 'loongplug[gpu]') or use 'local'."
+                "(pip install --no-build-isolation '.[gpu]' in the checkout) or use 'local'."
             )
         return TESpecProvider()
     raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local' (see pick_backend).")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loongplug.checkpoint.hf_mapping import Mapping, Row, Source, Split
+from loongplug.models.hf_mapping import Mapping, Row, Source, Split
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 
 _VISION, _VISION_HF = "image_encoder.blocks.layers.{}.", "model.visual.blocks.{}."
@@ -29,23 +29,31 @@ def _encoder(config: Qwen3VLConfig) -> list[Row]:
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     positions = (vision.num_position_embeddings, hidden)
     rows = [
-        _row("image_encoder.patch_embed.weight", _hf_patch("weight"), (hidden, *patch)),
-        _row("image_encoder.patch_embed.bias", _hf_patch("bias"), (hidden,)),
-        _row("image_encoder.position_embedding.weight", "model.visual.pos_embed.weight", positions),
+        _row("image_encoder.patch_embed.weight", _hf_patch("weight"), shape=(hidden, *patch)),
+        _row("image_encoder.patch_embed.bias", _hf_patch("bias"), shape=(hidden,)),
+        _row(
+            "image_encoder.position_embedding.weight",
+            "model.visual.pos_embed.weight",
+            shape=positions,
+        ),
     ]
     for kind, width in (("weight", (hidden,)), ("bias", ())):
         qkv = Source(f"{_VISION_HF}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
         rows += [
-            _attention_norm(_VISION, kind, f"{_VISION_HF}norm1.{kind}", hidden, count),
-            _mlp_norm(_VISION, kind, f"{_VISION_HF}norm2.{kind}", hidden, count),
-            _qkv(_VISION, kind, (qkv,), vision.num_attention_heads, count),
+            _attention_norm(
+                _VISION, f"{_VISION_HF}norm1.{kind}", kind=kind, width=hidden, count=count
+            ),
+            _mlp_norm(_VISION, f"{_VISION_HF}norm2.{kind}", kind=kind, width=hidden, count=count),
+            _qkv(_VISION, (qkv,), kind=kind, groups=vision.num_attention_heads, count=count),
         ]
     for ours, theirs, split, shape in (
         ("self_attention.linear_proj", "attn.proj", Split.ROW, (hidden, hidden)),
         ("mlp.linear_fc1", "mlp.linear_fc1", Split.COLUMN, (ffn, hidden)),
         ("mlp.linear_fc2", "mlp.linear_fc2", Split.ROW, (hidden, ffn)),
     ):
-        rows += _linear(f"{_VISION}{ours}", f"{_VISION_HF}{theirs}", shape, split, count)
+        rows += _linear(
+            f"{_VISION}{ours}", f"{_VISION_HF}{theirs}", shape=shape, split=split, count=count
+        )
     return rows
 
 
@@ -61,12 +69,15 @@ def _projector(config: Qwen3VLConfig) -> list[Row]:
         ("image_projector.deepstack.{}", "model.visual.deepstack_merger_list.{}", merged, taps),
     ):
         for kind in ("weight", "bias"):
-            rows.append(_row(f"{ours}.norm.{kind}", f"{theirs}.norm.{kind}", (norm,), count=count))
+            names = f"{ours}.norm.{kind}", f"{theirs}.norm.{kind}"
+            rows.append(_row(*names, shape=(norm,), count=count))
         for layer, split, shape in (
             ("linear_fc1", Split.COLUMN, (merged, merged)),
             ("linear_fc2", Split.ROW, (out, merged)),
         ):
-            rows += _linear(f"{ours}.{layer}", f"{theirs}.{layer}", shape, split, count)
+            rows += _linear(
+                f"{ours}.{layer}", f"{theirs}.{layer}", shape=shape, split=split, count=count
+            )
     return rows
 
 
@@ -89,16 +100,24 @@ def _decoder(config: Qwen3VLConfig) -> list[Row]:
     names = (embedding, output) if tied else (embedding,)
     rows = [Row(names, (Source(_HF_EMBEDDING, vocabulary),), Split.COLUMN)]
     if not tied:
-        rows.append(_row(output, _HF_HEAD, vocabulary, Split.COLUMN))
+        rows.append(_row(output, _HF_HEAD, shape=vocabulary, split=Split.COLUMN))
     qkv = [
         Source(f"{attention}.{part}_proj.weight", (length, hidden))
         for part, length in (("q", query), ("k", key), ("v", key))
     ]
     gate_up = [Source(f"{mlp}.{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up")]
     rows += [
-        _attention_norm(_TEXT, "weight", f"{_TEXT_HF}input_layernorm.weight", hidden, count),
-        _mlp_norm(_TEXT, "weight", f"{_TEXT_HF}post_attention_layernorm.weight", hidden, count),
-        _qkv(_TEXT, "weight", tuple(qkv), text.num_query_groups, count),
+        _attention_norm(
+            _TEXT, f"{_TEXT_HF}input_layernorm.weight", kind="weight", width=hidden, count=count
+        ),
+        _mlp_norm(
+            _TEXT,
+            f"{_TEXT_HF}post_attention_layernorm.weight",
+            kind="weight",
+            width=hidden,
+            count=count,
+        ),
+        _qkv(_TEXT, tuple(qkv), kind="weight", groups=text.num_query_groups, count=count),
         Row((f"{_TEXT}mlp.linear_fc1.weight",), tuple(gate_up), Split.COLUMN, count=count),
     ]
     for ours, theirs, split, shape in (
@@ -108,9 +127,9 @@ def _decoder(config: Qwen3VLConfig) -> list[Row]:
         ("mlp.linear_fc2", "mlp.down_proj", Split.ROW, (hidden, ffn)),
     ):
         pair = f"{_TEXT}{ours}.weight", f"{_TEXT_HF}{theirs}.weight"
-        rows.append(_row(*pair, shape, split, count))
+        rows.append(_row(*pair, shape=shape, split=split, count=count))
     norm = "text_decoder.decoder.final_layernorm.weight"
-    rows.append(_row(norm, "model.language_model.norm.weight", (hidden,)))
+    rows.append(_row(norm, "model.language_model.norm.weight", shape=(hidden,)))
     return rows
 
 
@@ -121,6 +140,7 @@ def _hf_patch(kind: str) -> str:
 def _row(
     ours: str,
     theirs: str,
+    *,
     shape: tuple[int, ...],
     split: Split = Split.NONE,
     count: int | None = None,
@@ -129,22 +149,22 @@ def _row(
 
 
 def _linear(
-    ours: str, theirs: str, shape: tuple[int, int], split: Split, count: int | None
+    ours: str, theirs: str, *, shape: tuple[int, int], split: Split, count: int | None
 ) -> list[Row]:
     """Weight and bias; a row-split layer adds its bias after the reduction, so it has it whole."""
     bias = Split.COLUMN if split is Split.COLUMN else Split.NONE
     return [
-        _row(f"{ours}.weight", f"{theirs}.weight", shape, split, count),
-        _row(f"{ours}.bias", f"{theirs}.bias", shape[:1], bias, count),
+        _row(f"{ours}.weight", f"{theirs}.weight", shape=shape, split=split, count=count),
+        _row(f"{ours}.bias", f"{theirs}.bias", shape=shape[:1], split=bias, count=count),
     ]
 
 
-def _qkv(layer: str, kind: str, sources: tuple[Source, ...], groups: int, count: int) -> Row:
+def _qkv(layer: str, sources: tuple[Source, ...], *, kind: str, groups: int, count: int) -> Row:
     name = f"{layer}self_attention.linear_qkv.{kind}"
     return Row((name,), sources, Split.COLUMN, groups=groups, count=count)
 
 
-def _attention_norm(layer: str, kind: str, theirs: str, width: int, count: int) -> Row:
+def _attention_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> Row:
     names = (
         f"{layer}input_layernorm.{kind}",
         f"{layer}self_attention.linear_qkv.layer_norm_{kind}",
@@ -152,7 +172,7 @@ def _attention_norm(layer: str, kind: str, theirs: str, width: int, count: int) 
     return Row(names, (Source(theirs, (width,)),), count=count)
 
 
-def _mlp_norm(layer: str, kind: str, theirs: str, width: int, count: int) -> Row:
+def _mlp_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> Row:
     names = (f"{layer}pre_mlp_layernorm.{kind}", f"{layer}mlp.linear_fc1.layer_norm_{kind}")
     return Row(names, (Source(theirs, (width,)),), count=count)
 

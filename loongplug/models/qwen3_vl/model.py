@@ -45,7 +45,8 @@ def vision_transformer_config(
         output_layer_init_method=init_method,
         bias_activation_fusion=False,  # the fused kernel is for the exact GELU
         bias_dropout_fusion=decoder.bias_dropout_fusion,
-        apply_rope_fusion=False,  # the fused packed kernel knows positions of one axis only
+        # RotarySelfAttention turns queries and keys itself; upstream's rope is never reached.
+        apply_rope_fusion=False,
         tensor_model_parallel_size=decoder.tensor_model_parallel_size,
         params_dtype=decoder.params_dtype,
         fp16=decoder.fp16,

@@ -13,11 +13,7 @@ from loongplug.data.microbatch import VisionInput
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
-from loongplug.models.qwen3_vl.grids import (
-    frame_lengths,
-    packed_position_taps,
-    packed_rotary_angles,
-)
+from loongplug.models.qwen3_vl.grids import PackedGeometry, frame_lengths
 
 
 class Qwen3VisionEncoder(MegatronModule):
@@ -39,6 +35,12 @@ class Qwen3VisionEncoder(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.architecture = architecture
+        self._geometry = PackedGeometry(
+            side=round(architecture.num_position_embeddings**0.5),
+            head_dim=architecture.hidden_size // architecture.num_attention_heads,
+            base=architecture.rotary_base,
+            merge=architecture.spatial_merge_size,
+        )
         patch_values = (
             architecture.in_channels * architecture.temporal_patch_size * architecture.patch_size**2
         )
@@ -88,11 +90,7 @@ class Qwen3VisionEncoder(MegatronModule):
     def _embed(self, vision: VisionInput) -> Tensor:
         """Patch embeddings plus the interpolated position table, [patches, hidden]."""
         weight = self.patch_embed.weight
-        taps, shares = packed_position_taps(
-            vision.grid_thw,
-            side=round(self.architecture.num_position_embeddings**0.5),
-            merge=self.architecture.spatial_merge_size,
-        )
+        taps, shares = self._geometry.position_taps(vision.grid_thw)
         taps = taps.to(weight.device, non_blocking=True)
         shares = shares.to(weight.device, non_blocking=True)
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
@@ -102,11 +100,6 @@ class Qwen3VisionEncoder(MegatronModule):
 
     def _rope_table(self, grid_thw: Tensor, device: torch.device) -> Tensor:
         """The rope table of all patches, [patches, 1, 1, 2 * head_dim] float32."""
-        angles = packed_rotary_angles(
-            grid_thw,
-            head_dim=self.architecture.hidden_size // self.architecture.num_attention_heads,
-            base=self.architecture.rotary_base,
-            merge=self.architecture.spatial_merge_size,
-        )
+        angles = self._geometry.rotary_angles(grid_thw)
         angles = angles.to(device, non_blocking=True)[:, None, None, :]
         return rope_table(angles, dtype=torch.float32)

@@ -1,0 +1,120 @@
+"""Bad input ends every rank with the same sentence and a code, and never hangs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import RankError, run_ranks
+
+from loongplug.data.demo import make_demo_data
+from loongplug.train import main
+
+ROOT = Path(__file__).parent.parent
+TP2_PP2 = ("--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    make_demo_data(folder, train=16, test=4)
+    return folder
+
+
+def flags(demo: Path, *more: str) -> list[str]:
+    return [
+        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
+        *("--tokenizer-model", str(demo / "processor"), "--seq-length", "48"),
+        *("--train-data-path", str(demo / "train.jsonl"), "--train-iters", "2", "--lr", "1e-3"),
+        *("--micro-batch-size", "2", "--global-batch-size", "4", *more),
+    ]
+
+
+def enter(rank: int, *, argv: list[str]) -> None:
+    main(argv)
+
+
+def write_rows(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def question(*content: dict) -> dict:
+    return {
+        "messages": [
+            {"role": "user", "content": list(content)},
+            {"role": "assistant", "content": "1"},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "sentence"),
+    [
+        ("world size", 3, "3 ranks do not divide by tp 2 x pp 2"),
+        ("heads", 4, "does not divide by tp 4"),
+        ("tokenizer", 2, "nowhere"),
+        ("empty data", 2, "has no rows"),
+        ("image tokens", 2, "<|image_pad|>"),
+        ("image file", 4, "no image file at"),
+    ],
+)
+def test_every_rank_ends_with_one_sentence(demo, tmp_path, case, ranks, sentence):
+    stray = write_rows(
+        tmp_path / "stray.jsonl", question({"type": "text", "text": "Read <|image_pad|>."})
+    )
+    lost = write_rows(
+        tmp_path / "lost.jsonl",
+        question({"type": "image", "image": "lost.png"}, {"type": "text", "text": "Read."}),
+    )
+    more = {
+        "world size": TP2_PP2,
+        "heads": ("--tensor-model-parallel-size=4",),
+        "tokenizer": ("--tokenizer-model", str(tmp_path / "nowhere")),
+        "empty data": ("--train-data-path", write_rows(tmp_path / "empty.jsonl")),
+        "image tokens": ("--train-data-path", stray),
+        "image file": ("--train-data-path", lost, *TP2_PP2),
+    }[case]
+    with pytest.raises(RankError) as caught:
+        run_ranks(enter, ranks, argv=flags(demo, *more), timeout=60.0)
+    message = str(caught.value)
+    assert set(caught.value.errors) == set(range(ranks))
+    assert all("exited with code 1" in text for text in caught.value.errors.values())
+    for rank in range(ranks):
+        (line,) = [
+            line
+            for line in message.splitlines()
+            if line.startswith(f"loongplug: error [rank {rank}]")
+        ]
+        assert sentence in line or sentence in message.partition(line)[2][:600]
+    assert "Traceback" not in message
+
+
+@pytest.mark.slow
+def test_an_image_that_only_one_rank_decodes_ends_all_ranks(demo, tmp_path):
+    """Its header is whole, so the text is made on every rank; the last stage never decodes it."""
+    image = tmp_path / "cut.png"
+    whole = next((demo / "images").glob("*-64x64.png")).read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])
+    rows = write_rows(
+        tmp_path / "cut.jsonl",
+        question({"type": "image", "image": "cut.png"}, {"type": "text", "text": "Read."}),
+    )
+    ended = subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "torchrun"), "--standalone"),
+            *("--nproc-per-node=2", "loongplug/train.py"),
+            *flags(demo, "--train-data-path", rows, "--pipeline-model-parallel-size=2"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode != 0
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("loongplug: error")]
+    assert len(lines) == 2, ended.stderr[-3000:]
+    assert all("cut.png" in line for line in lines)
+    assert any("rank 0 failed" in line for line in lines)
