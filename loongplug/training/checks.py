@@ -163,7 +163,7 @@ def learning_rates(args: Namespace, model: Any) -> str | None:
 def warmup(args: Namespace, model: Any) -> str | None:
     """The learning rate's warm-up ends before its decay does."""
     end = args.lr_decay_iters or args.train_iters
-    if end is None or args.lr_warmup_iters < end:
+    if end is None or end < 1 or args.lr_warmup_iters < end:
         return None
     return f"--lr-warmup-iters {args.lr_warmup_iters} does not end before iteration {end}"
 

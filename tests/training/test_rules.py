@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {name: None}
             for name in ("training_phase", "seq_length", "micro_batch_size", "lr", "train_iters")
         ],
-        [{"train_iters": None, "train_samples": 100}, {"global_batch_size": None}],
+        [{"global_batch_size": None}],
     ),
     "positive-numbers": (
         [{"seq_length": 0}, {"train_iters": 0}, {"tensor_model_parallel_size": -1}],
@@ -94,6 +94,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "data-exists": ([{"train_data_path": ["/nope"]}, {"valid_data_path": ["/nope"]}], []),
     "hf-folder": ([{"load_hf": "/nope"}], []),
+    "checkpoint-to-load": ([{"load": "/nope"}], [{"load": "/nope", "save": "/nope"}]),
     "world-size": (
         [{**TP, "world_size": 7}, {**PP, "world_size": 3}],
         [TP, {**TP, **PP}, {**TP, "world_size": 6, "global_batch_size": 12}],
@@ -105,6 +106,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {**TP, "micro_batch_size": 3},
         ],
         [LAYOUT, {**TP, "global_batch_size": 8}, {"global_batch_size": None}],
+    ),
+    "warm-up": (
+        [
+            {"train_iters": 10, "lr_warmup_iters": 10},
+            {"train_iters": 99, "lr_decay_iters": 10, "lr_warmup_iters": 10},
+        ],
+        [{"train_iters": 10, "lr_warmup_iters": 9}],
     ),
     "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),
     "sequence-length": ([{"seq_length": 4097}], [{"seq_length": 4096}]),

@@ -1,5 +1,7 @@
 """The Qwen3-VL projector: patch merger and deepstack mergers."""
 
+from typing import Any
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -65,6 +67,27 @@ class PatchMerger(MegatronModule):
         return tokens
 
 
+class _Mergers(torch.nn.ModuleList):
+    """Mergers whose checkpoints know how they are split.
+
+    Megatron takes a plain ModuleList's tensors for copies that every tensor parallel rank has,
+    and would save the first rank's share of them only.
+    """
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sharded tensors of all mergers, by their names."""
+        shards: dict[str, Any] = {}
+        for number, merger in enumerate(self):
+            assert isinstance(merger, PatchMerger)
+            shards |= merger.sharded_state_dict(f"{prefix}{number}.", sharded_offsets, metadata)
+        return shards
+
+
 class Qwen3VisionProjector(MegatronModule):
     """The merger of the last layer's states and one merger per deepstack tap."""
 
@@ -91,7 +114,7 @@ class Qwen3VisionProjector(MegatronModule):
             )
 
         self.merger = merger(norm_blocks=False)
-        self.deepstack = torch.nn.ModuleList(merger(norm_blocks=True) for _ in range(deepstack))
+        self.deepstack = _Mergers(merger(norm_blocks=True) for _ in range(deepstack))
 
     def forward(self, states: Tensor, taps: list[Tensor]) -> VisionFeatures:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
