@@ -1,19 +1,27 @@
 """Export a model as a Hugging Face folder that ``transformers`` loads."""
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.hf_gather import is_writer, iterate_full_tensors
-from loongplug.checkpoint.owned import owned_parameters
-from loongplug.checkpoint.shard_writer import ShardWriter, written_here
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
-from loongplug.models.qwen3_vl.hf import hf_config, hf_mapping
+from loongplug.checkpoint.hf_gather import WholeTensors
+from loongplug.checkpoint.holders import own_rank
+from loongplug.checkpoint.replaced_folder import replaced_folder
+from loongplug.checkpoint.tensor_files import (
+    PlannedFile,
+    PlannedTensor,
+    TensorFileWriter,
+    plan_files,
+    write_index,
+    written_here,
+)
+from loongplug.models.hf_mapping import Bundle
+from loongplug.models.hf_model import HuggingFaceModel, hf_config
 
 MAX_FILE_BYTES = 5 * 1024**3
 
@@ -32,7 +40,7 @@ _COPIED_FILES = (
 )
 
 
-def check_hf_export(folder: Path, *, config: Qwen3VLConfig, processor_folder: Path) -> None:
+def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: Path) -> None:
     """Refuse an export that cannot work; for the start of a run that exports at its end.
 
     No collectives.
@@ -41,7 +49,7 @@ def check_hf_export(folder: Path, *, config: Qwen3VLConfig, processor_folder: Pa
         ValueError: ``folder`` holds something else than an earlier export, ``processor_folder``
             lacks a file, the tokenizer has no end token, or transformers cannot express the model.
     """
-    hf_config(config)
+    hf_config(model)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder for the export.")
     if folder.is_dir() and any(folder.iterdir()) and not written_here(folder):
@@ -62,14 +70,17 @@ def save_hf_folder(
     model_chunks: Sequence[nn.Module],
     folder: Path,
     *,
-    config: Qwen3VLConfig,
+    model: HuggingFaceModel,
     processor_folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write weights, config, generation config, tokenizer and processor into ``folder``.
 
-    Weights keep the parameters' dtype. The folder appears whole or not at all; an older export
-    under that name is replaced. Memory on the writing rank: ``max_file_bytes`` and one tensor.
+    Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
+    file is written by the rank that has the beginning of it, tensor by tensor as they are put
+    together: memory beside the parameters is that of one tensor (or of those that one fused
+    parameter gives). The folder appears whole or not at all; an older export under that name is
+    replaced. All ranks must see the same folder.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -78,61 +89,90 @@ def save_hf_folder(
     """
     error: Exception | None = None
     try:
-        owned_parameters(model_chunks, hf_mapping(config))
-        if is_writer(model_chunks):
-            check_hf_export(folder, config=config, processor_folder=processor_folder)
+        if own_rank() == 0:
+            check_hf_export(folder, model=model, processor_folder=processor_folder)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)
+    tensors = WholeTensors(model_chunks, model.mapping)
+    files = plan_files(
+        (_planned(bundle, tensors.dtype(bundle)) for bundle in tensors.bundles),
+        max_bytes=max_file_bytes,
+    )
+    with replaced_folder(folder, rank=own_rank()) as building:
+        error = _write_files(building, files, tensors)
+        raise_together(error)
+        if own_rank() == 0:
+            error = _finish(
+                building, files, model=model, tensors=tensors, processor_folder=processor_folder
+            )
+        raise_together(error)
 
-    if is_writer(model_chunks):
-        error = _write(
-            model_chunks,
-            folder,
-            config=config,
-            processor_folder=processor_folder,
-            max_file_bytes=max_file_bytes,
-        )
-    else:
-        for _ in iterate_full_tensors(model_chunks, config=config, what="weight"):
-            raise AssertionError("only the writing rank gets tensors")
-    raise_together(error)
+
+def _planned(bundle: Bundle, dtype: torch.dtype) -> list[PlannedTensor]:
+    return [PlannedTensor(source.name, source.shape, dtype) for source in bundle.sources]
 
 
-def _write(
-    model_chunks: Sequence[nn.Module],
-    folder: Path,
-    *,
-    config: Qwen3VLConfig,
-    processor_folder: Path,
-    max_file_bytes: int,
+def _write_files(
+    folder: Path, files: Sequence[PlannedFile], tensors: WholeTensors
 ) -> Exception | None:
-    """Write the folder; an error (a full disk) is returned once all tensors were received."""
-    tensors = iterate_full_tensors(model_chunks, config=config, what="weight")
+    """Write this rank's files; an error (a full disk) comes back once all has been received."""
+    file_of = {tensor.name: file for file in files for tensor in file.tensors}
+    writers: dict[str, int] = {}
+    for bundle in tensors.bundles:
+        file = file_of[bundle.sources[0].name]
+        writers.setdefault(file.name, tensors.first_holder(bundle))
     error: Exception | None = None
-    try:
-        with _replaced(folder) as building:
-            writer = ShardWriter(building, max_bytes=max_file_bytes)
-            for name, tensor in tensors:
-                writer.add(name, tensor)
-            writer.finish()
-            dtype = next(model_chunks[0].parameters()).dtype
-            _write_configs(building, config, dtype=dtype, processor_folder=processor_folder)
-    except OSError as caught:
-        error = ValueError(f"{folder} cannot be written ({caught}): make room, or give another.")
-    except Exception as caught:
-        error = caught
-    for _ in tensors:  # the other ranks send what they have in any case
-        pass
+    with ExitStack() as stack:
+        current: tuple[str, TensorFileWriter] | None = None
+        for bundle, whole in tensors.collect(
+            lambda bundle: writers[file_of[bundle.sources[0].name].name]
+        ):
+            if error is not None:  # the other ranks send what they have in any case
+                continue
+            file = file_of[bundle.sources[0].name]
+            try:
+                if current is None or current[0] != file.name:
+                    stack.close()
+                    current = (file.name, stack.enter_context(TensorFileWriter(folder, file)))
+                for source, tensor in zip(bundle.sources, whole, strict=True):
+                    current[1].add(source.name, tensor)
+            except OSError as caught:
+                error = ValueError(
+                    f"{folder} cannot be written ({caught}): make room, or give another folder."
+                )
+            except Exception as caught:
+                error = caught
     return error
 
 
+def _finish(
+    folder: Path,
+    files: Sequence[PlannedFile],
+    *,
+    model: HuggingFaceModel,
+    tensors: WholeTensors,
+    processor_folder: Path,
+) -> Exception | None:
+    try:
+        write_index(folder, files)
+        dtype = tensors.dtype(tensors.bundles[0])
+        _write_configs(folder, model, dtype=dtype, processor_folder=processor_folder)
+    except OSError as caught:
+        return ValueError(
+            f"{folder} cannot be written ({caught}): make room, or give another folder."
+        )
+    except Exception as caught:
+        return caught
+    return None
+
+
 def _write_configs(
-    folder: Path, config: Qwen3VLConfig, *, dtype: torch.dtype, processor_folder: Path
+    folder: Path, model: HuggingFaceModel, *, dtype: torch.dtype, processor_folder: Path
 ) -> None:
     from transformers import GenerationConfig
 
-    exported = hf_config(config)
+    exported = hf_config(model)
     exported.dtype = dtype
     exported.save_pretrained(folder)
     for name in _COPIED_FILES:
@@ -154,33 +194,3 @@ def _end_and_pad_ids(processor_folder: Path) -> tuple[int, int]:
             "never end an answer; set it in tokenizer_config.json."
         )
     return end, end if pad is None else pad
-
-
-@contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes ``folder``'s place when the context ends without error."""
-    folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f".{folder.name}.new")
-    before = folder.with_name(f".{folder.name}.old")
-    _restore(folder, before)  # a run may have been killed here
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
-        yield building
-        if folder.exists():
-            folder.rename(before)
-        building.rename(folder)
-    except BaseException:
-        _restore(folder, before)
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def _restore(folder: Path, before: Path) -> None:
-    """Put the older export back where only it is left."""
-    if before.exists() and (not folder.exists() or not any(folder.iterdir())):
-        shutil.rmtree(folder, ignore_errors=True)
-        before.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)

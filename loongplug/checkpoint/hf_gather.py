@@ -1,102 +1,133 @@
-"""Whole tensors under their Hugging Face names, gathered from all ranks one by one."""
+"""Whole tensors under their Hugging Face names, put together from all ranks one by one."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from loongplug.checkpoint.owned import Group, Owned, innermost, owned_parameters, pg_group
-from loongplug.models.hf_mapping import Split, merge_shards
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
-from loongplug.models.qwen3_vl.hf import hf_mapping
+from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.holders import Holders, all_holders, own_rank
+from loongplug.checkpoint.owned import Owned, Piece, owned_parameters
+from loongplug.models.hf_mapping import Bundle, Mapping, Split, local_shape, place_local
 
 What = Literal["weight", "grad"]
 
 
-def gather_full_tensors(
-    model_chunks: Sequence[nn.Module], *, config: Qwen3VLConfig, what: What = "weight"
-) -> dict[str, Tensor] | None:
-    """All weights or gradients of the model by Hugging Face name, on the CPU of rank 0.
+class WholeTensors:
+    """The weights or gradients of a model that is spread over ranks, by Hugging Face name.
 
     A gradient is ``main_grad`` where Megatron keeps one, else ``grad``; parameters without are
     left out. A distributed optimizer leaves each data-parallel rank only its share of
     ``main_grad`` reduced: gather gradients without one, or with a single data-parallel rank.
 
-    Collective: tensor and pipeline parallel groups. Other ranks get None.
+    Of the ranks that hold the same slice, the first gives it. Collective: the default group, in
+    the constructor and in :meth:`collect`.
     """
-    writer = is_writer(model_chunks)
+
+    def __init__(
+        self, model_chunks: Sequence[nn.Module], mapping: Mapping, *, what: What = "weight"
+    ) -> None:
+        """Learn who has what.
+
+        Raises:
+            ValueError: on all ranks alike; a parameter without a row, or a weight without a rank.
+        """
+        error: Exception | None = None
+        owned: list[Owned] = []
+        try:
+            owned = owned_parameters(model_chunks, mapping)
+        except ValueError as caught:
+            error = caught
+        raise_together(error)
+        self._tensors: dict[Piece, Tensor] = {}
+        for own in owned:
+            tensor = _select(own.parameter, what)
+            if tensor is not None:
+                self._tensors[own.piece] = tensor
+        self._device = next(model_chunks[0].parameters()).device
+        holders, dtypes = all_holders([own for own in owned if own.piece in self._tensors])
+        self._holders, self._dtypes = holders, dtypes
+        self._pieces: dict[tuple[int, int | None], list[Piece]] = {}
+        for piece in holders:
+            self._pieces.setdefault((piece.row, piece.layer), []).append(piece)
+        self.bundles = [bundle for bundle in mapping.bundles() if self._of(bundle)]
+        if what == "weight":
+            _require_whole(mapping, holders)
+
+    def _of(self, bundle: Bundle) -> list[Piece]:
+        return self._pieces.get((bundle.number, bundle.layer), [])
+
+    def dtype(self, bundle: Bundle) -> torch.dtype:
+        """The dtype of the bundle's tensors."""
+        return self._dtypes[self._of(bundle)[0]]
+
+    def first_holder(self, bundle: Bundle) -> int:
+        """The global rank that has the bundle's first slice."""
+        return self._holders[self._of(bundle)[0]][0]
+
+    def collect(
+        self, destination: Callable[[Bundle], int]
+    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
+        """Put the bundles together one after the other, each on the rank ``destination`` gives.
+
+        Every rank must run the iterator to its end; it yields a bundle, with its tensors in the
+        order of ``bundle.sources``, on the destination only.
+        """
+        for bundle in self.bundles:
+            target = destination(bundle)
+            if target != own_rank():
+                self._send(bundle, target)
+                continue
+            tensors = [
+                torch.empty(source.shape, dtype=self.dtype(bundle), device=self._device)
+                for source in bundle.sources
+            ]
+            entries = {entry.expert: entry for entry in bundle.entries()}
+            for piece in self._of(bundle):
+                place_local(
+                    entries[piece.expert],
+                    self._take(piece, bundle),
+                    tensors,
+                    rank=piece.part,
+                    tp=piece.parts,
+                )
+            yield bundle, tensors
+
+    def _send(self, bundle: Bundle, target: int) -> None:
+        for piece in self._of(bundle):
+            if self._holders[piece][0] == own_rank():
+                dist.send(self._tensors[piece].contiguous(), dst=target)
+
+    def _take(self, piece: Piece, bundle: Bundle) -> Tensor:
+        holder = self._holders[piece][0]
+        if holder == own_rank():
+            return self._tensors[piece]
+        shape = local_shape(bundle.row, tp=piece.parts)
+        received = torch.empty(shape, dtype=self._dtypes[piece], device=self._device)
+        dist.recv(received, src=holder)
+        return received
+
+
+def gather_full_tensors(
+    model_chunks: Sequence[nn.Module], mapping: Mapping, *, what: What = "weight"
+) -> dict[str, Tensor] | None:
+    """All weights or gradients of the model by Hugging Face name, on the CPU of rank 0.
+
+    Collective: the default group. Other ranks get None.
+    """
     gathered = {
-        name: tensor.to("cpu", copy=True)
-        for name, tensor in iterate_full_tensors(model_chunks, config=config, what=what)
+        source.name: tensor.to("cpu", copy=True)
+        for bundle, tensors in WholeTensors(model_chunks, mapping, what=what).collect(lambda _: 0)
+        for source, tensor in zip(bundle.sources, tensors, strict=True)
     }
-    return gathered if writer else None
-
-
-def is_writer(model_chunks: Sequence[nn.Module]) -> bool:
-    """Whether this rank is the one that gets the whole tensors."""
-    kinds = ("tp", "pp", "dp_cp")
-    return all(get_pg_rank(_group(model_chunks, kind)) == 0 for kind in kinds)
-
-
-def iterate_full_tensors(
-    model_chunks: Sequence[nn.Module], *, config: Qwen3VLConfig, what: What
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) on the writing rank, one parameter at a time.
-
-    Collective: tensor and pipeline parallel groups of data-parallel rank 0; each of their ranks
-    must run the iterator to its end, though only the writer gets anything from it. Other
-    data-parallel ranks have nothing to do.
-
-    Raises:
-        ValueError: a weight that no stage holds, on all ranks alike.
-    """
-    if get_pg_rank(_group(model_chunks, "dp_cp")) != 0:
-        return
-    pp_group = _group(model_chunks, "pp")
-    pp_rank, tp_rank = get_pg_rank(pp_group), get_pg_rank(_group(model_chunks, "tp"))
-    device = next(model_chunks[0].parameters()).device
-    mapping = hf_mapping(config)
-    tensors: dict[str, tuple[Owned, Tensor]] = {}
-    for own in owned_parameters(model_chunks, mapping):
-        tensor = _select(own.parameter, what)
-        if tensor is not None:
-            tensors.setdefault(own.entry.name, (own, tensor))
-    holders = _exchange({name: tensor.dtype for name, (_, tensor) in tensors.items()}, pp_group)
-
-    missing = [e.name for e in mapping.entries() if not any(e.name in h for h in holders)]
-    if missing and what == "weight":
-        raise ValueError(f"No pipeline stage has {', '.join(missing)}.")
-    for entry in mapping.entries():
-        stage = next((i for i, held in enumerate(holders) if entry.name in held), None)
-        if stage is None:
-            continue
-        whole: list[Tensor] | None = None
-        if stage == pp_rank:
-            whole = _merge(*tensors[entry.name])
-        if tp_rank != 0:
-            continue
-        if stage == pp_rank != 0:
-            assert whole is not None
-            for tensor in whole:
-                dist.send(tensor.contiguous(), group=pp_group, group_dst=0)
-        if pp_rank == 0:
-            for index, source in enumerate(entry.sources):
-                if stage == 0:
-                    assert whole is not None
-                    tensor = whole[index]
-                else:
-                    tensor = torch.empty(
-                        source.shape, dtype=holders[stage][entry.name], device=device
-                    )
-                    dist.recv(tensor, group=pp_group, group_src=stage)
-                yield source.name, tensor
+    return gathered if own_rank() == 0 else None
 
 
 def replica_differences(
-    model_chunks: Sequence[nn.Module], *, config: Qwen3VLConfig, what: What
+    model_chunks: Sequence[nn.Module], mapping: Mapping, *, what: What
 ) -> dict[str, float]:
     """For every parameter that is not split, how far apart the ranks of its TP group are.
 
@@ -105,22 +136,34 @@ def replica_differences(
     first rank's. Collective: tensor parallel groups.
     """
     differences: dict[str, float] = {}
-    for own in owned_parameters(model_chunks, hf_mapping(config)):
+    for own in owned_parameters(model_chunks, mapping):
         tensor = _select(own.parameter, what)
         if own.entry.row.split is not Split.NONE or tensor is None:
             continue
         difference = torch.zeros((), device=tensor.device)
-        if get_pg_size(own.tp_group) > 1:
+        if get_pg_size(own.group) > 1:
             first = tensor.clone()
-            dist.broadcast(first, group=own.tp_group, group_src=0)
+            dist.broadcast(first, group=own.group, group_src=0)
             difference = (tensor - first).abs().max().float()
-            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=own.tp_group)
+            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=own.group)
         differences[own.name] = difference.item()
     return differences
 
 
-def _group(model_chunks: Sequence[nn.Module], kind: str) -> Group:
-    return pg_group(kind, [innermost(model_chunks[0])])
+def _require_whole(mapping: Mapping, holders: Holders) -> None:
+    parts: dict[tuple[int, int | None, int | None], set[int]] = {}
+    counts: dict[tuple[int, int | None, int | None], int] = {}
+    for piece in holders:
+        key = (piece.row, piece.layer, piece.expert)
+        parts.setdefault(key, set()).add(piece.part)
+        counts[key] = piece.parts
+    missing = [
+        entry.name
+        for entry in mapping.entries()
+        if len(parts.get(key := (entry.number, entry.layer, entry.expert), ())) != counts.get(key)
+    ]
+    if missing:
+        raise ValueError(f"No rank has the whole of {', '.join(missing)}.")
 
 
 def _select(parameter: nn.Parameter, what: What) -> Tensor | None:
@@ -128,21 +171,3 @@ def _select(parameter: nn.Parameter, what: What) -> Tensor | None:
         return parameter.data
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
-
-
-def _exchange(mine: dict[str, torch.dtype], group: Group) -> list[dict[str, torch.dtype]]:
-    everyone: list[Any] = [mine] * get_pg_size(group)
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
-
-
-def _merge(own: Owned, tensor: Tensor) -> list[Tensor] | None:
-    """The whole tensors on the first rank of the parameter's TP group; the others only send."""
-    size = get_pg_size(own.tp_group)
-    if own.entry.row.split is Split.NONE or size == 1:
-        return merge_shards(own.entry.row, [tensor])
-    first = get_pg_rank(own.tp_group) == 0
-    shards = [torch.empty_like(tensor) for _ in range(size)] if first else None
-    dist.gather(tensor.contiguous(), shards, group=own.tp_group, group_dst=0)
-    return merge_shards(own.entry.row, shards) if shards is not None else None

@@ -1,61 +1,75 @@
-"""Fill a model's parameters from a Hugging Face folder, each rank with what it owns."""
+"""Fill a model's parameters from a Hugging Face folder; each byte of it is read by one rank."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from megatron.core.utils import get_pg_rank, get_pg_size
+import torch.distributed as dist
+from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.holders import Holders, all_holders, own_rank, replica_groups
 from loongplug.checkpoint.owned import Owned, owned_parameters
 from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors
-from loongplug.models.hf_mapping import Mapping, local_shape, read_local
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
-from loongplug.models.qwen3_vl.hf import hf_config_differences, hf_mapping
+from loongplug.models.hf_mapping import Mapping, Where, local_shape, read_local
+from loongplug.models.hf_model import HuggingFaceModel, hf_config_differences
 
 
 def load_hf_weights(
-    model_chunks: Sequence[nn.Module], folder: Path, *, config: Qwen3VLConfig
-) -> None:
+    model_chunks: Sequence[nn.Module], folder: Path, *, model: HuggingFaceModel
+) -> int:
     """Copy the weights in ``folder`` into the parameters of ``model_chunks``, in place.
 
-    Every rank reads only its own layers and slices, converted to its parameters' dtype. Call it
-    before an optimizer copies the parameters. Collective: the default group.
+    Of the ranks that hold the same slice of a parameter, the first reads it, converts it to the
+    parameter's dtype and broadcasts it to the others. Call it with all chunks of a rank, before an
+    optimizer copies the parameters. Memory beside the parameters: the slice being read.
+
+    Collective: the default group, and groups of it made for the purpose.
+
+    Returns:
+        the bytes of the folder's tensors that this rank has read.
 
     Raises:
         ValueError: on all ranks alike; names every missing, extra and misshapen tensor, and
-            every difference between the folder's config.json and ``config``. No parameter was
+            every difference between the folder's config.json and ``model``. No parameter was
             changed unless a file broke while it was read.
     """
     error: Exception | None = None
+    owned: list[Owned] = []
     try:
-        _load(model_chunks, folder, config=config)
+        owned = _checked(model_chunks, folder, model=model)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)
+    holders, _ = all_holders(owned)
+    with replica_groups(holders) as groups, open_tensors(folder) as tensors:
+        error = _fill_all(owned, tensors, holders=holders, groups=groups, mapping=model.mapping)
+        bytes_read = tensors.bytes_read
+    raise_together(error)
+    return bytes_read
 
 
-def _load(model_chunks: Sequence[nn.Module], folder: Path, *, config: Qwen3VLConfig) -> None:
-    mapping = hf_mapping(config)
+def _checked(
+    model_chunks: Sequence[nn.Module], folder: Path, *, model: HuggingFaceModel
+) -> list[Owned]:
     with open_tensors(folder) as tensors:
         problems = [
-            *hf_config_differences(folder, config),
-            *_file_problems(tensors, mapping),
+            *hf_config_differences(folder, model),
+            *_file_problems(tensors, model.mapping),
         ]
-        if problems:
-            raise ValueError(
-                f"The model in {folder} is not the one in the config:\n  " + "\n  ".join(problems)
-            )
-        owned = owned_parameters(model_chunks, mapping)
-        problems = [problem for own in owned if (problem := _shape_problem(own))]
-        if problems:
-            raise ValueError(
-                "The model was not built from the config it is loaded with:\n  "
-                + "\n  ".join(problems)
-            )
-        for own in owned:
-            _fill(own, tensors, mapping=mapping)
+    if problems:
+        raise ValueError(
+            f"The model in {folder} is not the one in the config:\n  " + "\n  ".join(problems)
+        )
+    owned = owned_parameters(model_chunks, model.mapping)
+    problems = [problem for own in owned if (problem := _shape_problem(own))]
+    if problems:
+        raise ValueError(
+            "The model was not built from the config it is loaded with:\n  " + "\n  ".join(problems)
+        )
+    return owned
 
 
 def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
@@ -78,16 +92,39 @@ def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
 
 
 def _shape_problem(own: Owned) -> str | None:
-    expected = local_shape(own.entry.row, tp=get_pg_size(own.tp_group))
+    expected = local_shape(own.entry.row, tp=get_pg_size(own.group))
     found = tuple(own.parameter.shape)
     return None if found == expected else f"{own.name} has shape {found}, expected {expected}"
 
 
+def _fill_all(
+    owned: Sequence[Owned],
+    tensors: TensorFolder,
+    *,
+    holders: Holders,
+    groups: Any,
+    mapping: Mapping,
+) -> Exception | None:
+    """Read or receive every parameter; the first error comes back, once all have taken part."""
+    error: Exception | None = None
+    for own in owned:
+        ranks = holders[own.piece]
+        if ranks[0] == own_rank() and error is None:
+            try:
+                _fill(own, tensors, mapping=mapping)
+            except Exception as caught:  # the other holders wait for the broadcast all the same
+                error = caught
+        if ranks in groups:
+            dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])
+    return error
+
+
 def _fill(own: Owned, tensors: TensorFolder, *, mapping: Mapping) -> None:
     twins = {name: twin for twin, name in mapping.twins.items() if twin in tensors.slices}
+    sources = own.entry.sources
 
-    def read(index: int, where: tuple[slice, ...]) -> Tensor:
-        name = own.entry.sources[index].name
+    def read(index: int, where: Where) -> Tensor:
+        name = sources[index].name
         tensor = tensors.read(name, where)
         twin = twins.get(name)
         if twin is not None and not torch.equal(tensor, tensors.read(twin, where)):
@@ -97,8 +134,6 @@ def _fill(own: Owned, tensors: TensorFolder, *, mapping: Mapping) -> None:
             )
         return tensor
 
-    local = read_local(
-        own.entry.row, read, rank=get_pg_rank(own.tp_group), tp=get_pg_size(own.tp_group)
-    )
+    local = read_local(own.entry, read, rank=own.piece.part, tp=own.piece.parts)
     with torch.no_grad():
         own.parameter.copy_(local)

@@ -7,25 +7,46 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
-from loongplug.models.hf_mapping import Entry, Mapping, shift_layers
+from loongplug.models.hf_mapping import Entry, Mapping, Split, shift_layers
 
 Group = torch.distributed.ProcessGroup | None
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A tensor parallel slice of one parameter of the whole model.
+
+    ``row``, ``layer`` and ``expert`` say which parameter of the mapping it is, ``part`` and
+    ``parts`` which slice; a parameter that is not split has the one part 0.
+    """
+
+    row: int
+    layer: int | None
+    expert: int | None
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
 class Owned:
-    """A parameter of this rank, what it is in the whole model, and who has its other slices."""
+    """A parameter of this rank, and what it is in the whole model.
+
+    ``group`` is the tensor parallel group that the parameter lives in, also where every rank of
+    it has the whole of it.
+    """
 
     name: str
     entry: Entry
+    piece: Piece
     parameter: nn.Parameter
-    tp_group: Group
+    group: Group
 
 
 def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> list[Owned]:
-    """This rank's parameters, wrappers (DDP, Float16Module) looked through.
+    """This rank's parameters, wrappers (DDP, Float16Module) looked through, in mapping order.
 
     Raises:
         ValueError: naming parameters that the mapping does not know.
@@ -36,19 +57,28 @@ def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> lis
         modules = {_without_wrappers(name): module for name, module in chunk.named_modules()}
         offsets = _layer_offsets(modules)
         for wrapped_name, parameter in chunk.named_parameters():
-            name = shift_layers(_without_wrappers(wrapped_name), offsets)
-            entry = mapping.find(name)
-            if entry is None:
-                unknown.append(f"{name} {tuple(parameter.shape)}")
-            else:
-                group = pg_group("tp", [modules.get(name.partition(".")[0]), modules[""]])
-                owned.append(Owned(name, entry, parameter, group))
+            local_name = _without_wrappers(wrapped_name)
+            shifted = shift_layers(local_name, offsets)
+            found = mapping.find(shifted)
+            if found is None:
+                unknown.append(f"{shifted} {tuple(parameter.shape)}")
+                continue
+            entry = _with_global_expert(found, local_name, modules)
+            kind = "tp" if entry.expert is None else "expt_tp"
+            group = pg_group(kind, [modules.get(local_name.partition(".")[0]), modules[""]])
+            owned.append(Owned(entry.name, entry, _piece(entry, group), parameter, group))
     if unknown:
         raise ValueError(
             "The mapping to Hugging Face names has no row for " + ", ".join(unknown) + "; only "
             "models built from the same config can be imported or exported."
         )
-    return owned
+    return sorted(owned, key=lambda own: sort_key(own.piece))
+
+
+def sort_key(piece: Piece) -> tuple[int, int, int, int]:
+    """One order of pieces for all ranks."""
+    layer, expert = (-1 if index is None else index for index in (piece.layer, piece.expert))
+    return piece.row, layer, expert, piece.part
 
 
 def pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
@@ -61,15 +91,23 @@ def pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
         return None
     current: dict[str, Any] = {
         "tp": parallel_state.get_tensor_model_parallel_group,
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-        "dp_cp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "expt_tp": parallel_state.get_expert_tensor_parallel_group,
     }
     return current[kind]()
 
 
-def innermost(chunk: nn.Module) -> nn.Module:
-    """The model inside its wrappers."""
-    return [module for name, module in chunk.named_modules() if not _without_wrappers(name)][-1]
+def _piece(entry: Entry, group: Group) -> Piece:
+    split = entry.row.split is not Split.NONE
+    part, parts = (get_pg_rank(group), get_pg_size(group)) if split else (0, 1)
+    return Piece(entry.number, entry.layer, entry.expert, part, parts)
+
+
+def _with_global_expert(entry: Entry, name: str, modules: dict[str, nn.Module]) -> Entry:
+    """``entry``, found by a name that counts this rank's experts only, for the global expert."""
+    if entry.expert is None:
+        return entry
+    layer: Any = modules[name.partition(".experts.")[0]]  # Megatron's MoELayer
+    return Entry(entry.row, entry.number, entry.layer, layer.local_expert_indices[entry.expert])
 
 
 def _without_wrappers(name: str) -> str:

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,28 +14,40 @@ from loongplug.models.hf_mapping import Shape
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
-@dataclass(frozen=True)
 class TensorFolder:
-    """All tensors of a folder by name."""
+    """All tensors of a folder by name; counts what is read of them."""
 
-    path: Path
-    slices: dict[str, Any]  # safetensors' lazy slices
+    def __init__(self, path: Path, slices: dict[str, Any]) -> None:
+        self.path = path
+        self.slices = slices  # safetensors' lazy slices
+        self.bytes_read = 0
 
     def shapes(self) -> dict[str, Shape]:
         """Name and shape of every tensor; reads headers only."""
         return {name: tuple(view.get_shape()) for name, view in self.slices.items()}
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Name and dtype of every tensor that is plain floating point numbers."""
+        types = {name: view.get_dtype() for name, view in self.slices.items()}
+        return {name: FLOATS[kind] for name, kind in types.items() if kind in FLOATS}
+
     def unreadable_types(self) -> dict[str, str]:
         """Tensors that are no plain floating point numbers, with their type."""
         types = {name: view.get_dtype() for name, view in self.slices.items()}
-        return {name: str(kind) for name, kind in types.items() if kind not in _FLOATS}
+        return {name: str(kind) for name, kind in types.items() if kind not in FLOATS}
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """One slice of a tensor, on the CPU; only that slice is read."""
         tensor: Tensor = self.slices[name][where]
+        self.bytes_read += tensor.nbytes
         return tensor
 
 

@@ -1,4 +1,4 @@
-"""The text decoder: Megatron's GPTModel with interleaved mRoPE and deepstack layers."""
+"""The text decoder: Megatron's GPTModel with multimodal rope and vision features in place."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loongplug.models.deepstack import stack_features
 from loongplug.models.features import VisionFeatures, place, visual_positions
-from loongplug.models.mrope import InterleavedMultimodalRotary
+from loongplug.models.mrope import MultimodalRotary
 
 
 @dataclass
@@ -37,6 +37,7 @@ class TextDecoder(GPTModel):
         vocab_size: int,
         max_sequence_length: int,
         rotary_base: float,
+        rope_axes: Tensor,
         visual_token_ids: tuple[int, ...],
         share_embeddings_and_output_weights: bool,
         pre_process: bool,
@@ -61,11 +62,10 @@ class TextDecoder(GPTModel):
         )
         assert config.mrope_section is not None
         assert config.kv_channels is not None
-        time, height, width = config.mrope_section
-        self.rotary_pos_emb = InterleavedMultimodalRotary(
+        self.rotary_pos_emb = MultimodalRotary(
             kv_channels=config.kv_channels,
             base=rotary_base,
-            section=(time, height, width),
+            axes=rope_axes,
             dtype=config.params_dtype,
         )
         self.visual_token_ids = visual_token_ids

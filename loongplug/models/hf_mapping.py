@@ -3,7 +3,8 @@
 A parameter is built from *parts*: equally split tensors of the Hugging Face side (q, k and v; gate
 and up; or just the tensor itself). Splitting works on the parts and packing on what is left of
 them, so the same two steps serve a single rank and any tensor-parallel size, weights and
-gradients, and both directions. Everything here is pure and linear.
+gradients, and both directions. Experts are one more index: a parameter holds one expert, its
+Hugging Face tensor all of them. Everything here is pure and linear.
 """
 
 import re
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Where = tuple[slice, ...]
 
 
 class Split(Enum):
@@ -28,22 +30,56 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor: name (``{}`` for the layer), shape, how many parts along axis 0."""
+    """A Hugging Face tensor: name (``{}`` for the layer) and shape, and how a parameter reads it.
+
+    ``experts``: the first axis counts experts, and a parameter is one of them. ``transposed``:
+    the last two axes are (inputs, outputs). What is left after both is the *matrix*, (outputs,
+    inputs, ...), which falls into ``parts`` along its first axis.
+    """
 
     name: str
     shape: Shape
     parts: int = 1
+    experts: bool = False
+    transposed: bool = False
+
+    @property
+    def matrix(self) -> Shape:
+        """The shape of what one parameter is made of."""
+        shape = self.shape[1:] if self.experts else self.shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def in_file(self, where: Where, *, expert: int | None) -> Where:
+        """Where a slice of the matrix lies in the tensor."""
+        if self.transposed:
+            where = (*where[:-2], where[-1], where[-2])
+        if self.experts:
+            assert expert is not None
+            where = (slice(expert, expert + 1), *where)
+        return where
+
+    def to_matrix(self, tensor: Tensor) -> Tensor:
+        """What was read from the tensor, as a slice of the matrix."""
+        if self.experts:
+            tensor = tensor[0]
+        return tensor.transpose(-1, -2) if self.transposed else tensor
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """Undo :meth:`to_matrix`."""
+        if self.transposed:
+            matrix = matrix.transpose(-1, -2)
+        return matrix[None] if self.experts else matrix
 
 
 @dataclass(frozen=True)
 class Row:
     """How one kind of parameter corresponds to Hugging Face tensors.
 
-    ``names`` are our names for it (``{}`` for the layer). There are several where layer specs
-    differ in which module keeps it, and where stages keep copies of it (tied embeddings).
-    ``groups`` is how often the parts alternate in our tensor: 1 stacks them, the number of query
-    groups gives Megatron's order of q, k and v. ``count`` is the number of layers, None where
-    there is nothing to count.
+    ``names`` are our names for it (``{}`` for the layer, ``{expert}`` for the expert). There are
+    several where layer specs differ in which module keeps it, and where stages keep copies of it
+    (tied embeddings). ``groups`` is how often the parts alternate in our tensor: 1 stacks them,
+    the number of query groups gives Megatron's order of q, k and v. ``count`` is the number of
+    layers, ``experts`` that of experts; None where there is nothing to count.
     """
 
     names: tuple[str, ...]
@@ -51,24 +87,49 @@ class Row:
     split: Split = Split.NONE
     groups: int = 1
     count: int | None = None
+    experts: int | None = None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The Hugging Face tensors of one row at one (global) layer, which are made together."""
+
+    row: Row
+    number: int  # the row's place in the table
+    layer: int | None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The tensors, with the layer in their names."""
+        return tuple(
+            Source(_fill(s.name, self.layer), s.shape, s.parts, s.experts, s.transposed)
+            for s in self.row.sources
+        )
+
+    def entries(self) -> Iterator["Entry"]:
+        """The parameters they correspond to: one, or one for each expert."""
+        for expert in [None] if self.row.experts is None else range(self.row.experts):
+            yield Entry(self.row, self.number, self.layer, expert)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of the whole model: a row at one (global) layer."""
+    """One parameter of the whole model: a row at one (global) layer, for one (global) expert."""
 
     row: Row
+    number: int
     layer: int | None
+    expert: int | None
 
     @property
     def name(self) -> str:
-        """Our (first) name for it, with the global layer."""
-        return _fill(self.row.names[0], self.layer)
+        """Our (first) name for it, with the global layer and expert."""
+        return _fill(self.row.names[0], self.layer).replace("{expert}", str(self.expert))
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """The Hugging Face tensors it corresponds to."""
-        return tuple(Source(_fill(s.name, self.layer), s.shape, s.parts) for s in self.row.sources)
+        return Bundle(self.row, self.number, self.layer).sources
 
 
 class Mapping:
@@ -81,33 +142,57 @@ class Mapping:
     def __init__(self, rows: Sequence[Row], *, twins: dict[str, str]) -> None:
         self._rows = tuple(rows)
         self.twins = twins
-        self._by_name = {name: row for row in self._rows for name in row.names}
-        assert len(self._by_name) == sum(len(row.names) for row in self._rows), "a name twice"
+        self._by_shape: dict[str, list[tuple[re.Pattern[str], int]]] = {}
+        for number, row in enumerate(self._rows):
+            for name in row.names:
+                self._by_shape.setdefault(_without_numbers(name), []).append(
+                    (_pattern(name), number)
+                )
+        names = [name for row in self._rows for name in row.names]
+        assert len(set(names)) == len(names), "a name twice"
+
+    def bundles(self) -> Iterator[Bundle]:
+        """Every Hugging Face tensor once, in an order that is the same on every rank."""
+        for number, row in enumerate(self._rows):
+            for layer in [None] if row.count is None else range(row.count):
+                yield Bundle(row, number, layer)
 
     def entries(self) -> Iterator[Entry]:
         """Every parameter of the model once, in an order that is the same on every rank."""
-        for row in self._rows:
-            for layer in [None] if row.count is None else range(row.count):
-                yield Entry(row, layer)
+        for bundle in self.bundles():
+            yield from bundle.entries()
 
     def find(self, name: str) -> Entry | None:
         """The entry of a parameter by our name with its global layer; None if there is none."""
-        if name in self._by_name:
-            return Entry(self._by_name[name], None)
-        for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
-            row = self._by_name.get(f"{name[: match.start()]}{{}}{name[match.end() :]}")
-            layer = int(match.group())
-            if row is not None and row.count is not None and layer < row.count:
-                return Entry(row, layer)
+        for pattern, number in self._by_shape.get(_without_numbers(name), ()):
+            row, match = self._rows[number], pattern.fullmatch(name)
+            if match is None:
+                continue
+            found = match.groupdict()
+            layer, expert = (
+                int(i) if i else None for i in (found.get("layer"), found.get("expert"))
+            )
+            if layer is None or (row.count is not None and layer < row.count):
+                return Entry(row, number, layer, expert)
         return None
 
     def sources(self) -> dict[str, Shape]:
         """Name and shape of every Hugging Face tensor of the model."""
-        return {s.name: s.shape for entry in self.entries() for s in entry.sources}
+        return {s.name: s.shape for bundle in self.bundles() for s in bundle.sources}
 
 
 def _fill(pattern: str, layer: int | None) -> str:
     return pattern if layer is None else pattern.replace("{}", str(layer))
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+|\{\}|\{expert\}", "#", name)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    escaped = re.escape(name)
+    escaped = escaped.replace(re.escape("{expert}"), r"(?P<expert>\d+)")
+    return re.compile(escaped.replace(re.escape("{}"), r"(?P<layer>\d+)"))
 
 
 def shift_layers(name: str, offsets: dict[str, int]) -> str:
@@ -125,8 +210,8 @@ def shift_layers(name: str, offsets: dict[str, int]) -> str:
 
 def full_shape(row: Row) -> Shape:
     """The shape of our whole parameter: parts stacked, axes behind the second folded into it."""
-    rows = sum(source.shape[0] for source in row.sources)
-    rest = row.sources[0].shape[1:]
+    rows = sum(source.matrix[0] for source in row.sources)
+    rest = row.sources[0].matrix[1:]
     return (rows, prod(rest)) if rest else (rows,)
 
 
@@ -157,20 +242,13 @@ def _split_axis(row: Row) -> int:
 
 
 def _part_bounds(source: Source, part: int) -> list[tuple[int, int]]:
-    """Start and stop of a part in its source, axis by axis."""
-    length = source.shape[0] // source.parts
-    return [(part * length, (part + 1) * length), *((0, size) for size in source.shape[1:])]
+    """Start and stop of a part in its source's matrix, axis by axis."""
+    length = source.matrix[0] // source.parts
+    return [(part * length, (part + 1) * length), *((0, size) for size in source.matrix[1:])]
 
 
-def read_local(
-    row: Row, read: Callable[[int, tuple[slice, ...]], Tensor], *, rank: int, tp: int
-) -> Tensor:
-    """The local parameter of tensor parallel rank ``rank``, reading no more than that needs.
-
-    Args:
-        read: gives ``source[slices]`` of the row's n-th source.
-    """
-    parts: list[Tensor] = []
+def _regions(row: Row, *, rank: int, tp: int) -> Iterator[tuple[int, Where]]:
+    """Of every part, the slice of its source's matrix that rank ``rank`` of ``tp`` holds."""
     for index, source in enumerate(row.sources):
         for part in range(source.parts):
             bounds = _part_bounds(source, part)
@@ -179,26 +257,38 @@ def read_local(
                 start, stop = bounds[axis]
                 piece = (stop - start) // tp
                 bounds[axis] = (start + rank * piece, start + (rank + 1) * piece)
-            parts.append(read(index, tuple(slice(*bound) for bound in bounds)))
+            yield index, tuple(slice(*bound) for bound in bounds)
+
+
+def read_local(entry: Entry, read: Callable[[int, Where], Tensor], *, rank: int, tp: int) -> Tensor:
+    """The local parameter of tensor parallel rank ``rank``, reading no more than that needs.
+
+    Args:
+        read: gives ``tensor[where]`` of the row's n-th Hugging Face tensor.
+    """
+    row = entry.row
+    parts = [
+        row.sources[index].to_matrix(
+            read(index, row.sources[index].in_file(where, expert=entry.expert))
+        )
+        for index, where in _regions(row, rank=rank, tp=tp)
+    ]
     return pack(parts, groups=_local_groups(row, tp))
 
 
-def merge_shards(row: Row, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The whole Hugging Face tensors, one per source, from the local parameters of all TP ranks.
-
-    A parameter that is not split is taken from the first of ``shards``.
-    """
-    if row.split is Split.NONE:
-        shards = shards[:1]
-    lengths = [s.shape[0] // s.parts for s in row.sources for _ in range(s.parts)]
-    groups = _local_groups(row, len(shards))
-    pieces = [unpack(shard, lengths, groups=groups) for shard in shards]
-    parts = [torch.cat(piece, dim=_split_axis(row)) for piece in zip(*pieces, strict=True)]
-    tensors: list[Tensor] = []
-    for source in row.sources:
-        mine, parts = parts[: source.parts], parts[source.parts :]
-        tensors.append(torch.cat(mine).reshape(source.shape))
-    return tensors
+def place_local(
+    entry: Entry, local: Tensor, tensors: Sequence[Tensor], *, rank: int, tp: int
+) -> None:
+    """Undo :func:`read_local`: write a local parameter into the row's Hugging Face tensors."""
+    row = entry.row
+    regions = list(_regions(row, rank=rank, tp=tp))
+    lengths = [where[0].stop - where[0].start for _, where in regions]
+    parts = unpack(local, lengths, groups=_local_groups(row, tp))
+    for (index, where), part in zip(regions, parts, strict=True):
+        source = row.sources[index]
+        matrix = part.reshape([bound.stop - bound.start for bound in where])
+        target = tensors[index][source.in_file(where, expert=entry.expert)]
+        target.copy_(source.from_matrix(matrix))
 
 
 def _local_groups(row: Row, tp: int) -> int:
@@ -214,6 +304,8 @@ def pack(parts: Sequence[Tensor], *, groups: int) -> Tensor:
     Returns:
         [groups * sum of n, rest], or one axis when the parts have one.
     """
+    if len(parts) == 1:
+        return parts[0] if parts[0].dim() == 1 else parts[0].flatten(1)
     stacked = torch.cat([part.reshape(groups, part.shape[0] // groups, -1) for part in parts], 1)
     rows = groups * stacked.shape[1]
     return stacked.reshape(rows) if parts[0].dim() == 1 else stacked.reshape(rows, -1)

@@ -1,42 +1,55 @@
-"""Interleaved multimodal rotary position embedding (Qwen3-VL)."""
+"""Multimodal rotary position embedding: every pair of channels turns with one of three axes."""
 
 import torch
 from torch import Tensor, nn
 
 from loongplug.models.layers.rope import rope_table
 
+Section = tuple[int, int, int]  # pairs of channels for time, height, width
 
-class InterleavedMultimodalRotary(nn.Module):
-    """Rotary angles from three position axes whose frequencies alternate channel by channel.
 
-    Of the ``kv_channels / 2`` frequencies, number 3k+1 (k < section[1]) turns with the height,
-    number 3k+2 (k < section[2]) with the width, and all others with time. It takes the place of
-    Megatron's MultimodalRotaryEmbedding, which gives each axis one contiguous section.
+def interleaved_axes(section: Section) -> Tensor:
+    """The axis (0 time, 1 height, 2 width) of each frequency in Qwen3-VL, [kv_channels / 2] int64.
+
+    Frequency number 3k+1 (k < section[1]) turns with the height, number 3k+2 (k < section[2])
+    with the width, and all others with time.
+    """
+    axes = torch.zeros(sum(section), dtype=torch.int64)
+    for number in (1, 2):
+        axes[number : 3 * section[number] : 3] = number
+    return axes
+
+
+def sectioned_axes(section: Section) -> Tensor:
+    """The axis of each frequency in Qwen2.5-VL, [kv_channels / 2] int64: one stretch per axis."""
+    return torch.arange(3).repeat_interleave(torch.tensor(section))
+
+
+class MultimodalRotary(nn.Module):
+    """Rotary angles from three position axes.
+
+    It takes the place of Megatron's MultimodalRotaryEmbedding, which gives each axis one
+    contiguous section and makes its angles anew in every layer.
     """
 
-    def __init__(
-        self,
-        *,
-        kv_channels: int,
-        base: float,
-        section: tuple[int, int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        """``dtype`` is the one the rotation is computed in."""
+    def __init__(self, *, kv_channels: int, base: float, axes: Tensor, dtype: torch.dtype) -> None:
+        """``axes`` names each frequency's axis; ``dtype`` is the one the rotation is computed in.
+
+        Raises:
+            ValueError: there are not ``kv_channels / 2`` axes.
+        """
         super().__init__()
-        half = kv_channels // 2
-        if sum(section) != half:
+        if len(axes) != kv_channels // 2:
             raise ValueError(
-                f"mrope_section {list(section)} sums to {sum(section)}, expected kv_channels / 2 = "
-                f"{half}: set the three sections of the foundation so that they sum to {half}."
+                f"mrope_section sums to {len(axes)}, expected kv_channels / 2 = "
+                f"{kv_channels // 2}: set the three sections of the foundation so that they do."
             )
-        self._inverse_host = 1.0 / base ** (
-            torch.arange(0, kv_channels, 2, dtype=torch.float32) / kv_channels
-        )
-        axis = torch.zeros(half, dtype=torch.int64)
-        for number in (1, 2):
-            axis[number : 3 * section[number] : 3] = number
-        self._axis_host = axis
+        # Plain CPU tensors, also while a model is built on the meta device.
+        with torch.device("cpu"):
+            self._inverse_host = 1.0 / base ** (
+                torch.arange(0, kv_channels, 2, dtype=torch.float32) / kv_channels
+            )
+        self._axes_host = axes
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._dtype = dtype
 
@@ -48,12 +61,12 @@ class InterleavedMultimodalRotary(nn.Module):
     ) -> Tensor:
         """The rope table [s, b, 1, 2 * kv_channels] of ``position_ids`` [3, b, s].
 
-        The second and third argument are those of the class it stands in for; the sections are
-        the ones given at construction.
+        The second and third argument are those of the class it stands in for; the axes are the
+        ones given at construction.
         """
         device = position_ids.device
         if device not in self._on_device:
-            self._on_device[device] = (self._inverse_host.to(device), self._axis_host.to(device))
-        inverse, axis = self._on_device[device]
-        per_channel = position_ids.float().permute(2, 1, 0)[:, :, axis]  # [s, b, kv_channels / 2]
+            self._on_device[device] = (self._inverse_host.to(device), self._axes_host.to(device))
+        inverse, axes = self._on_device[device]
+        per_channel = position_ids.float().permute(2, 1, 0)[:, :, axes]  # [s, b, kv_channels / 2]
         return rope_table((per_channel * inverse)[:, :, None, :], dtype=self._dtype)

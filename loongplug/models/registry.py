@@ -1,9 +1,14 @@
 """The model families LoongPlug knows, and how a package outside it adds one."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loongplug.models.hf_model import HuggingFaceModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,9 @@ class Family:
 
     ``config_class`` names the frozen dataclass that the family's YAML files fill; ``builder`` the
     function that builds one pipeline stage; ``arguments`` the function from such a config to the
-    Megatron arguments it decides, by their names in Megatron's namespace.
+    Megatron arguments it decides, by their names in Megatron's namespace; ``hugging_face`` the
+    one from a config to its :class:`~loongplug.models.hf_model.HuggingFaceModel`. ``configs`` is
+    the folder of the family's YAML files; None stands for ``configs/models/<name>`` of LoongPlug.
     """
 
     name: str
@@ -32,7 +39,9 @@ class Family:
     config_class: str
     builder: str
     arguments: str
+    hugging_face: str
     special_tokens: Mapping[str, str]  # config field -> the token's text
+    configs: Path | None = None
 
     def load_config_class(self) -> type:
         """The dataclass of the family's configs."""
@@ -46,22 +55,29 @@ class Family:
         """Megatron's architecture arguments for ``config``, by their names in its namespace."""
         return _load(self.arguments)(config)
 
+    def load_hugging_face(self, config: object) -> "HuggingFaceModel":
+        """The tensors and the config.json of ``config``'s model in ``transformers``."""
+        model: HuggingFaceModel = _load(self.hugging_face)(config)
+        return model
 
-_BUILT_IN = (
-    Family(
-        name="qwen3_vl",
-        model_type="qwen3_vl",
-        config_class="loongplug.models.qwen3_vl.config:Qwen3VLConfig",
-        builder="loongplug.models.qwen3_vl.model:build_model",
-        arguments="loongplug.models.qwen3_vl.arguments:megatron_arguments",
-        special_tokens={
-            "image_token_id": "<|image_pad|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<|vision_start|>",
-            "vision_end_token_id": "<|vision_end|>",
-        },
-    ),
+
+# The special tokens of Qwen's vision-language models, by the config's fields for their ids.
+QWEN_VISION_TOKENS = MappingProxyType(
+    {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
 )
+
+
+def _built_in() -> Iterator[Family]:
+    """The family of each folder here that has a ``family.py`` with a ``FAMILY``."""
+    for folder in sorted(Path(__file__).parent.iterdir()):
+        if (folder / "family.py").is_file():
+            module = importlib.import_module(f"{__package__}.{folder.name}.family")
+            yield module.FAMILY
 
 
 def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
@@ -73,7 +89,7 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
     Raises:
         ValueError: a trusted package cannot be imported, or gives a name that is taken.
     """
-    known = {family.name: family for family in _BUILT_IN}
+    known = {family.name: family for family in _built_in()}
     for package in trusted_packages:
         try:
             module = importlib.import_module(package)

@@ -50,12 +50,12 @@ class _Layer:
 
 
 def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
-    """The models that ``--model-name`` finds: ``configs/models/<family>/<name>.yaml``."""
+    """The models that ``--model-name`` finds, each a YAML file in its family's folder."""
     root = configs_dir() / "models"
     return {
         file.stem: file
-        for family in families(trusted_packages)
-        for file in sorted((root / family).glob("*.yaml"))
+        for family in families(trusted_packages).values()
+        for file in sorted((family.configs or root / family.name).glob("*.yaml"))
     }
 
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import load_processor, require_fit
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.models.architecture import VisionLanguageArchitecture
 
 Iterators = tuple[MicrobatchLoader, MicrobatchLoader | None, None]
 
@@ -24,7 +24,7 @@ class DatasetProvider:
 
     is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
 
-    def __init__(self, args: Namespace, model: Qwen3VLConfig) -> None:
+    def __init__(self, args: Namespace, model: VisionLanguageArchitecture) -> None:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
         processor = load_processor(args.tokenizer_model)

@@ -8,7 +8,7 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.models.architecture import VisionLanguageArchitecture
 
 # Tensor parallel sizes.
 
@@ -34,7 +34,7 @@ def vocabulary(args: Namespace, model: Any) -> str | None:
 
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
     """The encoder's and the projector's sizes can be split over the decoder's ranks."""
-    if not isinstance(model, Qwen3VLConfig):
+    if not isinstance(model, VisionLanguageArchitecture):
         return None
     encoder = model.image_encoder
     merged = encoder.hidden_size * encoder.spatial_merge_size**2
@@ -63,7 +63,7 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
 
 def positive_sizes(args: Namespace, model: Any) -> str | None:
     """Every number that describes the model is above zero."""
-    if not isinstance(model, Qwen3VLConfig):
+    if not isinstance(model, VisionLanguageArchitecture):
         return None
     wrong = [
         f"model.{part}.{name} is {getattr(config, name)}"
@@ -87,22 +87,24 @@ def query_groups(args: Namespace, model: Any) -> str | None:
 
 def encoder_shape(args: Namespace, model: Any) -> str | None:
     """The encoder's heads can be turned by row and column; its position table is square."""
-    if not isinstance(model, Qwen3VLConfig) or positive_sizes(args, model) is not None:
+    if not isinstance(model, VisionLanguageArchitecture) or positive_sizes(args, model) is not None:
         return None
     encoder = model.image_encoder
     hidden, heads = encoder.hidden_size, encoder.num_attention_heads
     if hidden % heads or hidden // heads % 4:
         return f"the encoder's hidden_size {hidden} over {heads} heads is no multiple of 4"
-    if math.isqrt(encoder.num_position_embeddings) ** 2 != encoder.num_position_embeddings:
-        return f"num_position_embeddings {encoder.num_position_embeddings} is no square"
+    table = getattr(encoder, "num_position_embeddings", 1)
+    if math.isqrt(table) ** 2 != table:
+        return f"num_position_embeddings {table} is no square"
     return None
 
 
 def deepstack(args: Namespace, model: Any) -> str | None:
     """The deepstack taps are layers that exist, in order, one decoder layer for each."""
-    if not isinstance(model, Qwen3VLConfig):
+    if not isinstance(model, VisionLanguageArchitecture):
         return None
-    taps, layers = model.image_encoder.deepstack_layers, model.image_encoder.num_layers
+    taps = getattr(model.image_encoder, "deepstack_layers", ())
+    layers = model.image_encoder.num_layers
     if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
         return f"deepstack_layers {list(taps)} of an encoder of {layers} layers"
     if len(taps) > model.foundation.num_layers:
@@ -112,13 +114,15 @@ def deepstack(args: Namespace, model: Any) -> str | None:
 
 def mrope(args: Namespace, model: Any) -> str | None:
     """The sections of the rotary embedding cover its channel pairs and can be interleaved."""
-    if not isinstance(model, Qwen3VLConfig):
+    if not isinstance(model, VisionLanguageArchitecture):
         return None
     sections, pairs = model.foundation.mrope_section, model.foundation.kv_channels // 2
     if model.foundation.kv_channels % 2 or sum(sections) != pairs or min(sections) < 0:
         return f"mrope_section {list(sections)} with kv_channels {model.foundation.kv_channels}"
     # Height takes every third pair from the second one on, width from the third one on.
-    if any(axis + 3 * (sections[axis] - 1) >= pairs for axis in (1, 2)):
+    if model.foundation.interleaved_mrope and any(
+        axis + 3 * (sections[axis] - 1) >= pairs for axis in (1, 2)
+    ):
         return f"mrope_section {list(sections)} leaves no room to interleave height and width"
     return None
 

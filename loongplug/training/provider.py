@@ -1,6 +1,7 @@
 """The model provider that Megatron's training loop calls, once per stage or virtual chunk."""
 
 from pathlib import Path
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -11,7 +12,6 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.layers.specs import Backend
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import Family
 
 
@@ -20,7 +20,7 @@ class ModelProvider:
 
     def __init__(
         self,
-        model: Qwen3VLConfig,
+        model: Any,
         family: Family,
         *,
         backend: Backend,
@@ -61,5 +61,9 @@ class ModelProvider:
         self.chunks.append(chunk)
         is_last = len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1)
         if self.hf_folder is not None and is_last:
-            load_hf_weights(self.chunks, self.hf_folder, config=self.model)
+            load_hf_weights(
+                self.chunks,
+                self.hf_folder,
+                model=self.family.load_hugging_face(self.model),
+            )
         return chunk

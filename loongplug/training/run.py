@@ -47,9 +47,10 @@ def run(
         check_architecture(Path(args.load), parsed.model_yaml)
     if args.save:
         write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+    hugging_face = parsed.family.load_hugging_face(parsed.model)
     if args.save_hf:
         check_hf_export(
-            Path(args.save_hf), config=parsed.model, processor_folder=Path(args.tokenizer_model)
+            Path(args.save_hf), model=hugging_face, processor_folder=Path(args.tokenizer_model)
         )
     provider = ModelProvider(
         parsed.model,
@@ -72,7 +73,7 @@ def run(
             save_hf_folder(
                 provider.chunks,
                 Path(args.save_hf),
-                config=parsed.model,
+                model=hugging_face,
                 processor_folder=Path(args.tokenizer_model),
             )
     return reports

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_qwen3_vl import build_chunks, save_random_hf_model, tiny_config
 
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.models.qwen3_vl.hf import hugging_face
 
 GATE = "model.language_model.layers.1.mlp.gate_proj.weight"
 NORM = "model.language_model.norm.weight"
@@ -48,7 +49,7 @@ def load(rank, *, folder, tp=1, pp=1, tied=False):
         before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
         own = folder[rank] if isinstance(folder, list) else folder
         with pytest.raises(ValueError, match=r".") as caught:
-            load_hf_weights(chunks, own, config=config)
+            load_hf_weights(chunks, own, model=hugging_face(config))
         after = [p for chunk in chunks for p in chunk.parameters()]
         untouched = all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
         return str(caught.value), untouched
@@ -118,7 +119,7 @@ def test_published_configs_spell_rope_otherwise(folder):
 def load_well(rank, *, folder, tied=False):
     with model_parallel():
         config = tiny_config(tied=tied)
-        load_hf_weights(build_chunks(config), folder, config=config)
+        load_hf_weights(build_chunks(config), folder, model=hugging_face(config))
 
 
 def test_a_folder_without_config_is_judged_by_its_tensors(folder):
@@ -193,7 +194,7 @@ def load_into_another_model(rank, *, folder):
             layer.mlp.linear_fc1.weight = torch.nn.Parameter(torch.zeros(8, 64))
             layer.adapter = torch.nn.Linear(2, 3, bias=False)
         with pytest.raises(ValueError, match="rank 2, 3") as caught:
-            load_hf_weights(chunks, folder, config=config)
+            load_hf_weights(chunks, folder, model=hugging_face(config))
         return str(caught.value)
 
 

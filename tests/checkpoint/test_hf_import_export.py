@@ -18,6 +18,7 @@ from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.demo_processor import write_processor
+from loongplug.models.qwen3_vl.hf import hugging_face
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +40,11 @@ def in_and_out(
     config = tiny_config(tied=tied)
     with model_parallel(tp=tp, pp=pp, vpp=vpp):
         chunks = build_chunks(config, tp=tp, pp=pp, vpp=vpp)
-        for chunk in chunks:  # as a model provider does, chunk by chunk
-            load_hf_weights([chunk], source, config=config)
+        load_hf_weights(chunks, source, model=hugging_face(config))
         save_hf_folder(
             chunks,
             target,
-            config=config,
+            model=hugging_face(config),
             processor_folder=processor,
             max_file_bytes=max_file_bytes,
         )
@@ -143,7 +143,7 @@ def tied_copies(rank, *, source):
     config = tiny_config(tied=True)
     with model_parallel(tp=2, pp=2):
         (chunk,) = build_chunks(config, tp=2, pp=2)
-        load_hf_weights([chunk], source, config=config)
+        load_hf_weights([chunk], source, model=hugging_face(config))
         return {
             name: parameter.detach().clone()
             for name, parameter in chunk.named_parameters()
@@ -175,8 +175,8 @@ def wrapped_and_bf16(rank, *, source, target, processor):
             ddp_config=DistributedDataParallelConfig(),
             module=Float16Module(chunk.config, chunk),
         )
-        load_hf_weights([wrapped], source, config=config)
-        save_hf_folder([wrapped], target, config=config, processor_folder=processor)
+        load_hf_weights([wrapped], source, model=hugging_face(config))
+        save_hf_folder([wrapped], target, model=hugging_face(config), processor_folder=processor)
 
 
 def test_wrapped_models_keep_their_precision(tmp_path, processor_folder):
@@ -202,7 +202,7 @@ def gather_gradients(rank, *, tp, pp):
                 parameter.grad = torch.full_like(parameter, 3.0)
             else:
                 parameter.grad = torch.full_like(parameter, 1.0)
-        return gather_full_tensors([chunk], config=config, what="grad")
+        return gather_full_tensors([chunk], hugging_face(config).mapping, what="grad")
 
 
 def test_gradients_are_gathered_where_there_are_any():
@@ -221,12 +221,12 @@ def drifted_replicas(rank, *, source):
     config = tiny_config(tied=False)
     with model_parallel(tp=2):
         (chunk,) = build_chunks(config, tp=2)
-        load_hf_weights([chunk], source, config=config)
-        before = replica_differences([chunk], config=config, what="weight")
+        load_hf_weights([chunk], source, model=hugging_face(config))
+        before = replica_differences([chunk], hugging_face(config).mapping, what="weight")
         if rank == 1:
             with torch.no_grad():
                 chunk.text_decoder.decoder.layers[2].self_attention.q_layernorm.weight[3] -= 0.5
-        after = replica_differences([chunk], config=config, what="weight")
+        after = replica_differences([chunk], hugging_face(config).mapping, what="weight")
         return before, after
 
 
@@ -246,19 +246,19 @@ def export_twice(rank, *, source, target, processor):
     config = tiny_config(tied=False)
     with model_parallel(tp=2):
         chunks = build_chunks(config, tp=2)
-        load_hf_weights(chunks, source, config=config)
-        save_hf_folder(chunks, target, config=config, processor_folder=processor)
+        load_hf_weights(chunks, source, model=hugging_face(config))
+        save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
         first = (target / "model.safetensors").stat().st_ino
 
         def full_disk(*args):
             raise OSError(28, "No space left on device")
 
-        add, hf_export.ShardWriter.add = hf_export.ShardWriter.add, full_disk
+        add, hf_export.TensorFileWriter.add = hf_export.TensorFileWriter.add, full_disk
         with pytest.raises(ValueError, match="No space left") as caught:
-            save_hf_folder(chunks, target, config=config, processor_folder=processor)
+            save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
         kept = (target / "model.safetensors").stat().st_ino == first
-        hf_export.ShardWriter.add = add
-        save_hf_folder(chunks, target, config=config, processor_folder=processor)
+        hf_export.TensorFileWriter.add = add
+        save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
         replaced = (target / "model.safetensors").stat().st_ino != first
         return str(caught.value), kept, replaced
 
@@ -275,7 +275,7 @@ def test_a_failed_export_leaves_the_older_one_and_fails_everywhere(tmp_path, pro
 
 def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_folder):
     config = tiny_config(tied=False)
-    check = partial(check_hf_export, config=config, processor_folder=processor_folder)
+    check = partial(check_hf_export, model=hugging_face(config), processor_folder=processor_folder)
     check(tmp_path / "new")
     (tmp_path / "empty").mkdir()
     check(tmp_path / "empty")
@@ -285,4 +285,4 @@ def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_
     with pytest.raises(ValueError, match="is a file"):
         check(foreign / "config.json")
     with pytest.raises(ValueError, match=r"no tokenizer.json"):
-        check_hf_export(tmp_path / "new", config=config, processor_folder=foreign)
+        check_hf_export(tmp_path / "new", model=hugging_face(config), processor_folder=foreign)

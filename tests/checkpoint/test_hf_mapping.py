@@ -8,19 +8,22 @@ from tiny_qwen3_vl import tiny_config
 from transformers import Qwen3VLForConditionalGeneration
 
 from loongplug.models.hf_mapping import (
+    Bundle,
+    Entry,
     Mapping,
     Row,
     Source,
     Split,
     full_shape,
     local_shape,
-    merge_shards,
     pack,
+    place_local,
     read_local,
     shift_layers,
     unpack,
 )
-from loongplug.models.qwen3_vl.hf import hf_config, hf_mapping
+from loongplug.models.hf_model import hf_config
+from loongplug.models.qwen3_vl.hf import hugging_face
 
 pytestmark = pytest.mark.quick
 
@@ -31,11 +34,26 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float64).reshape(shape)
 
 
-def split_over(row: Row, tensors: list[torch.Tensor], tp: int) -> list[torch.Tensor]:
+def entry(row: Row, expert: int = 0) -> Entry:
+    return list(Bundle(row, 0, None).entries())[expert]
+
+
+def split_over(
+    row: Row, tensors: list[torch.Tensor], tp: int, *, expert: int = 0
+) -> list[torch.Tensor]:
     return [
-        read_local(row, lambda index, where: tensors[index][where], rank=rank, tp=tp)
+        read_local(entry(row, expert), lambda i, where: tensors[i][where], rank=rank, tp=tp)
         for rank in range(tp)
     ]
+
+
+def merged(row: Row, shards: list[torch.Tensor], *, expert: int = 0) -> list[torch.Tensor]:
+    """Whole tensors from the shards of one expert; what belongs to others stays zero."""
+    tensors = [torch.zeros(source.shape, dtype=shards[0].dtype) for source in row.sources]
+    parts = 1 if row.split is Split.NONE else len(shards)
+    for rank, shard in enumerate(shards[:parts]):
+        place_local(entry(row, expert), shard, tensors, rank=rank, tp=parts)
+    return tensors
 
 
 @st.composite
@@ -67,8 +85,8 @@ def test_splitting_then_merging_gives_back_every_bit(case):
     row, tensors, tp = case
     shards = split_over(row, tensors, tp)
     assert all(tuple(shard.shape) == local_shape(row, tp=tp) for shard in shards)
-    for merged, original in zip(merge_shards(row, shards), tensors, strict=True):
-        assert torch.equal(merged, original)
+    for whole, original in zip(merged(row, shards), tensors, strict=True):
+        assert torch.equal(whole, original)
 
 
 @given(rows_with_tensors())
@@ -82,7 +100,7 @@ def test_a_rank_reads_no_more_than_it_keeps(case):
         read += tensors[index][where].numel()
         return tensors[index][where]
 
-    local = read_local(row, counting, rank=tp - 1, tp=tp)
+    local = read_local(entry(row), counting, rank=tp - 1, tp=tp)
     assert read == local.numel()
 
 
@@ -100,8 +118,8 @@ def test_mapping_is_linear():
     row = Row(("x",), (Source("q", (8, 3)), Source("k", (4, 3))), Split.COLUMN, groups=4)
     a = [torch.randn(6, 3, dtype=torch.float64) for _ in range(2)]
     b = [torch.randn(6, 3, dtype=torch.float64) for _ in range(2)]
-    both = merge_shards(row, [2 * x + y for x, y in zip(a, b, strict=True)])
-    for sum_, x, y in zip(both, merge_shards(row, a), merge_shards(row, b), strict=True):
+    both = merged(row, [2 * x + y for x, y in zip(a, b, strict=True)])
+    for sum_, x, y in zip(both, merged(row, a), merged(row, b), strict=True):
         torch.testing.assert_close(sum_, 2 * x + y)
 
 
@@ -137,7 +155,7 @@ def test_convolution_is_folded_like_its_patches():
     (local,) = split_over(row, [weight], 1)
     assert torch.equal(local, weight.reshape(2, 96))
     assert full_shape(row) == (2, 96)
-    assert torch.equal(merge_shards(row, [local])[0], weight)
+    assert torch.equal(merged(row, [local])[0], weight)
 
 
 def test_a_row_split_is_by_columns():
@@ -162,13 +180,13 @@ def test_a_split_that_does_not_divide_is_refused(row, message):
 def test_mapping_covers_what_transformers_saves(tied):
     config = tiny_config(tied=tied)
     with torch.device("meta"):
-        model = Qwen3VLForConditionalGeneration(hf_config(config))
+        model = Qwen3VLForConditionalGeneration(hf_config(hugging_face(config)))
     saved = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if tied:
         del saved["lm_head.weight"]
-    mapping = hf_mapping(config)
+    mapping = hugging_face(config).mapping
     assert mapping.sources() == saved
-    names = [source.name for entry in mapping.entries() for source in entry.sources]
+    names = [source.name for bundle in mapping.bundles() for source in bundle.sources]
     assert len(names) == len(set(names))
     assert mapping.twins == (
         {"lm_head.weight": "model.language_model.embed_tokens.weight"} if tied else {}
@@ -176,9 +194,9 @@ def test_mapping_covers_what_transformers_saves(tied):
 
 
 def test_every_entry_is_found_by_its_names():
-    mapping = hf_mapping(tiny_config(tied=True))
-    for entry in mapping.entries():
-        assert mapping.find(entry.name) == entry
+    mapping = hugging_face(tiny_config(tied=True)).mapping
+    for each in mapping.entries():
+        assert mapping.find(each.name) == each
     fused = mapping.find("text_decoder.decoder.layers.3.mlp.linear_fc1.layer_norm_weight")
     assert fused is not None
     assert fused.sources[0].name == "model.language_model.layers.3.post_attention_layernorm.weight"
@@ -200,7 +218,7 @@ def test_every_entry_is_found_by_its_names():
     ],
 )
 def test_other_names_are_not_found(name):
-    assert hf_mapping(tiny_config(tied=False)).find(name) is None
+    assert hugging_face(tiny_config(tied=False)).mapping.find(name) is None
 
 
 def test_a_name_can_have_only_one_row():

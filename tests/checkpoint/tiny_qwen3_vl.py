@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import Qwen3VLForConditionalGeneration
 
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.hf_model import hf_config
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.qwen3_vl.config import (
     Qwen3DecoderConfig,
@@ -16,7 +17,7 @@ from loongplug.models.qwen3_vl.config import (
     Qwen3VisionConfig,
     Qwen3VLConfig,
 )
-from loongplug.models.qwen3_vl.hf import hf_config
+from loongplug.models.qwen3_vl.hf import hugging_face
 from loongplug.models.qwen3_vl.model import build_model
 
 
@@ -53,7 +54,7 @@ def tiny_config(*, tied: bool) -> Qwen3VLConfig:
 def random_hf_model(*, tied: bool, seed: int = 0) -> Qwen3VLForConditionalGeneration:
     """In transformers, with norms and biases random as well."""
     torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(hf_config(tiny_config(tied=tied)))
+    model = Qwen3VLForConditionalGeneration(hf_config(hugging_face(tiny_config(tied=tied))))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)

@@ -1,4 +1,4 @@
-"""Interleaved mRoPE against transformers' own."""
+"""mRoPE, interleaved and in sections, against transformers' own."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from loongplug.models.layers.rope import rotate
-from loongplug.models.mrope import InterleavedMultimodalRotary
+from loongplug.models.mrope import MultimodalRotary, interleaved_axes
 
 pytestmark = pytest.mark.quick
 
@@ -31,16 +31,16 @@ def test_rotation_is_that_of_transformers(kv_channels, section):
     query = torch.randn(2, 4, 7, kv_channels)  # [b, heads, s, dim]
     cos, sin = reference(query, position_ids)
     expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
-    rotary = InterleavedMultimodalRotary(
-        kv_channels=kv_channels, base=5e6, section=section, dtype=torch.float32
+    rotary = MultimodalRotary(
+        kv_channels=kv_channels, base=5e6, axes=interleaved_axes(section), dtype=torch.float32
     )
     turned = rotate(query.permute(2, 0, 1, 3), rotary(position_ids, list(section)))
     torch.testing.assert_close(turned.permute(1, 2, 0, 3), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_axes_are_told_apart():
-    rotary = InterleavedMultimodalRotary(
-        kv_channels=32, base=1e4, section=(6, 5, 5), dtype=torch.float32
+    rotary = MultimodalRotary(
+        kv_channels=32, base=1e4, axes=interleaved_axes((6, 5, 5)), dtype=torch.float32
     )
     base = torch.zeros(3, 1, 1, dtype=torch.int64)
     tables = []
@@ -54,6 +54,6 @@ def test_axes_are_told_apart():
 
 def test_sections_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"sums to 15, expected kv_channels / 2 = 16"):
-        InterleavedMultimodalRotary(
-            kv_channels=32, base=1e4, section=(5, 5, 5), dtype=torch.float32
+        MultimodalRotary(
+            kv_channels=32, base=1e4, axes=interleaved_axes((5, 5, 5)), dtype=torch.float32
         )

@@ -20,7 +20,8 @@ class Config:
 
 LOONGPLUG_FAMILIES = (
     Family(name={name!r}, model_type="x", config_class="{module}:Config", builder="{module}:build",
-           arguments="{module}:arguments", special_tokens={{}}),
+           arguments="{module}:arguments", hugging_face="{module}:hugging_face",
+           special_tokens={{}}),
 )
 
 def build(size): return size * 2

@@ -1,72 +1,10 @@
 """The Megatron arguments that a Qwen3-VL config decides: those of its text decoder."""
 
+from loongplug.models.decoder_arguments import decoder_arguments
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import ArchitectureArgument
 
-# The same in every Qwen3-VL; most differ from Megatron's defaults or can be switched by a flag.
-_FIXED: dict[str, object] = {
-    "group_query_attention": True,
-    "qk_layernorm": True,
-    "qk_l2_norm": False,
-    "normalization": "RMSNorm",
-    "layernorm_zero_centered_gamma": False,
-    "apply_residual_connection_post_layernorm": False,
-    "swiglu": True,
-    "squared_relu": False,
-    "quick_geglu": False,
-    "openai_gelu": False,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "attention_output_gate": False,
-    "multi_latent_attention": False,
-    "softmax_type": "vanilla",
-    "window_size": None,
-    "position_embedding_type": "mrope",
-    "add_position_embedding": True,
-    "use_rotary_position_embeddings": False,
-    "use_rope_scaling": False,
-    "no_rope_freq": None,
-    "rotary_interleaved": False,
-    "rotary_percent": 1.0,
-    "rotary_seq_len_interpolation_factor": None,
-    "experimental_attention_variant": None,
-    "encoder_num_layers": None,
-    "decoder_num_layers": None,
-    "hybrid_layer_pattern": None,
-    "heterogeneous_layers_config_path": None,
-    "heterogeneous_layers_config_encoded_json": None,
-    "num_experts": None,
-    "mtp_num_layers": None,
-    "use_mup": False,
-}
-
 
 def megatron_arguments(model: Qwen3VLConfig) -> dict[str, ArchitectureArgument]:
-    """The decoder's architecture under the names of Megatron's namespace.
-
-    The vocabulary is exactly the config's: padding would change the checkpoint's shapes.
-    """
-    decoder = model.foundation
-    by_key = {
-        "num_layers": ("num_layers", decoder.num_layers),
-        "hidden_size": ("hidden_size", decoder.hidden_size),
-        "ffn_hidden_size": ("ffn_hidden_size", decoder.ffn_hidden_size),
-        "num_attention_heads": ("num_attention_heads", decoder.num_attention_heads),
-        "num_query_groups": ("num_query_groups", decoder.num_query_groups),
-        "kv_channels": ("kv_channels", decoder.kv_channels),
-        "vocab_size": ("vocab_size", decoder.vocab_size),
-        "padded_vocab_size": ("vocab_size", decoder.vocab_size),
-        "mrope_section": ("mrope_section", list(decoder.mrope_section)),
-        "rotary_base": ("rotary_base", decoder.rotary_base),
-        "layernorm_epsilon": ("layernorm_epsilon", decoder.layernorm_epsilon),
-        "init_method_std": ("initializer_range", decoder.initializer_range),
-        "max_position_embeddings": ("max_position_embeddings", decoder.max_position_embeddings),
-        "untie_embeddings_and_output_weights": (
-            "tie_word_embeddings",
-            not decoder.tie_word_embeddings,
-        ),
-    }
-    return {
-        name: ArchitectureArgument(value=value, key=f"foundation.{key}")
-        for name, (key, value) in by_key.items()
-    } | {name: ArchitectureArgument(value=value) for name, value in _FIXED.items()}
+    """The decoder's architecture under the names of Megatron's namespace."""
+    return decoder_arguments(model.foundation, fixed={"qk_layernorm": True, "add_qkv_bias": False})

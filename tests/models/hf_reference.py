@@ -1,11 +1,18 @@
-"""A tiny random Qwen3-VL of transformers, a batch with images, and both sides' step on it."""
+"""One step of a family's model against the same step in transformers, in any layout.
 
+The families' tests bring their tiny architectures; the batches come from ``hf_batches``.
+"""
+
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
+from hf_batches import IMAGE, SEQ_LENGTH, VIDEO, Batch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -17,27 +24,18 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from ranks import model_parallel
-from transformers import Qwen3VLConfig as HfConfig
-from transformers import Qwen3VLForConditionalGeneration
+from ranks import model_parallel, run_ranks
 
 from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.data.microbatch import Microbatch, VisionInput
-from loongplug.data.positions import mrope_position_ids
+from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig
-from loongplug.models.qwen3_vl.config import (
-    Qwen3DecoderConfig,
-    Qwen3ProjectorConfig,
-    Qwen3VisionConfig,
-    Qwen3VLConfig,
-)
-from loongplug.models.qwen3_vl.model import build_model
+from loongplug.models.hf_model import hf_config
+from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep
 
-IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
-SEQ_LENGTH = 32
+LIMIT = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,157 +73,15 @@ class Layout:
         return "-".join(parts)
 
 
-def architecture(*, tied: bool) -> Qwen3VLConfig:
-    """Small, but with every feature: GQA, deepstack over three layers, an uneven mRoPE."""
-    return Qwen3VLConfig(
-        image_encoder=Qwen3VisionConfig(
-            num_layers=3,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_attention_heads=4,
-            num_position_embeddings=64,
-            deepstack_layers=(0, 1, 2),
-        ),
-        image_projector=Qwen3ProjectorConfig(),
-        foundation=Qwen3DecoderConfig(
-            num_layers=4,
-            hidden_size=64,
-            ffn_hidden_size=160,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=32,
-            vocab_size=128,
-            mrope_section=(6, 5, 5),
-            tie_word_embeddings=tied,
-        ),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-    )
-
-
-def reference_model(*, tied: bool, seed: int = 0) -> Qwen3VLForConditionalGeneration:
+def reference_model(model: VisionLanguageArchitecture, *, seed: int = 0) -> Any:
     """The same architecture in transformers, randomly initialised, norms and biases too."""
-    ours = architecture(tied=tied)
-    vision, text = ours.image_encoder, ours.foundation
-    config = HfConfig(
-        text_config={
-            "vocab_size": text.vocab_size,
-            "hidden_size": text.hidden_size,
-            "intermediate_size": text.ffn_hidden_size,
-            "num_hidden_layers": text.num_layers,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": text.num_query_groups,
-            "head_dim": text.kv_channels,
-            "rms_norm_eps": text.layernorm_epsilon,
-            "max_position_embeddings": text.max_position_embeddings,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": text.rotary_base,
-                "mrope_section": list(text.mrope_section),
-                "mrope_interleaved": True,
-            },
-            "tie_word_embeddings": tied,
-        },
-        vision_config={
-            "depth": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.ffn_hidden_size,
-            "num_heads": vision.num_attention_heads,
-            "patch_size": vision.patch_size,
-            "spatial_merge_size": vision.spatial_merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "num_position_embeddings": vision.num_position_embeddings,
-            "deepstack_visual_indexes": list(vision.deepstack_layers),
-            "out_hidden_size": text.hidden_size,
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=tied,
-    )
+    hugging_face = family_of(model).load_hugging_face(model)
     torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(config)
+    reference = getattr(transformers, hugging_face.architecture)(hf_config(hugging_face))
     with torch.no_grad():
-        for parameter in model.parameters():  # nothing left at 0 or 1, where mistakes hide
+        for parameter in reference.parameters():  # nothing left at 0 or 1, where mistakes hide
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.float()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A global batch, sample by sample."""
-
-    samples: tuple[Microbatch, ...]  # one sample each
-
-    def microbatch(self, first: int, size: int) -> Microbatch:
-        """Samples ``first`` to ``first + size`` as one microbatch."""
-        chosen = self.samples[first : first + size]
-        visions = [sample.vision for sample in chosen]
-        return Microbatch(
-            input_ids=torch.cat([sample.input_ids for sample in chosen]),
-            position_ids=torch.cat([sample.position_ids for sample in chosen], dim=1),
-            labels=torch.cat([sample.labels for sample in chosen]),
-            loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
-            tokens=sum(sample.tokens for sample in chosen),
-            vision=VisionInput(
-                pixels=torch.cat([vision.pixels for vision in visions]),
-                grid_thw=torch.cat([vision.grid_thw for vision in visions]),
-            ),
-        )
-
-
-def batch(*, seed: int = 1) -> Batch:
-    """Eight samples: none to three images of different sizes, different lengths, uneven masks."""
-    generator = torch.Generator().manual_seed(seed)
-    grids_of_samples = [
-        [(1, 2, 2), (1, 4, 4)],
-        [],
-        [(1, 2, 6)],
-        [(1, 4, 2), (1, 2, 2), (1, 2, 4)],
-        [],
-        [],
-        [(1, 6, 4)],
-        [(1, 2, 2)],
-    ]
-    samples = []
-    for number, grids in enumerate(grids_of_samples):
-        ids: list[int] = []
-        for grid in grids:
-            ids += torch.randint(10, 128, (1 + number % 3,), generator=generator).tolist()
-            ids += [VISION_START, *[IMAGE] * (grid[0] * grid[1] * grid[2] // 4), VISION_END]
-        ids += torch.randint(10, 128, (7 + number,), generator=generator).tolist()
-        samples.append(_sample(ids, grids, answer=3 + number, generator=generator))
-    return Batch(samples=tuple(samples))
-
-
-def _sample(ids, grids, *, answer: int, generator: torch.Generator) -> Microbatch:
-    tokens = torch.tensor(ids)
-    length = len(ids)
-    padded = torch.full((SEQ_LENGTH,), 1)
-    padded[:length] = tokens
-    positions = torch.zeros(3, SEQ_LENGTH, dtype=torch.int64)
-    positions[:, :length] = torch.from_numpy(
-        mrope_position_ids(
-            tokens.numpy(), image_token_id=IMAGE, video_token_id=VIDEO, image_grids=grids
-        )
-    )
-    mask = torch.zeros(SEQ_LENGTH)
-    mask[length - 1 - answer : length - 1] = 1
-    patches = sum(t * h * w for t, h, w in grids)
-    return Microbatch(
-        input_ids=padded[None],
-        position_ids=positions[:, None],
-        labels=F.pad(padded[1:], (0, 1), value=1)[None],
-        loss_mask=mask[None],
-        tokens=length,
-        vision=VisionInput(
-            pixels=torch.randn(patches, 3 * 2 * 16 * 16, generator=generator),
-            grid_thw=torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
-        ),
-    )
+    return reference.float()
 
 
 @dataclass(frozen=True)
@@ -237,7 +93,7 @@ class Step:
     gradients: dict[str, torch.Tensor]
 
 
-def reference_step(model: Qwen3VLForConditionalGeneration, data: Batch) -> Step:
+def reference_step(model: Any, data: Batch) -> Step:
     """The whole batch at once in transformers; positions come from transformers as well."""
     whole = data.microbatch(0, len(data.samples))
     lengths = torch.tensor([sample.tokens for sample in data.samples])
@@ -246,9 +102,8 @@ def reference_step(model: Qwen3VLForConditionalGeneration, data: Batch) -> Step:
     output = model(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        pixel_values=whole.vision.pixels,
-        image_grid_thw=whole.vision.grid_thw,
-        mm_token_type_ids=(input_ids == IMAGE).int(),
+        mm_token_type_ids=(input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int(),
+        **_media_arguments(data),
     )
     losses = F.cross_entropy(
         output.logits.flatten(0, 1), whole.labels.flatten(), reduction="none"
@@ -266,21 +121,31 @@ def reference_step(model: Qwen3VLForConditionalGeneration, data: Batch) -> Step:
     )
 
 
-def decoder_config(model: Qwen3VLConfig, layout: Layout) -> DecoderConfig:
+def _media_arguments(data: Batch) -> dict[str, Any]:
+    """transformers takes images and videos apart, each in the order of the text."""
+    pixels = data.microbatch(0, len(data.samples)).vision.pixels
+    media = [medium for sample in data.media for medium in sample]
+    pieces = pixels.split([medium.patches for medium in media])
+    arguments: dict[str, Any] = {}
+    for is_video, kind, suffix in ((False, "image", ""), (True, "video", "_videos")):
+        chosen = [number for number, medium in enumerate(media) if medium.is_video == is_video]
+        if chosen:
+            arguments[f"pixel_values{suffix}"] = torch.cat([pieces[number] for number in chosen])
+            arguments[f"{kind}_grid_thw"] = torch.tensor([media[n].grid for n in chosen])
+    seconds = [medium.seconds for medium in media if medium.is_video]
+    if seconds:
+        arguments["second_per_grid_ts"] = torch.tensor(seconds)
+    return arguments
+
+
+def decoder_config(model: VisionLanguageArchitecture, layout: Layout) -> DecoderConfig:
     """The decoder's Megatron config for a layout, fp32."""
-    text = model.foundation
+    names = {field.name for field in dataclasses.fields(DecoderConfig)}
+    arguments = family_of(model).megatron_arguments(model)
+    architecture = {name: argument.value for name, argument in arguments.items() if name in names}
     return DecoderConfig(
-        num_layers=text.num_layers,
-        hidden_size=text.hidden_size,
-        ffn_hidden_size=text.ffn_hidden_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_query_groups,
-        kv_channels=text.kv_channels,
-        mrope_section=list(text.mrope_section),
-        normalization="RMSNorm",
-        layernorm_epsilon=text.layernorm_epsilon,
-        qk_layernorm=True,
-        add_bias_linear=False,
+        **architecture,
+        num_moe_experts=arguments["num_experts"].value,
         gated_linear_unit=True,
         activation_func=F.silu,
         bias_activation_fusion=False,
@@ -303,13 +168,13 @@ def decoder_config(model: Qwen3VLConfig, layout: Layout) -> DecoderConfig:
     )
 
 
-def build_chunks(model: Qwen3VLConfig, config: DecoderConfig, layout: Layout) -> list:
+def build_chunks(model: VisionLanguageArchitecture, config: DecoderConfig, layout: Layout) -> list:
     """This rank's chunks of the model, not wrapped."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), layout.pp
     chunks = layout.vpp or 1
     return [
-        build_model(
+        family_of(model).load_builder()(
             model,
             config,
             pre_process=stage == 0 and chunk == 0,
@@ -323,13 +188,14 @@ def build_chunks(model: Qwen3VLConfig, config: DecoderConfig, layout: Layout) ->
 
 
 def our_step(
-    rank: int, *, folder: Path, model: Qwen3VLConfig, layout: Layout, data: Batch
+    rank: int, *, folder: Path, model: VisionLanguageArchitecture, layout: Layout, data: Batch
 ) -> Step | None:
     """One step of ``layout`` through Megatron's own schedule; the result is rank 0's."""
     with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp):
         config = decoder_config(model, layout)
         bare = build_chunks(model, config, layout)
-        load_hf_weights(bare, folder, config=model)
+        hugging_face = family_of(model).load_hugging_face(model)
+        load_hf_weights(bare, folder, model=hugging_face)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=layout.distributed_optimizer,
@@ -388,9 +254,9 @@ def our_step(
         last = torch.distributed.get_world_size() - 1
         torch.distributed.broadcast(sums, last)
         # Gathering takes the first rank's copy; a missing reduction shows between the copies.
-        apart = replica_differences(bare, config=model, what="grad")
+        apart = replica_differences(bare, hugging_face.mapping, what="grad")
         assert max(apart.values()) < 1e-6, max(apart, key=apart.__getitem__)
-        gradients = gather_full_tensors(bare, config=model, what="grad")
+        gradients = gather_full_tensors(bare, hugging_face.mapping, what="grad")
         if gradients is None:
             return None
         return Step(loss=(sums[0] / sums[1]).item(), logits=logits, gradients=gradients)
@@ -425,3 +291,29 @@ def _gather_logits(parts: list[torch.Tensor], layout: Layout) -> torch.Tensor | 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Largest absolute difference over the tensor's largest absolute reference value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def assert_agreement(
+    model: VisionLanguageArchitecture,
+    folder: Path,
+    *,
+    layout: Layout,
+    data: Batch,
+    expected: Step,
+) -> None:
+    """Loss, logits and every gradient of ``layout`` are those of transformers, within LIMIT."""
+    step = run_ranks(
+        our_step, layout.world_size, folder=folder, model=model, layout=layout, data=data
+    )[0]
+    assert abs(step.loss - expected.loss) < LIMIT * expected.loss
+    lengths = [sample.tokens for sample in data.samples]
+    for sample, length in enumerate(lengths):  # behind a sample's end, the two pad differently
+        error = relative_error(step.logits[sample, :length], expected.logits[sample, :length])
+        assert error < LIMIT, (sample, error)
+    assert set(step.gradients) == set(expected.gradients)
+    errors = {
+        name: relative_error(step.gradients[name], gradient)
+        for name, gradient in expected.gradients.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] < LIMIT, (worst, errors[worst])

@@ -1,0 +1,78 @@
+"""What every vision-language model here is described by; families derive and add their own."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionArchitecture:
+    """A vision transformer over patches with 2D rope, before its projector."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    patch_size: int
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    in_channels: int = 3
+    layernorm_epsilon: float = 1e-6
+    rotary_base: float = 10000.0
+    initializer_range: float = 0.02
+    tensor_model_parallel_size: int | None = None  # None: the decoder's
+    freeze: bool = False
+    recompute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorArchitecture:
+    """The patch merger; its sizes follow from its neighbours."""
+
+    layernorm_epsilon: float = 1e-6
+    freeze: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArchitecture:
+    """A text decoder with grouped-query attention, RMSNorm, SwiGLU and multimodal rope.
+
+    ``interleaved_mrope``, fixed for a family, says whether the three axes alternate from channel
+    to channel or have one stretch of channels each.
+    """
+
+    interleaved_mrope: ClassVar[bool]
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    mrope_section: tuple[int, int, int]  # pairs of channels for time, height, width
+    rotary_base: float
+    layernorm_epsilon: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageArchitecture:
+    """Encoder, projector and decoder, and the ids of the special tokens.
+
+    A token id that is None is the tokenizer's; it is filled in before the model is built.
+    """
+
+    image_encoder: VisionArchitecture
+    image_projector: ProjectorArchitecture
+    foundation: TextArchitecture
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
+
+    def visual_token_ids(self) -> tuple[int, int]:
+        """The ids of the image and the video placeholder, known once a tokenizer was read."""
+        assert self.image_token_id is not None
+        assert self.video_token_id is not None
+        return self.image_token_id, self.video_token_id

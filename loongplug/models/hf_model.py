@@ -1,0 +1,88 @@
+"""A model as Hugging Face knows it: its tensors, and its ``config.json``."""
+
+import json
+from collections.abc import Mapping as Dictionary
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loongplug.models.hf_mapping import Mapping
+
+# What config.json may say otherwise without changing what the weights mean.
+_WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """What a family says of one of its models to the outside; all of it data.
+
+    ``sections`` are config.json's nested parts (``text_config`` and so on), ``top`` its values
+    beside them; ``config_class`` and ``architecture`` are names in ``transformers``.
+    ``inexpressible`` says, in one sentence each, what of the model transformers has no words for.
+    """
+
+    mapping: Mapping
+    config_class: str
+    architecture: str
+    sections: Dictionary[str, Dictionary[str, Any]]
+    top: Dictionary[str, Any]
+    inexpressible: tuple[str, ...] = ()
+
+
+def hf_config(model: HuggingFaceModel) -> Any:
+    """The same architecture as a config of ``transformers`` (without dtype).
+
+    The ids of the special tokens must be known: from the YAML or from the tokenizer.
+
+    Raises:
+        ValueError: the architecture has something that ``transformers`` cannot express.
+    """
+    if model.inexpressible:
+        raise ValueError("; ".join(model.inexpressible))
+    assert None not in model.top.values(), model.top
+    return _config_class(model)(
+        **{name: dict(section) for name, section in model.sections.items()},
+        **model.top,
+        architectures=[model.architecture],
+    )
+
+
+def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
+    """What ``folder``'s config.json says otherwise than ``model``, one line each.
+
+    Tensor shapes alone do not tell, for one, the number of heads. Keys without influence on what
+    the weights mean are left out. A folder without config.json has nothing to compare.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return []
+    expected_class = _config_class(model)
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        return ["config.json is no JSON object; copy the file anew"]
+    if kind != expected_class.model_type:
+        return [f"config.json has model_type {kind!r}, expected {expected_class.model_type!r}"]
+    found = expected_class.from_pretrained(folder, local_files_only=True)
+    differences: list[str] = []
+    for section, values in model.sections.items():
+        for key, value in values.items():
+            other = getattr(getattr(found, section), key)
+            if key == "rope_parameters":
+                other = {name: other.get(name, value[name]) for name in value}
+            if isinstance(value, list):
+                other = list(other)
+            if key not in _WITHOUT_INFLUENCE and other != value:
+                differences.append(f"config.json has {section}.{key} {other}, expected {value}")
+    tied = model.top["tie_word_embeddings"]
+    if found.tie_word_embeddings != tied:
+        differences.append(
+            f"config.json has tie_word_embeddings {found.tie_word_embeddings}, expected {tied}"
+        )
+    return differences
+
+
+def _config_class(model: HuggingFaceModel) -> Any:
+    import transformers
+
+    return getattr(transformers, model.config_class)

@@ -1,0 +1,196 @@
+"""Rows of the Hugging Face mapping that families share: Megatron's layers, the text decoder."""
+
+from typing import Any
+
+from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
+from loongplug.models.hf_mapping import Row, Source, Split
+
+TEXT = "text_decoder.decoder.layers.{}."
+TEXT_HF = "model.language_model.layers.{}."
+VISION = "image_encoder.blocks.layers.{}."
+VISION_HF = "model.visual.blocks.{}."
+_EMBEDDING_HF, _HEAD_HF = "model.language_model.embed_tokens.weight", "lm_head.weight"
+_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_HF_NORM_EPSILON = 1e-6  # transformers has no key for the encoder's and the projector's norms
+
+
+def row(
+    ours: str,
+    theirs: str,
+    *,
+    shape: tuple[int, ...],
+    split: Split = Split.NONE,
+    count: int | None = None,
+) -> Row:
+    """One tensor as it is."""
+    return Row((ours,), (Source(theirs, shape),), split, count=count)
+
+
+def linear(
+    ours: str, theirs: str, *, shape: tuple[int, int], split: Split, count: int | None
+) -> list[Row]:
+    """Weight and bias; a row-split layer adds its bias after the reduction, so it has it whole."""
+    bias = Split.COLUMN if split is Split.COLUMN else Split.NONE
+    return [
+        row(f"{ours}.weight", f"{theirs}.weight", shape=shape, split=split, count=count),
+        row(f"{ours}.bias", f"{theirs}.bias", shape=shape[:1], split=bias, count=count),
+    ]
+
+
+def qkv(layer: str, sources: tuple[Source, ...], *, kind: str, groups: int, count: int) -> Row:
+    """The fused projection, in Megatron's order: q, k and v of each of ``groups`` in turn."""
+    name = f"{layer}self_attention.linear_qkv.{kind}"
+    return Row((name,), sources, Split.COLUMN, groups=groups, count=count)
+
+
+def attention_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> Row:
+    """The norm before attention, which TransformerEngine keeps within the projection."""
+    names = (
+        f"{layer}input_layernorm.{kind}",
+        f"{layer}self_attention.linear_qkv.layer_norm_{kind}",
+    )
+    return Row(names, (Source(theirs, (width,)),), count=count)
+
+
+def mlp_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> Row:
+    """The norm before the MLP, which TransformerEngine keeps within a dense MLP."""
+    names = (f"{layer}pre_mlp_layernorm.{kind}", f"{layer}mlp.linear_fc1.layer_norm_{kind}")
+    return Row(names, (Source(theirs, (width,)),), count=count)
+
+
+def decoder_rows(text: TextArchitecture, *, qkv_bias: bool, qk_norm: bool) -> list[Row]:
+    """The whole text decoder but for what stands in its MLPs."""
+    hidden, count, head = text.hidden_size, text.num_layers, text.kv_channels
+    query, key = text.num_attention_heads * head, text.num_query_groups * head
+    attention = f"{TEXT_HF}self_attn"
+    rows = [
+        *_embedding_rows(text),
+        attention_norm(
+            TEXT, f"{TEXT_HF}input_layernorm.weight", kind="weight", width=hidden, count=count
+        ),
+        mlp_norm(
+            TEXT,
+            f"{TEXT_HF}post_attention_layernorm.weight",
+            kind="weight",
+            width=hidden,
+            count=count,
+        ),
+        row(
+            f"{TEXT}self_attention.linear_proj.weight",
+            f"{attention}.o_proj.weight",
+            shape=(hidden, query),
+            split=Split.ROW,
+            count=count,
+        ),
+        row(
+            "text_decoder.decoder.final_layernorm.weight",
+            "model.language_model.norm.weight",
+            shape=(hidden,),
+        ),
+    ]
+    for kind, width in (("weight", (hidden,)), *([("bias", ())] if qkv_bias else [])):
+        sources = tuple(
+            Source(f"{attention}.{part}_proj.{kind}", (length, *width))
+            for part, length in (("q", query), ("k", key), ("v", key))
+        )
+        rows.append(qkv(TEXT, sources, kind=kind, groups=text.num_query_groups, count=count))
+    if qk_norm:
+        rows += [
+            row(
+                f"{TEXT}self_attention.{part}_layernorm.weight",
+                f"{attention}.{part}_norm.weight",
+                shape=(head,),
+                count=count,
+            )
+            for part in ("q", "k")
+        ]
+    return rows
+
+
+def _embedding_rows(text: TextArchitecture) -> list[Row]:
+    # Tied, the last stage's output layer is a second copy of the embedding.
+    vocabulary = (text.vocab_size, text.hidden_size)
+    embedding = "text_decoder.embedding.word_embeddings.weight"
+    output = "text_decoder.output_layer.weight"
+    tied = text.tie_word_embeddings
+    names = (embedding, output) if tied else (embedding,)
+    rows = [Row(names, (Source(_EMBEDDING_HF, vocabulary),), Split.COLUMN)]
+    if not tied:
+        rows.append(row(output, _HEAD_HF, shape=vocabulary, split=Split.COLUMN))
+    return rows
+
+
+def swiglu_rows(
+    layer: str, theirs: str, *, hidden: int, ffn: int, count: int, bias: bool
+) -> list[Row]:
+    """A gated MLP: gate and up in one projection, then down."""
+    rows: list[Row] = []
+    for kind, width in (("weight", (hidden,)), *([("bias", ())] if bias else [])):
+        gate_up = tuple(
+            Source(f"{theirs}.{part}_proj.{kind}", (ffn, *width)) for part in ("gate", "up")
+        )
+        rows.append(Row((f"{layer}mlp.linear_fc1.{kind}",), gate_up, Split.COLUMN, count=count))
+    down = row(
+        f"{layer}mlp.linear_fc2.weight",
+        f"{theirs}.down_proj.weight",
+        shape=(hidden, ffn),
+        split=Split.ROW,
+        count=count,
+    )
+    rows.append(down)
+    if bias:
+        names = f"{layer}mlp.linear_fc2.bias", f"{theirs}.down_proj.bias"
+        rows.append(row(*names, shape=(hidden,), count=count))
+    return rows
+
+
+def twins(text: TextArchitecture) -> dict[str, str]:
+    """Some files of tied models have the output layer's weight as well."""
+    return {_HEAD_HF: _EMBEDDING_HF} if text.tie_word_embeddings else {}
+
+
+def top_level(config: VisionLanguageArchitecture) -> dict[str, Any]:
+    """config.json's values beside its sections."""
+    return {name: getattr(config, name) for name in _TOKEN_IDS} | {
+        "tie_word_embeddings": config.foundation.tie_word_embeddings
+    }
+
+
+def text_section(
+    text: TextArchitecture, *, mrope: dict[str, Any], more: dict[str, Any]
+) -> dict[str, Any]:
+    """config.json's ``text_config``, with what a family adds to rope and beside it."""
+    return {
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.ffn_hidden_size,
+        "num_hidden_layers": text.num_layers,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": text.num_query_groups,
+        "hidden_act": "silu",
+        "rms_norm_eps": text.layernorm_epsilon,
+        "initializer_range": text.initializer_range,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": text.rotary_base,
+            "mrope_section": list(text.mrope_section),
+            **mrope,
+        },
+        "tie_word_embeddings": text.tie_word_embeddings,
+        **more,
+    }
+
+
+def inexpressible(config: VisionLanguageArchitecture) -> tuple[str, ...]:
+    """What transformers has no key for: the epsilon of the encoder's and the projector's norms."""
+    epsilons = {
+        "image_encoder": config.image_encoder.layernorm_epsilon,
+        "image_projector": config.image_projector.layernorm_epsilon,
+    }
+    return tuple(
+        f"{module}.layernorm_epsilon is {epsilon}, but transformers' model has {_HF_NORM_EPSILON} "
+        "there; only a model with that value can be exchanged with it"
+        for module, epsilon in epsilons.items()
+        if epsilon != _HF_NORM_EPSILON
+    )

@@ -1,0 +1,49 @@
+"""What the families' image encoders share: their Megatron config."""
+
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal
+
+from loongplug.models.architecture import VisionArchitecture
+
+
+def vision_transformer_config(
+    architecture: VisionArchitecture, *, decoder: TransformerConfig, **family: Any
+) -> TransformerConfig:
+    """The encoder's Megatron config: its own architecture, the decoder's precision and tp.
+
+    ``family`` is what one family's encoders have in common, such as the norm and the activation.
+    No sequence parallelism: an image's patches need not divide by tp. No pipeline: the encoder is
+    whole on the stage that has it.
+    """
+    init_method = init_method_normal(architecture.initializer_range)
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=init_method,
+        output_layer_init_method=init_method,
+        bias_dropout_fusion=decoder.bias_dropout_fusion,
+        # RotarySelfAttention turns queries and keys itself; upstream's rope is never reached.
+        apply_rope_fusion=False,
+        tensor_model_parallel_size=decoder.tensor_model_parallel_size,
+        params_dtype=decoder.params_dtype,
+        fp16=decoder.fp16,
+        bf16=decoder.bf16,
+        use_cpu_initialization=decoder.use_cpu_initialization,
+        perform_initialization=decoder.perform_initialization,
+        gradient_accumulation_fusion=decoder.gradient_accumulation_fusion,
+        attention_backend=decoder.attention_backend,
+        deterministic_mode=decoder.deterministic_mode,
+        recompute_granularity="full" if architecture.recompute else None,
+        recompute_method="uniform" if architecture.recompute else None,
+        recompute_num_layers=1 if architecture.recompute else None,
+        **family,
+    )

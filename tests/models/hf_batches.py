@@ -1,0 +1,155 @@
+"""Global batches for the agreement tests: text, images and videos in one sample."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from loongplug.data.microbatch import Microbatch, VisionInput
+from loongplug.data.positions import Grid, mrope_position_ids
+
+IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
+TOKEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+SEQ_LENGTH = 48
+VOCABULARY = 128
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image, or a video with the seconds from one temporal patch to the next."""
+
+    grid: Grid  # time, height, width in patches
+    seconds: float | None = None
+
+    @property
+    def is_video(self) -> bool:
+        return self.seconds is not None
+
+    @property
+    def patches(self) -> int:
+        time, height, width = self.grid
+        return time * height * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a family writes its media: ``frames_apart`` puts text before each frame of a video."""
+
+    patch_values: int
+    frames_apart: bool
+    positions: Callable[[np.ndarray, Sequence[Medium]], np.ndarray]
+
+
+def qwen3_positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
+    return mrope_position_ids(
+        ids,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grids=[medium.grid for medium in media if not medium.is_video],
+        video_grids=[medium.grid for medium in media if medium.is_video],
+    )
+
+
+QWEN3 = Style(patch_values=3 * 2 * 16 * 16, frames_apart=True, positions=qwen3_positions)
+
+MEDIA: tuple[tuple[Medium, ...], ...] = (  # none to three, of different sizes
+    (Medium((1, 2, 2)), Medium((1, 4, 4))),
+    (),
+    (Medium((2, 2, 4), 1.5), Medium((1, 2, 6))),
+    (Medium((1, 4, 2)), Medium((1, 2, 2)), Medium((1, 2, 4))),
+    (),
+    (Medium((3, 4, 2), 0.5),),
+    (Medium((1, 6, 4)),),
+    (Medium((1, 2, 2)), Medium((2, 2, 2), 2.0)),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch, sample by sample."""
+
+    samples: tuple[Microbatch, ...]  # one sample each
+    media: tuple[tuple[Medium, ...], ...]
+
+    def microbatch(self, first: int, size: int) -> Microbatch:
+        """Samples ``first`` to ``first + size`` as one microbatch."""
+        chosen = self.samples[first : first + size]
+        visions = [sample.vision for sample in chosen]
+        return Microbatch(
+            input_ids=torch.cat([sample.input_ids for sample in chosen]),
+            position_ids=torch.cat([sample.position_ids for sample in chosen], dim=1),
+            labels=torch.cat([sample.labels for sample in chosen]),
+            loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
+            tokens=sum(sample.tokens for sample in chosen),
+            vision=VisionInput(
+                pixels=torch.cat([vision.pixels for vision in visions]),
+                grid_thw=torch.cat([vision.grid_thw for vision in visions]),
+            ),
+        )
+
+
+def batch(
+    style: Style = QWEN3,
+    *,
+    media: Sequence[tuple[Medium, ...]] = MEDIA,
+    seed: int = 1,
+) -> Batch:
+    """One sample for each entry of ``media``, of different lengths, with uneven loss masks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(10, VOCABULARY, (count,), generator=generator).tolist()
+
+    samples = []
+    for number, mine in enumerate(media):
+        ids: list[int] = []
+        for medium in mine:
+            ids += words(1 + number % 3)
+            token, (time, height, width) = VIDEO if medium.is_video else IMAGE, medium.grid
+            frames = time if style.frames_apart else 1
+            for frame in range(frames):
+                ids += words(2) if frames > 1 and frame else []  # a timestamp
+                count = time * height * width // 4 // frames
+                ids += [VISION_START, *[token] * count, VISION_END]
+        ids += words(7 + number)
+        samples.append(_sample(ids, mine, answer=3 + number, style=style, generator=generator))
+    return Batch(samples=tuple(samples), media=tuple(media))
+
+
+def _sample(
+    ids: list[int],
+    media: Sequence[Medium],
+    *,
+    answer: int,
+    style: Style,
+    generator: torch.Generator,
+) -> Microbatch:
+    tokens = torch.tensor(ids)
+    length = len(ids)
+    padded = torch.full((SEQ_LENGTH,), 1)
+    padded[:length] = tokens
+    positions = torch.zeros(3, SEQ_LENGTH, dtype=torch.int64)
+    positions[:, :length] = torch.from_numpy(style.positions(tokens.numpy(), media))
+    mask = torch.zeros(SEQ_LENGTH)
+    mask[length - 1 - answer : length - 1] = 1
+    patches = sum(medium.patches for medium in media)
+    return Microbatch(
+        input_ids=padded[None],
+        position_ids=positions[:, None],
+        labels=F.pad(padded[1:], (0, 1), value=1)[None],
+        loss_mask=mask[None],
+        tokens=length,
+        vision=VisionInput(
+            pixels=torch.randn(patches, style.patch_values, generator=generator),
+            grid_thw=torch.tensor([medium.grid for medium in media], dtype=torch.int64).reshape(
+                -1, 3
+            ),
+        ),
+    )
