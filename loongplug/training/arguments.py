@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         overrides=line.overrides,
         trusted_packages=args.trusted_packages,
     )
-    _complete(args, device=platform.name)
+    complete(args, device=platform.name)
     if args.print_config:
         if args.rank == 0:
             print(composed.to_yaml(), end="", flush=True)
@@ -73,14 +73,14 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         raise ValueError("\n".join(problems))
 
     args.tokenizer_type = MEGATRON_TOKENIZER
-    _validate_with_megatron(args)
+    validate_with_megatron(args)
     model = _with_tokenizer(args, composed)
     return ParsedArguments(
         args=args, model=model, family=composed.family, model_yaml=to_yaml_data(model)
     )
 
 
-def _complete(args: Namespace, *, device: str) -> None:
+def complete(args: Namespace, *, device: str) -> None:
     """Add what is known beside the flags: the device, and what Megatron's parse_args adds."""
     from megatron.core.msc_utils import MultiStorageClientFeature
 
@@ -121,7 +121,7 @@ def _with_tokenizer(args: Namespace, composed: ComposedModel) -> Any:
     )
 
 
-def _validate_with_megatron(args: Namespace) -> None:
+def validate_with_megatron(args: Namespace) -> None:
     """Megatron's own checks, without its listing of all arguments, as ValueError."""
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
