@@ -6,7 +6,7 @@
 import dataclasses
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -124,17 +124,16 @@ def model_size(name: str, composed: ComposedModel) -> ModelSize:
     )
 
 
-def markdown_table() -> str:
-    """The sizes of all models as a Markdown table for the docs; see :func:`model_size`."""
-    sizes = [model_size(name, compose_model(model_name=name)) for name in available_models()]
-    sizes.sort(key=lambda size: (size.family, size.parameters))
+def markdown_table(sizes: Iterable[ModelSize]) -> str:
+    """The sizes as a Markdown table for the docs, by family and size."""
+    ordered = sorted(sizes, key=lambda size: (size.family, size.parameters))
     header = (
         *("model (`--model-name`)", "parameters", "active per token"),
         *("encoder", "projector", "decoder"),
         *("layers", "hidden", "heads / kv", "experts / top-k", "tied", "bf16 checkpoint"),
     )
     lines = [_line(header), _line(["---", *["---:"] * 5, *["---"] * 6])]
-    return "\n".join([*lines, *(_line(_cells(size)) for size in sizes)])
+    return "\n".join([*lines, *(_line(_cells(size)) for size in ordered)])
 
 
 def _cells(size: ModelSize) -> list[str]:
@@ -206,4 +205,8 @@ def one_rank() -> Iterator[None]:
 if __name__ == "__main__":
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it would warn within the table
     with one_rank():
-        print(markdown_table())
+        print(
+            markdown_table(
+                model_size(name, compose_model(model_name=name)) for name in available_models()
+            )
+        )

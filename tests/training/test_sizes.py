@@ -1,6 +1,8 @@
 """Every model of the YAML files on the meta device: its parameters are those of transformers."""
 
 import re
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,9 @@ import transformers
 from ranks import model_parallel, run_ranks
 
 from loongplug.models.hf_model import HuggingFaceModel, hf_config
+from loongplug.training import sizes
 from loongplug.training.config import available_models, compose_model
-from loongplug.training.sizes import (
-    ModelSize,
-    _arguments,
-    build_on_meta,
-    markdown_table,
-    model_size,
-    with_placeholder_ids,
-)
+from loongplug.training.sizes import ModelSize, with_placeholder_ids
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -47,24 +43,26 @@ def reference_counts(name: str) -> tuple[int, int]:
     return total, total - in_experts * (experts - text.num_experts_per_tok) // experts
 
 
-def sizes_and_devices(rank: int) -> dict[str, tuple[ModelSize, set[str]]]:
-    found = {}
+def sizes_and_devices(rank: int) -> list[tuple[ModelSize, set[str]]]:
+    devices: list[set[str]] = []
+    build = sizes.build_on_meta
+
+    def build_and_look(*args: Any) -> torch.nn.Module:
+        model = build(*args)
+        devices.append({tensor.device.type for tensor in [*model.parameters(), *model.buffers()]})
+        return model
+
+    sizes.build_on_meta = build_and_look
     with model_parallel():
-        for name in available_models():
-            composed = compose_model(model_name=name)
-            size = model_size(name, composed)
-            model = build_on_meta(
-                with_placeholder_ids(composed), composed.family, _arguments(composed)
-            )
-            tensors = [*model.parameters(), *model.buffers()]
-            found[name] = size, {tensor.device.type for tensor in tensors}
-    return found
+        names = available_models()
+        found = [sizes.model_size(name, compose_model(model_name=name)) for name in names]
+    return list(zip(found, devices, strict=True))
 
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, tuple[ModelSize, set[str]]]:
     (found,) = run_ranks(sizes_and_devices, 1, timeout=120.0)
-    return found
+    return {size.name: (size, devices) for size, devices in found}
 
 
 @pytest.mark.parametrize("name", available_models())
@@ -80,17 +78,24 @@ def test_parameters_are_those_of_transformers(
     assert sum(map(prod, sources.values())) == size.parameters
 
 
-def table(rank: int) -> str:
-    with model_parallel():
-        return markdown_table()
-
-
-def test_docs_show_the_sizes_as_they_are() -> None:
+def test_docs_show_the_sizes_as_they_are(built: dict[str, tuple[ModelSize, set[str]]]) -> None:
     text = DOCS.read_text(encoding="utf-8")
     match = re.search(r"<!-- sizes: begin -->\n(.*?)\n<!-- sizes: end -->", text, re.DOTALL)
     assert match is not None
-    (expected,) = run_ranks(table, 1, timeout=120.0)
+    expected = sizes.markdown_table([size for size, _ in built.values()])
     assert match[1] == expected, (
         "docs/models.md is stale: put the output of `python -m loongplug.training.sizes` "
         "between its marks"
     )
+
+
+def test_command_prints_the_table() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "loongplug.training.sizes"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.strip() in DOCS.read_text(encoding="utf-8")
+    assert ended.stdout.startswith("| model ")
