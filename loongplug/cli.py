@@ -75,6 +75,25 @@ def evaluate(
         )
 
 
+@app.command(
+    "convert",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def convert(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint, or back, in any layout.
+
+    Takes train.py's flags: --model-name NAME, --load-hf DIR or --load DIR, --save DIR or
+    --save-hf DIR, and those of the layout, such as --tensor-model-parallel-size.
+    """
+    with _user_errors():
+        from loongplug.convert.command import convert as run
+
+        run(context.args, ranks=ranks)
+
+
 @bench.command(
     "step",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
