@@ -166,12 +166,12 @@ def _read_config(folder: Path, style: VideoStyle, *, where: str) -> dict[str, An
 
     A file for images serves videos as well in folders of Qwen2.5-VL, whose limits are per frame.
     """
-    combined = _read_json(folder / _COMBINED_FILE)
+    combined = _read_json(folder / _COMBINED_FILE, where=where)
     if "video_processor" in combined:
         config: dict[str, Any] = combined["video_processor"]
         return config
     for name in (_OWN_FILE,) if style.timestamps else (_OWN_FILE, _IMAGE_FILE):
-        if found := _read_json(folder / name):
+        if found := _read_json(folder / name, where=where):
             return found
     raise ValueError(
         f"{where}: the row has a video, but there is no video processor in {folder}: copy"
@@ -179,12 +179,12 @@ def _read_config(folder: Path, style: VideoStyle, *, where: str) -> dict[str, An
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, *, where: str) -> dict[str, Any]:
     """The file's content, nothing for a file that is not there."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it anew.") from error
+        raise ValueError(f"{where}: {path} is not JSON ({error}): copy it anew.") from error
     return content if isinstance(content, dict) else {}
