@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
@@ -89,6 +89,14 @@ rates = st.one_of(
     tokens_per_second=st.one_of(st.integers(1, 50), st.floats(0.5, 50.0)),
     temporal=st.integers(1, 3),
     longer=st.integers(1, 40),
+)
+@example(  # three steps are 125 in float32, and just below it in float64
+    pieces=[(1, (VIDEO, (4, 1, 1)), 1.2)],
+    last=1,
+    merge=2,
+    tokens_per_second=25,
+    temporal=2,
+    longer=1,
 )
 def test_blocks_agree_with_transformers(
     pieces: list[tuple[int, Picture, float]],
