@@ -80,26 +80,10 @@ class VideoProcessor:
                     f"{where}: frame {frame} is {size[0]} x {size[1]} pixels, but the video's first"
                     f" frame is {sizes[0][0]} x {sizes[0][1]}: give all frames the same size."
                 )
-        transform = self._loaded(where=where)
         count = len(video.frames) + self._missing(video)
-        # The processor's own resizing says what becomes of this size; no data, no work.
-        frames = torch.empty(1, count, 3, *sizes[0], dtype=torch.uint8, device="meta")
-        patch, temporal = self._processor.patch_size, self._processor.temporal_patch_size
-        try:
-            resized = transform.resize(
-                videos=frames,
-                size=transform.size,
-                resample=transform.resample,
-                factor=patch * self._processor.spatial_merge_size,
-                temporal_factor=temporal,
-                cap_pixels_per_frame=transform.cap_pixels_per_frame,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"{where}: the video of frame {video.frames[0]} cannot be used: {error}."
-            ) from error
-        height, width = resized.shape[-2:]
-        return -(-count // temporal), height // patch, width // patch
+        # The processor itself says what becomes of this size: shapes without data, no work.
+        frames = torch.empty(count, *sizes[0], 3, dtype=torch.uint8, device="meta")
+        return self._processed(video, frames, where=where)[1]
 
     def patches(self, video: Video, *, where: str) -> tuple[Tensor, Grid]:
         """The video's patches, [patches, patch_dim] float32, and their grid."""
@@ -110,12 +94,22 @@ class VideoProcessor:
                 f"{where}: the frames of the video that starts with {video.frames[0]} are of"
                 " different sizes: do not change image files while they are in use."
             )
-        features = self._loaded(where=where)(
-            [torch.from_numpy(np.stack(frames))],  # [frames, height, width, 3] uint8
-            do_sample_frames=False,
-            input_data_format="channels_last",
-            return_tensors="pt",
-        )
+        stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
+        return self._processed(video, stacked, where=where)
+
+    def _processed(self, video: Video, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
+        transform = self._loaded(where=where)
+        try:
+            features = transform(
+                [frames],
+                do_sample_frames=False,
+                input_data_format="channels_last",
+                return_tensors="pt",
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: the video of frame {video.frames[0]} cannot be used: {error}."
+            ) from error
         time, height, width = features["video_grid_thw"][0].tolist()
         return features["pixel_values_videos"], (time, height, width)
 
