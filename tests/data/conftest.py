@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from video_reference import Family, make_family
 
 from loongplug.data.demo_processor import write_processor
 from loongplug.data.processor import Processor, load_processor
@@ -70,6 +71,15 @@ def block_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = tmp_path_factory.mktemp("block_processor")
     write_processor(folder, video_style=VideoStyle(timestamps=False))
     return load_processor(folder)
+
+
+@pytest.fixture(scope="session", params=["timestamps", "blocks"])
+def family(
+    request: pytest.FixtureRequest, processor: Processor, block_processor: Processor
+) -> Family:
+    """Each of the two families that know videos, with what transformers has for it."""
+    timestamps = request.param == "timestamps"
+    return make_family(processor if timestamps else block_processor, timestamps=timestamps)
 
 
 @pytest.fixture(scope="session")
