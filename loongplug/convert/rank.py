@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -35,7 +37,15 @@ _FLAGS = (
 )
 
 
-def convert(flags: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Converted:
+    """What went through this rank."""
+
+    shard_bytes: int  # of the parameters it held
+    largest_tensor_bytes: int  # of the model's tensors on the Hugging Face side
+
+
+def convert(flags: Sequence[str]) -> Converted:
     """Convert as ``flags``, train.py's own, say. Every rank enters.
 
     ``--load-hf`` or ``--load`` names the source, ``--save`` or ``--save-hf`` the target. A
@@ -56,7 +66,7 @@ def convert(flags: Sequence[str]) -> None:
     if args.save_hf:
         check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
     current_platform().use(synchronous_save_table())
-    with megatron_output(args) as terminal:
+    with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
         with ByteProgress(terminal, shown=args.rank == 0) as progress:
             if args.load_hf:
@@ -78,6 +88,12 @@ def convert(flags: Sequence[str]) -> None:
                     processor_folder=processor_folder,
                     on_bytes=progress.of("writing"),
                 )
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    itemsize = max(parameter.dtype.itemsize for parameter in parameters)
+    return Converted(
+        shard_bytes=sum(parameter.nbytes for parameter in parameters),
+        largest_tensor_bytes=itemsize * max(map(prod, model.mapping.sources().values())),
+    )
 
 
 def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype]]:
