@@ -1,6 +1,7 @@
 """Whole tensors under their Hugging Face names, put together from all ranks one by one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.holders import Holders, all_holders, own_rank
 from loongplug.checkpoint.owned import Owned, Piece, owned_parameters
+from loongplug.checkpoint.progress import OnBytes, ignore_bytes
 from loongplug.models.hf_mapping import Bundle, Mapping, Split, local_shape, place_local
 
 What = Literal["weight", "grad"]
@@ -69,32 +71,41 @@ class WholeTensors:
         return self._holders[self._of(bundle)[0]][0]
 
     def collect(
-        self, destination: Callable[[Bundle], int]
+        self, destination: Callable[[Bundle], int], *, on_bytes: OnBytes = ignore_bytes
     ) -> Iterator[tuple[Bundle, list[Tensor]]]:
         """Put the bundles together one after the other, each on the rank ``destination`` gives.
 
         Every rank must run the iterator to its end; it yields a bundle, with its tensors in the
         order of ``bundle.sources``, on the destination only.
         """
+        done, total = 0, sum(self._nbytes(bundle) for bundle in self.bundles)
         for bundle in self.bundles:
             target = destination(bundle)
-            if target != own_rank():
+            if target == own_rank():
+                yield bundle, self._put_together(bundle)
+            else:
                 self._send(bundle, target)
-                continue
-            tensors = [
-                torch.empty(source.shape, dtype=self.dtype(bundle), device=self._device)
-                for source in bundle.sources
-            ]
-            entries = {entry.expert: entry for entry in bundle.entries()}
-            for piece in self._of(bundle):
-                place_local(
-                    entries[piece.expert],
-                    self._take(piece, bundle),
-                    tensors,
-                    rank=piece.part,
-                    tp=piece.parts,
-                )
-            yield bundle, tensors
+            done += self._nbytes(bundle)
+            on_bytes(done, total)
+
+    def _nbytes(self, bundle: Bundle) -> int:
+        return self.dtype(bundle).itemsize * sum(prod(source.shape) for source in bundle.sources)
+
+    def _put_together(self, bundle: Bundle) -> list[Tensor]:
+        tensors = [
+            torch.empty(source.shape, dtype=self.dtype(bundle), device=self._device)
+            for source in bundle.sources
+        ]
+        entries = {entry.expert: entry for entry in bundle.entries()}
+        for piece in self._of(bundle):
+            place_local(
+                entries[piece.expert],
+                self._take(piece, bundle),
+                tensors,
+                rank=piece.part,
+                tp=piece.parts,
+            )
+        return tensors
 
     def _send(self, bundle: Bundle, target: int) -> None:
         for piece in self._of(bundle):
