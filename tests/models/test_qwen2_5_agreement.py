@@ -1,0 +1,124 @@
+"""Qwen2.5-VL's logits, loss and every gradient against transformers, in every layout.
+
+Errors are measured as for Qwen3-VL. The images have several windows with ragged edges, and the
+encoder has layers of both kinds.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hf_batches import IMAGE, TOKEN_IDS, VIDEO, Batch, Medium, Style, batch
+from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
+from transformers import Qwen2_5_VLModel
+
+from loongplug.models.hf_model import hf_config
+from loongplug.models.qwen2_5_vl.config import (
+    Qwen25DecoderConfig,
+    Qwen25ProjectorConfig,
+    Qwen25VisionConfig,
+    Qwen25VLConfig,
+)
+from loongplug.models.qwen2_5_vl.hf import hugging_face
+
+LAYOUTS = [
+    Layout(),
+    Layout(micro_batch_size=4),
+    Layout(tp=2),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, vpp=2, tp=2, sequence_parallel=True),
+    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
+    Layout(pp=2, dp=2, overlap_grad_reduce=True),
+]
+
+MEDIA = (  # windows of 2 x 2 tokens are 4 x 4 patches
+    (Medium((1, 6, 10)), Medium((1, 2, 2))),
+    (),
+    (Medium((2, 6, 6), 1.5), Medium((1, 2, 6))),
+    (Medium((1, 4, 2)), Medium((1, 8, 4)), Medium((1, 2, 4))),
+    (),
+    (Medium((3, 4, 6), 0.4),),
+    (Medium((1, 6, 6)),),
+    (Medium((1, 2, 2)), Medium((2, 6, 4), 2.0)),
+)
+
+
+def architecture(*, tied: bool) -> Qwen25VLConfig:
+    """Small, but with every feature: GQA, full and window attention, an uneven mRoPE."""
+    return Qwen25VLConfig(
+        image_encoder=Qwen25VisionConfig(
+            num_layers=4,
+            hidden_size=64,
+            ffn_hidden_size=96,
+            num_attention_heads=4,
+            window_size=56,
+            full_attention_layers=(1, 3),
+        ),
+        image_projector=Qwen25ProjectorConfig(),
+        foundation=Qwen25DecoderConfig(
+            num_layers=4,
+            hidden_size=64,
+            ffn_hidden_size=160,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=16,
+            vocab_size=128,
+            mrope_section=(2, 3, 3),
+            tie_word_embeddings=tied,
+        ),
+        **TOKEN_IDS,
+    )
+
+
+def positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
+    """Those of transformers, which space a video's frames by the seconds between them."""
+    with torch.device("meta"):
+        model = Qwen2_5_VLModel(hf_config(hugging_face(architecture(tied=False))))
+    input_ids = torch.from_numpy(ids)[None]
+    images, videos = ([m for m in media if m.is_video == kind] for kind in (False, True))
+    found, _ = model.get_rope_index(
+        input_ids,
+        (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int(),
+        image_grid_thw=torch.tensor([medium.grid for medium in images]) if images else None,
+        video_grid_thw=torch.tensor([medium.grid for medium in videos]) if videos else None,
+        second_per_grid_ts=torch.tensor([medium.seconds for medium in videos]) if videos else None,
+    )
+    return found[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def data() -> Batch:
+    style = Style(patch_values=3 * 2 * 14 * 14, frames_apart=False, positions=positions)
+    return batch(style, media=MEDIA)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def reference(request, data, tmp_path_factory):
+    model = architecture(tied=request.param)
+    theirs = reference_model(model)
+    folder = tmp_path_factory.mktemp("hf")
+    theirs.save_pretrained(folder)
+    return model, folder, by_file_names(reference_step(theirs, data))
+
+
+def by_file_names(step: Step) -> Step:
+    """Gradients by the names that transformers gives the tensors in a file."""
+
+    def in_file(name: str) -> str:
+        return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+    return dataclasses.replace(
+        step, gradients={in_file(name): tensor for name, tensor in step.gradients.items()}
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_qwen2_5_step_agrees_with_transformers(reference, data, layout):
+    model, folder, expected = reference
+    encoder = dataclasses.replace(model.image_encoder, recompute=layout.recompute)
+    model = dataclasses.replace(model, image_encoder=encoder)
+    assert_agreement(model, folder, layout=layout, data=data, expected=expected)
