@@ -11,13 +11,7 @@ from loongplug.data.conversation import Medium, Video
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
 from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
-from loongplug.data.processor import (
-    IMAGE_TOKEN,
-    VIDEO_TOKEN,
-    VISION_END_TOKEN,
-    VISION_START_TOKEN,
-    Processor,
-)
+from loongplug.data.processor import Processor
 from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
 
@@ -36,21 +30,21 @@ def placeholder(
 ) -> Placeholder:
     """What stands in the text for an image or a video of this grid."""
     time, height, width = grid
+    tokens = processor.tokens
     tokens_per_time = height * width // processor.spatial_merge_size**2
     if not isinstance(medium, Video):
-        return Placeholder(token=IMAGE_TOKEN, text=IMAGE_TOKEN, run=time * tokens_per_time)
+        return Placeholder(token=tokens.image, text=tokens.image, run=time * tokens_per_time)
     if not videos.style.timestamps:
-        return Placeholder(token=VIDEO_TOKEN, text=VIDEO_TOKEN, run=time * tokens_per_time)
+        return Placeholder(token=tokens.video, text=tokens.video, run=time * tokens_per_time)
     times = patch_times(
         len(medium.frames),
         fps=medium.fps,
         temporal_patch_size=processor.temporal_patch_size,
     )
     pictures = [
-        f"<{seconds:.1f} seconds>{VISION_START_TOKEN}{VIDEO_TOKEN}{VISION_END_TOKEN}"
-        for seconds in times
+        f"<{seconds:.1f} seconds>{tokens.start}{tokens.video}{tokens.end}" for seconds in times
     ]
-    return Placeholder(token=VIDEO_TOKEN, text="".join(pictures), run=tokens_per_time)
+    return Placeholder(token=tokens.video, text="".join(pictures), run=tokens_per_time)
 
 
 class MediaLoader:

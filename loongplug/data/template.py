@@ -10,12 +10,9 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from loongplug.data.conversation import Conversation, Message, Part, VideoPart
-from loongplug.data.processor import IMAGE_TOKEN, VIDEO_TOKEN, Processor
+from loongplug.data.processor import Processor, VisionTokens
 
 TrainingPhase = Literal["pretrain", "sft"]
-
-_VISUAL_TOKENS = {"image": IMAGE_TOKEN, "video": VIDEO_TOKEN}
-_VISUAL_TOKEN = re.compile("|".join(re.escape(token) for token in _VISUAL_TOKENS.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,10 @@ def tokenize_conversation(
         else [_Segment(_render(conversation.messages, processor, where=conversation.where), True)]
     )
     texts = _write_placeholders(
-        [segment.text for segment in segments], placeholders, where=conversation.where
+        [segment.text for segment in segments],
+        placeholders,
+        tokens=processor.tokens,
+        where=conversation.where,
     )
     encoded = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
@@ -84,7 +84,9 @@ def tokenize_prompt(
 ) -> NDArray[np.int64]:
     """The tokens [n] after which the assistant would speak next, placeholders written."""
     text = _render(conversation.messages, processor, where=conversation.where, prompt=True)
-    (text,) = _write_placeholders([text], placeholders, where=conversation.where)
+    (text,) = _write_placeholders(
+        [text], placeholders, tokens=processor.tokens, where=conversation.where
+    )
     ids = np.asarray(processor.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
     return np.repeat(ids, _repeats(ids, processor, placeholders))
 
@@ -168,12 +170,13 @@ def _part_as_template_input(part: Part | VideoPart) -> dict[str, str]:
 
 
 def _write_placeholders(
-    texts: Sequence[str], placeholders: Sequence[Placeholder], *, where: str
+    texts: Sequence[str], placeholders: Sequence[Placeholder], *, tokens: VisionTokens, where: str
 ) -> list[str]:
     """The texts with each of the chat template's visual tokens replaced by its placeholder."""
-    written = [token for text in texts for token in _VISUAL_TOKEN.findall(text)]
+    visual = re.compile(f"{re.escape(tokens.image)}|{re.escape(tokens.video)}")
+    written = [token for text in texts for token in visual.findall(text)]
     expected = [placeholder.token for placeholder in placeholders]
-    for kind, token in _VISUAL_TOKENS.items():
+    for kind, token in (("image", tokens.image), ("video", tokens.video)):
         if written.count(token) != expected.count(token):
             raise ValueError(
                 f"{where}: {written.count(token)} {kind} tokens in the text for"
@@ -187,7 +190,7 @@ def _write_placeholders(
             " lists them: use a template that keeps their order."
         )
     waiting = iter(placeholders)
-    return [_VISUAL_TOKEN.sub(lambda _: next(waiting).text, text) for text in texts]
+    return [visual.sub(lambda _: next(waiting).text, text) for text in texts]
 
 
 def _repeats(

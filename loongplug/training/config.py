@@ -58,13 +58,20 @@ class _Layer:
 
 
 def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
-    """The models that ``--model-name`` finds, each a YAML file in its family's folder."""
-    root = _own_folder()
-    return {
-        file.stem: file
-        for family in families(trusted_packages).values()
-        for file in sorted((family.configs or root / family.name).glob("*.yaml"))
-    }
+    """The models that ``--model-name`` finds, each a YAML file in its family's folder.
+
+    Raises:
+        ValueError: two families have a model of one name.
+    """
+    found: dict[str, Path] = {}
+    for family in families(trusted_packages).values():
+        for file in sorted((family.configs or _own_folder() / family.name).glob("*.yaml")):
+            if file.stem in found:
+                raise ValueError(
+                    f"{file} has the name of another model, {found[file.stem]}; rename it"
+                )
+            found[file.stem] = file
+    return found
 
 
 def _own_folder() -> Path:

@@ -1,5 +1,8 @@
 """A family from outside the package through the whole of it: YAML, training, export, sizes."""
 
+import dataclasses
+import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +74,16 @@ def test_own_file_mounts_yaml_of_the_outside_family(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_model_of_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "qwen3_vl_tiny.yaml").write_text("")
+    package = importlib.import_module(PACKAGE)
+    family = dataclasses.replace(package.FAMILY, configs=tmp_path)
+    monkeypatch.setattr(package, "LOONGPLUG_FAMILIES", (family,))
+    with pytest.raises(ValueError, match=r"qwen3_vl_tiny\.yaml has the name of another model"):
+        available_models(trusted_packages=[PACKAGE])
+
+
+@pytest.mark.quick
 def test_printed_config_is_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(
@@ -105,6 +118,24 @@ def test_training_export_and_import_in_several_layouts(
     model, report = AutoModelForImageTextToText.from_pretrained(again, output_loading_info=True)
     assert isinstance(model, Qwen2VLForConditionalGeneration)
     assert not any(report.values()), report
+
+
+def test_special_tokens_are_the_family_s(
+    outside_flags: list[str], demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(demo / "processor", tmp_path / "processor")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file = tmp_path / "processor" / name
+        file.write_text(file.read_text().replace("<|image_pad|>", "<image>"))
+    flags = [*outside_flags, "--tokenizer-model", str(tmp_path / "processor")]
+    expected = train(outside_flags, "--train-iters", "2")
+    with pytest.raises(ValueError, match=r"no token <\|image_pad\|> for model.image_token_id"):
+        parse_arguments(flags)
+    package = importlib.import_module(PACKAGE)
+    tokens = {**package.FAMILY.special_tokens, "image_token_id": "<image>"}
+    family = dataclasses.replace(package.FAMILY, special_tokens=tokens)
+    monkeypatch.setattr(package, "LOONGPLUG_FAMILIES", (family,))
+    assert train(flags, "--train-iters", "2") == expected
 
 
 def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
