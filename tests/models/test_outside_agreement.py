@@ -16,6 +16,7 @@ from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, qwen3_positions
 from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionLanguageArchitecture
+from loongplug.models.hf_model import hf_config
 from loongplug.models.registry import families, family_of
 
 PACKAGE = "qwen2_vl"
@@ -102,6 +103,14 @@ def by_file_names(step: Step) -> Step:
 def test_family_is_known_only_where_its_package_is_trusted() -> None:
     assert PACKAGE not in families()
     assert PACKAGE in families([PACKAGE])
+
+
+def test_config_class_may_come_from_outside_transformers() -> None:
+    model = architecture(tied=False)
+    found = hf_reference.family_of(model).load_hugging_face(model)
+    elsewhere = "transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLConfig"
+    moved = dataclasses.replace(found, config_class=elsewhere)
+    assert hf_config(moved).to_dict() == hf_config(found).to_dict()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -2,7 +2,10 @@
 
 import dataclasses
 import importlib
+import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLForConditionalGeneration
 
+from loongplug.convert.rank import convert
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.config import available_models, compose_model
 from loongplug.training.run import run
@@ -44,6 +48,10 @@ def losses(rank: int, *, flags: list[str]) -> list[float]:
 def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
     found: list[float] = run_ranks(losses, ranks, flags=[*flags, *more], timeout=120.0)[0]
     return found
+
+
+def converted(rank: int, *, flags: list[str]) -> None:
+    convert(flags)
 
 
 @pytest.mark.quick
@@ -109,14 +117,14 @@ def test_training_export_and_import_in_several_layouts(
     found = train(outside_flags, "--load-hf", str(start), *layout, ranks=4)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
 
-    train(
-        outside_flags, *nothing, "--load-hf", str(start), "--save-hf", str(again), *layout, ranks=4
-    )
+    model = ("--device", "cpu", "--trusted-packages", PACKAGE, "--model-name", MODEL)
+    ends = ("--load-hf", str(start), "--save-hf", str(again))
+    run_ranks(converted, 4, flags=[*model, *ends, *TP2_PP2], timeout=120.0)
     before, after = (load_file(folder / "model.safetensors") for folder in (start, again))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    model, report = AutoModelForImageTextToText.from_pretrained(again, output_loading_info=True)
-    assert isinstance(model, Qwen2VLForConditionalGeneration)
+    loaded, report = AutoModelForImageTextToText.from_pretrained(again, output_loading_info=True)
+    assert isinstance(loaded, Qwen2VLForConditionalGeneration)
     assert not any(report.values()), report
 
 
@@ -165,3 +173,35 @@ def test_sizes_of_the_outside_family() -> None:
     ((parameters, modules),) = run_ranks(size, 1)
     assert parameters == sum(modules.values())
     assert min(modules.values()) > 0
+
+
+@pytest.mark.quick
+def test_code_of_the_docs_is_the_package_s() -> None:
+    """Every line of Python in docs/adding_a_model.md stands in the package or in its tests."""
+    root = Path(__file__).resolve().parents[2]
+    files = [*(OUTSIDE / PACKAGE).glob("*.py"), *(root / "tests" / "models").glob("test_*.py")]
+    lines = {line.strip() for file in files for line in file.read_text().splitlines()}
+    docs = (root / "docs" / "adding_a_model.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
+    shown = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+    assert len(blocks) == 5
+    assert [line for line in shown if line not in lines] == []
+
+
+def test_command_line_of_the_docs() -> None:
+    """A new process, which finds the package by PYTHONPATH alone."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(OUTSIDE), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [
+            *(sys.executable, "loongplug/train.py", "--device", "cpu", "--print-config"),
+            *("--trusted-packages", PACKAGE, "--model-name", MODEL),
+        ],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "_target_: qwen2_vl.config.Qwen2VLConfig" in ended.stdout
