@@ -1,5 +1,6 @@
 """A Hugging Face folder of random weights, as large as the published one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ import torch
 _BLOCK = 2**23  # values drawn once and written over and over, from another place each time
 
 
-def write_random_folder(folder: Path, *, model_name: str) -> None:
+def write_random_folder(folder: Path, *, model_name: str, overrides: Sequence[str] = ()) -> None:
     """Write the model's tensors in bf16, its config, and the demo data's processor."""
     from loongplug.checkpoint.tensor_files import (
         PlannedTensor,
@@ -22,7 +23,7 @@ def write_random_folder(folder: Path, *, model_name: str) -> None:
 
     folder.mkdir(parents=True)
     write_processor(folder)
-    composed = compose_model(model_name=model_name)
+    composed = compose_model(model_name=model_name, overrides=overrides)
     config = with_token_ids(
         composed.config, read_tokenizer(folder), special_tokens=composed.family.special_tokens
     )

@@ -73,10 +73,10 @@ def save_hf_folder(
 
     Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
     file is written by the rank that has the beginning of it, tensor by tensor as they are put
-    together: memory beside the parameters is that of one tensor (or of those that one fused
-    parameter gives). The folder appears whole or not at all; an older export under that name is
-    replaced. All ranks must see the same folder. ``on_bytes`` is told, on every rank, how many
-    bytes of how many have been dealt with.
+    together: memory beside the parameters is that of one tensor and a slice of it. The folder
+    appears whole or not at all; an older export under that name is replaced. All ranks must see
+    the same folder. ``on_bytes`` is told, on every rank, how many bytes of how many have been
+    dealt with.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -129,15 +129,14 @@ class _Writers:
         """The rank that has the beginning of the file that the bundle belongs to."""
         return self._ranks[self._file(bundle).name]
 
-    def write(self, bundle: Bundle, tensors: Sequence[Tensor]) -> None:
-        """Write the bundle's tensors, which follow in the plan on what was written before."""
+    def write(self, bundle: Bundle, name: str, tensor: Tensor) -> None:
+        """Write one of the bundle's tensors, the next in the plan."""
         file = self._file(bundle)
         if self._current is None or self._current[0] != file.name:
             self.close()
             writer = self._open.enter_context(TensorFileWriter(self._folder, file))
             self._current = (file.name, writer)
-        for source, tensor in zip(bundle.sources, tensors, strict=True):
-            self._current[1].add(source.name, tensor)
+        self._current[1].add(name, tensor)
 
     def close(self) -> None:
         """Close the file that is being written."""
@@ -153,9 +152,9 @@ def _write_files(
     """Write this rank's files; an error (a full disk) comes back once all has been received."""
     writers = _Writers(folder, files, tensors)
     error: Exception | None = None
-    for bundle, whole in tensors.collect(writers.rank_of, on_bytes=on_bytes):
+    for bundle, source, tensor in tensors.collect(writers.rank_of, on_bytes=on_bytes):
         if error is None:  # else the other ranks send what they have all the same
-            error = _error_of(folder, partial(writers.write, bundle, whole))
+            error = _error_of(folder, partial(writers.write, bundle, source.name, tensor))
     return error or _error_of(folder, writers.close)
 
 

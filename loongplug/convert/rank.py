@@ -20,10 +20,9 @@ from loongplug.checkpoint.dtypes import (
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.convert.progress import ByteProgress
+from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
 from loongplug.models.layers.specs import pick_backend
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.platform import current_platform
-from loongplug.platform.upstream import synchronous_save_table
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
@@ -65,7 +64,6 @@ def convert(flags: Sequence[str]) -> Converted:
         write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
     if args.save_hf:
         check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
-    current_platform().use(synchronous_save_table())
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
         with ByteProgress(terminal, shown=args.rank == 0) as progress:
@@ -75,7 +73,7 @@ def convert(flags: Sequence[str]) -> Converted:
                 load_hf_weights(chunks, source, model=model, on_bytes=progress.of("reading"))
             else:
                 give_checkpoint_dtypes(chunks, dtypes)
-                _load_checkpoint(chunks)
+                load_in_place(chunks, _iteration_folder(Path(args.load)))
             if args.save:
                 _save_checkpoint(chunks)
                 if args.rank == 0:
@@ -167,13 +165,8 @@ def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
     return provider.chunks
 
 
-def _load_checkpoint(chunks: list[MultimodalModel]) -> None:
-    from megatron.training.checkpointing import load_checkpoint
-
-    load_checkpoint(chunks, None, None)
-
-
 def _save_checkpoint(chunks: list[MultimodalModel]) -> None:
     from megatron.training.checkpointing import save_checkpoint
 
-    save_checkpoint(0, chunks, None, None, 0, release=True)
+    context = {"save_strategy": StreamingSaveStrategy()}
+    save_checkpoint(0, chunks, None, None, 0, checkpointing_context=context, release=True)

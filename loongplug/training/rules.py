@@ -157,6 +157,7 @@ RULES: tuple[Rule, ...] = (
         check=checks.virtual_microbatches,
         reason="the schedule runs them in groups of pp",
         cure="make the number of microbatches a multiple of pp",
+        training_only=True,
     ),
     Rule(
         name="virtual-overlap",

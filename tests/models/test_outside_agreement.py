@@ -86,7 +86,8 @@ def reference(
     theirs = reference_model(model)
     folder = tmp_path_factory.mktemp("hf")
     theirs.save_pretrained(folder)
-    return model, folder, by_file_names(reference_step(theirs, data))
+    expected = reference_step(theirs, data)
+    return model, folder, by_file_names(expected)
 
 
 def by_file_names(step: Step) -> Step:
