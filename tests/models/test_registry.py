@@ -48,7 +48,7 @@ def test_names_in_the_registry_lead_somewhere() -> None:
 
 
 def test_unknown_family_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no model family qwen9; known are qwen3_vl"):
+    with pytest.raises(ValueError, match=r"no model family qwen9; known are qwen2_5_vl, qwen3_vl"):
         find_family("qwen9")
 
 
