@@ -32,12 +32,13 @@ class ParsedArguments:
     model_yaml: dict[str, Any]
 
 
-def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
+def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArguments:
     """Parse and check ``argv`` (without the program's name) for this rank.
 
     Activates the platform that ``--device`` asks for. RANK and WORLD_SIZE come from the
     environment as torchrun sets them; nothing is communicated, and every rank comes to the same
-    answer. Megatron's global variables are left for the caller to set.
+    answer. Megatron's global variables are left for the caller to set. Without ``training``, what
+    only a run that trains needs is not asked for.
 
     Raises:
         ValueError: with every problem found, one line each.
@@ -68,7 +69,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     for name, argument in architecture.items():
         setattr(args, name, argument.value)
     apply_defaults(args, given=line.flags, backend=platform.backend)
-    problems += violated_rules(args, composed.config)
+    problems += violated_rules(args, composed.config, training=training)
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -54,6 +54,7 @@ class DatasetProvider:
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
+                video_style=model.video_style(),
             )
 
         train = open_dataset(args.data_path or args.train_data_path)
