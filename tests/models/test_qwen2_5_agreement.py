@@ -9,14 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hf_batches import IMAGE, VIDEO, Batch, Medium, Style, batch
 from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
 from tiny_qwen2_5_vl import tiny_config
-from transformers import Qwen2_5_VLModel
 
-from loongplug.models.hf_model import hf_config
-from loongplug.models.qwen2_5_vl.hf import hugging_face
+from loongplug.data.positions import mrope_position_ids
 
 LAYOUTS = [
     Layout(),
@@ -43,19 +40,21 @@ MEDIA = (  # a window is 4 x 4 patches
 
 
 def positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
-    """Those of transformers, which space a video's frames by the seconds between them."""
-    with torch.device("meta"):
-        model = Qwen2_5_VLModel(hf_config(hugging_face(tiny_config(tied=False))))
-    input_ids = torch.from_numpy(ids)[None]
-    images, videos = ([m for m in media if m.is_video == kind] for kind in (False, True))
-    found, _ = model.get_rope_index(
-        input_ids,
-        (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int(),
-        image_grid_thw=torch.tensor([medium.grid for medium in images]) if images else None,
-        video_grid_thw=torch.tensor([medium.grid for medium in videos]) if videos else None,
-        second_per_grid_ts=torch.tensor([medium.seconds for medium in videos]) if videos else None,
+    """Ours; a video's frames are as far apart as the seconds between them."""
+    style = tiny_config(tied=False).video_style()
+    assert not style.timestamps
+    return mrope_position_ids(
+        ids,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grids=[medium.grid for medium in media if not medium.is_video],
+        video_grids=[medium.grid for medium in media if medium.is_video],
+        video_time_steps=[
+            style.time_step(fps=2 / medium.seconds, temporal_patch_size=2)
+            for medium in media
+            if medium.seconds is not None
+        ],
     )
-    return found[:, 0].numpy()
 
 
 @pytest.fixture(scope="module")
