@@ -69,12 +69,14 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
     differences: list[str] = []
     for section, values in model.sections.items():
         for key, value in values.items():
+            if key in _WITHOUT_INFLUENCE:
+                continue
             other = getattr(getattr(found, section), key)
             if key == "rope_parameters":
                 other = {name: other.get(name, value[name]) for name in value}
             if isinstance(value, list):
                 other = list(other)
-            if key not in _WITHOUT_INFLUENCE and other != value:
+            if other != value:
                 differences.append(f"config.json has {section}.{key} {other}, expected {value}")
     tied = model.top["tie_word_embeddings"]
     if found.tie_word_embeddings != tied:

@@ -231,6 +231,15 @@ RULES: tuple[Rule, ...] = (
         cure="correct model.image_encoder.deepstack_layers",
     ),
     Rule(
+        name="windows",
+        refuses="a `window_size` smaller than one token, `full_attention_layers` out of range or "
+        "unsorted",
+        check=model_checks.windows,
+        reason="windows are made of whole tokens, and a layer that does not exist attends to "
+        "nothing",
+        cure="correct model.image_encoder",
+    ),
+    Rule(
         name="mrope",
         refuses="an `mrope_section` that does not sum to half of `kv_channels`, or cannot "
         "interleave",

@@ -9,19 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
-from hf_batches import IMAGE, TOKEN_IDS, VIDEO, Batch, Medium, Style, batch
+from hf_batches import IMAGE, VIDEO, Batch, Medium, Style, batch
 from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
-from transformers import Qwen2_5_VLModel
+from tiny_qwen2_5_vl import tiny_config
 
-from loongplug.models.hf_model import hf_config
-from loongplug.models.qwen2_5_vl.config import (
-    Qwen25DecoderConfig,
-    Qwen25ProjectorConfig,
-    Qwen25VisionConfig,
-    Qwen25VLConfig,
-)
-from loongplug.models.qwen2_5_vl.hf import hugging_face
+from loongplug.data.positions import mrope_position_ids
 
 LAYOUTS = [
     Layout(),
@@ -35,7 +27,7 @@ LAYOUTS = [
     Layout(pp=2, dp=2, overlap_grad_reduce=True),
 ]
 
-MEDIA = (  # windows of 2 x 2 tokens are 4 x 4 patches
+MEDIA = (  # a window is 4 x 4 patches
     (Medium((1, 6, 10)), Medium((1, 2, 2))),
     (),
     (Medium((2, 6, 6), 1.5), Medium((1, 2, 6))),
@@ -47,47 +39,22 @@ MEDIA = (  # windows of 2 x 2 tokens are 4 x 4 patches
 )
 
 
-def architecture(*, tied: bool) -> Qwen25VLConfig:
-    """Small, but with every feature: GQA, full and window attention, an uneven mRoPE."""
-    return Qwen25VLConfig(
-        image_encoder=Qwen25VisionConfig(
-            num_layers=4,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_attention_heads=4,
-            window_size=56,
-            full_attention_layers=(1, 3),
-        ),
-        image_projector=Qwen25ProjectorConfig(),
-        foundation=Qwen25DecoderConfig(
-            num_layers=4,
-            hidden_size=64,
-            ffn_hidden_size=160,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=16,
-            vocab_size=128,
-            mrope_section=(2, 3, 3),
-            tie_word_embeddings=tied,
-        ),
-        **TOKEN_IDS,
-    )
-
-
 def positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
-    """Those of transformers, which space a video's frames by the seconds between them."""
-    with torch.device("meta"):
-        model = Qwen2_5_VLModel(hf_config(hugging_face(architecture(tied=False))))
-    input_ids = torch.from_numpy(ids)[None]
-    images, videos = ([m for m in media if m.is_video == kind] for kind in (False, True))
-    found, _ = model.get_rope_index(
-        input_ids,
-        (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int(),
-        image_grid_thw=torch.tensor([medium.grid for medium in images]) if images else None,
-        video_grid_thw=torch.tensor([medium.grid for medium in videos]) if videos else None,
-        second_per_grid_ts=torch.tensor([medium.seconds for medium in videos]) if videos else None,
+    """Ours; a video's frames are as far apart as the seconds between them."""
+    style = tiny_config(tied=False).video_style()
+    assert not style.timestamps
+    return mrope_position_ids(
+        ids,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grids=[medium.grid for medium in media if not medium.is_video],
+        video_grids=[medium.grid for medium in media if medium.is_video],
+        video_time_steps=[
+            style.time_step(fps=2 / medium.seconds, temporal_patch_size=2)
+            for medium in media
+            if medium.seconds is not None
+        ],
     )
-    return found[:, 0].numpy()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +65,7 @@ def data() -> Batch:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def reference(request, data, tmp_path_factory):
-    model = architecture(tied=request.param)
+    model = tiny_config(tied=request.param)
     theirs = reference_model(model)
     folder = tmp_path_factory.mktemp("hf")
     theirs.save_pretrained(folder)

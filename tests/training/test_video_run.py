@@ -1,6 +1,7 @@
 """Training on rows that mix videos, images and text."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,15 @@ def videos(tmp_path_factory) -> Path:
     return folder
 
 
-def test_videos_train_alike_in_another_layout(videos, tmp_path):
+@pytest.mark.parametrize("model", ["qwen3_vl_tiny", "qwen2_5_vl_tiny"])
+def test_videos_train_alike_in_another_layout(videos, tmp_path, model):
+    processor = tmp_path / "processor"
+    shutil.copytree(videos / "processor", processor)
+    if model == "qwen2_5_vl_tiny":  # its folders have one file for images and videos
+        (processor / "video_preprocessor_config.json").unlink()
     flags = [
-        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
-        *("--tokenizer-model", str(videos / "processor"), "--seq-length", "96"),
+        *("--model-name", model, "--training-phase", "sft", "--device", "cpu"),
+        *("--tokenizer-model", str(processor), "--seq-length", "96"),
         *("--train-data-path", str(videos / "rows.jsonl"), "--eval-iters", "0"),
         *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
         *("--train-iters", "3", "--log-interval", "1"),

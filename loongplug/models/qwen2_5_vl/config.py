@@ -1,7 +1,7 @@
 """Architecture of a Qwen2.5-VL model, module by module. YAML files fill these dataclasses."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from loongplug.models.architecture import (
     ProjectorArchitecture,
@@ -9,6 +9,9 @@ from loongplug.models.architecture import (
     VisionArchitecture,
     VisionLanguageArchitecture,
 )
+
+if TYPE_CHECKING:
+    from loongplug.data.video import VideoStyle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +50,9 @@ class Qwen25VLConfig(VisionLanguageArchitecture):
     image_encoder: Qwen25VisionConfig
     image_projector: Qwen25ProjectorConfig
     foundation: Qwen25DecoderConfig
+
+    def video_style(self) -> "VideoStyle":
+        """A video is one block of tokens, whose time axis counts seconds."""
+        from loongplug.data.video import VideoStyle
+
+        return VideoStyle(timestamps=False, tokens_per_second=self.image_encoder.tokens_per_second)

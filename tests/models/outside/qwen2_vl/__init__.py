@@ -1,4 +1,4 @@
-"""Qwen2-VL as a family from outside the package: all of it is in this folder."""
+"""Qwen2-VL as a family from outside the package: all of it is in this folder. Images only."""
 
 from pathlib import Path
 
