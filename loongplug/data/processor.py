@@ -17,8 +17,7 @@ _IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """The texts of the tokens that mark images and videos, or hold their places; Qwen's if not
-    said otherwise."""
+    """The texts of the tokens that mark images and videos or hold their places; Qwen's here."""
 
     image: str = IMAGE_TOKEN
     video: str = VIDEO_TOKEN

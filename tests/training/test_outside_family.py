@@ -105,6 +105,7 @@ def test_printed_config_is_the_whole_model(capsys: pytest.CaptureFixture[str]) -
     assert "freeze: true" in shown
 
 
+@pytest.mark.slow
 def test_training_export_and_import_in_several_layouts(
     outside_flags: list[str], tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
     return "ran to the end"
 
 
+@pytest.mark.slow
 def test_checkpoint_of_the_outside_family_resumes(outside_flags: list[str], tmp_path: Path) -> None:
     layout = (*TP2_PP2, "--use-distributed-optimizer", "--save", str(tmp_path / "checkpoints"))
     stop = [*outside_flags, *layout, "--exit-interval", "2"]

@@ -89,6 +89,7 @@ def test_docs_show_the_sizes_as_they_are(built: dict[str, tuple[ModelSize, set[s
     )
 
 
+@pytest.mark.slow
 def test_command_prints_the_table() -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "loongplug.training.sizes"],
