@@ -31,9 +31,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A valid run's arguments and model as the rules get them."""
     seen: list[Run] = []
 
-    def capture(args: Namespace, model: Any) -> list[str]:
+    def capture(args: Namespace, model: Any, **options: Any) -> list[str]:
         seen.append((copy.copy(args), model))
-        return violated_rules(args, model)
+        return violated_rules(args, model, **options)
 
     with patch.object(arguments, "violated_rules", capture):
         arguments.parse_arguments(command_line(tmp_path_factory.mktemp("run")))
