@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -110,6 +111,7 @@ class TextDecoder(GPTModel):
         *,
         features: VisionFeatures | None = None,
         labels: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """This stage's forward, as GPTModel's.
@@ -118,6 +120,8 @@ class TextDecoder(GPTModel):
             input_ids: [b, s] int64. position_ids: [3, b, s] int64, on every stage.
             features: the unit's vision features, on the first stage.
             labels: [b, s] int64, on the last stage.
+            packed_seq_params: for a pack (b = 1), on every stage: segments that cover the row,
+                as :func:`~loongplug.models.layers.packed.pack_segments` makes them.
 
         Returns:
             on the last stage the loss of every token [b, s] float32 (or logits [b, s, vocab / tp]
@@ -130,5 +134,6 @@ class TextDecoder(GPTModel):
             attention_mask=None,
             decoder_input=decoder_input,
             labels=labels,
+            packed_seq_params=packed_seq_params,
             **kwargs,
         )
