@@ -30,6 +30,9 @@ def _common(args: Namespace) -> dict[str, Any]:
         "eval_interval": 1000,  # upstream divides by it, also when nothing is evaluated
         "save_interval": args.train_iters if args.save else None,
         "split": "100,0,0" if args.data_path else None,  # held-out data have files of their own
+        # Resume in any layout; Megatron's own default loads under the same TP and PP only. It
+        # refuses to combine this with checkpoints in each node's local storage.
+        "dist_ckpt_optim_fully_reshardable": args.non_persistent_ckpt_type != "local",
     }
 
 
