@@ -1,9 +1,9 @@
 """One training run: from a command line to a trained, saved and exported model."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
@@ -12,10 +12,17 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.global_vars import set_global_variables
 
 from loongplug.checkpoint.architecture import check_architecture, write_architecture
+from loongplug.checkpoint.atomic import AtomicSaves, recover
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.same_tensors import checked_load
+from loongplug.checkpoint.tracker import check_latest, replaced_whole
 from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import synchronous_save_table
+from loongplug.platform.upstream import (
+    asynchronous_save_on_cpu_table,
+    synchronous_save_table,
+    whole_checkpoints_table,
+)
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
@@ -42,11 +49,13 @@ def run(
     platform = current_platform()
     if not args.async_save:
         platform.use(synchronous_save_table())
+    elif platform.name == "cpu":
+        platform.use(asynchronous_save_on_cpu_table())
+    platform.use(
+        whole_checkpoints_table(AtomicSaves().wrap, load=checked_load, tracker=replaced_whole)
+    )
     datasets = DatasetProvider(args, parsed.model)
-    if _has_checkpoint(args):
-        check_architecture(Path(args.load), parsed.model_yaml)
-    if args.save:
-        write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+    _check_checkpoints(args, parsed.model_yaml)
     if args.save_hf:
         check_hf_export(
             Path(args.save_hf), config=parsed.model, processor_folder=Path(args.tokenizer_model)
@@ -121,6 +130,17 @@ def _pretrain(
 def _has_checkpoint(args: Namespace) -> bool:
     """Whether --load names a folder with a checkpoint, which then wins over --load-hf."""
     return bool(args.load) and checkpoint_exists(args.load)
+
+
+def _check_checkpoints(args: Namespace, model_yaml: Mapping[str, Any]) -> None:
+    """Refuse what cannot be loaded or saved into, on every rank alike."""
+    for folder in {args.load, args.save} - {None}:
+        recover(Path(folder))
+    if _has_checkpoint(args):
+        check_latest(Path(args.load), step=args.ckpt_step)
+        check_architecture(Path(args.load), model_yaml)
+    if args.save:
+        write_architecture(Path(args.save), model_yaml, rank=args.rank)
 
 
 def _speaks_for_replica() -> bool:

@@ -1,11 +1,10 @@
 """A checkpoint resumed in another layout has the same weights and optimizer state, bit by bit."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from full_state import WEIGHTS, read_state, run_and_keep_state
+from full_state import read_state, run_and_keep_state
 from ranks import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,109 @@
+"""kill -9 at any moment of a save leaves a checkpoint to go on from, bit by bit."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RankError, run_ranks
+
+from loongplug.checkpoint.tracker import TRACKER
+from loongplug.training.run import run
+
+RANKS = 2
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+Steps = list[list[float]]  # number and loss of each
+
+
+def one_step(rank: int, *, flags: list[str], save: Path, victim: int, event: int) -> Steps:
+    """Load, take one step, save; all ranks are killed before change ``event`` by ``victim``."""
+    steps: Steps = []
+    seen = 0
+
+    def count(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if not steps or not changes_files(name, args, save):  # the step is taken, the save begins
+            return
+        seen += 1
+        if rank == victim and seen == event:
+            (save.parent / "steps.json").write_text(json.dumps(steps))
+            for pid in (int(file.name) for file in (save.parent / "pids").iterdir()):
+                if pid != os.getpgid(0):
+                    os.killpg(pid, signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)  # this rank and the writer that it has started
+
+    (save.parent / "pids" / str(os.getpid())).touch()
+    flush = os.fsync
+    os.fsync = lambda file: (count("os.fsync", (file,)), flush(file))[1]
+    sys.addaudithook(count)
+    try:
+        run(flags, on_report=lambda report: steps.append([report.iteration, report.loss]))
+    except SystemExit as ended:
+        assert ended.code == 0
+    return steps
+
+
+def changes_files(name: str, args: tuple[Any, ...], save: Path) -> bool:
+    """Whether an event changes files below ``save``, or flushes one."""
+    if name == "os.fsync":
+        return True
+    if name not in CHANGES and not (name == "open" and "w" in str(args[1])):
+        return False
+    path = Path(str(args[0]))  # relative while a folder is removed
+    return path.is_relative_to(save) or not path.is_absolute()
+
+
+def attempt(
+    flags: list[str], save: Path, *, victim: int = -1, event: int = 0
+) -> tuple[Steps, bool]:
+    """The steps that one run took, and whether it ended without being killed."""
+    pids = save.parent / "pids"
+    pids.mkdir(parents=True, exist_ok=True)
+    for file in pids.iterdir():
+        file.unlink()
+    flags = [*flags, "--save", str(save), "--load", str(save)]
+    try:
+        found = run_ranks(
+            *(one_step, RANKS),
+            **{"flags": flags, "save": save, "victim": victim, "event": event, "timeout": 60.0},
+        )
+    except RankError as error:
+        assert "SIGKILL" in str(error), error
+        return json.loads((save.parent / "steps.json").read_text()), False
+    assert all(steps == found[0] for steps in found)
+    return found[0], True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "stride", "more"),
+    [(0, 2, ()), (1, 1, ()), (0, 3, ("--async-save",))],
+    ids=["first-rank", "second-rank", "async"],
+)
+def test_a_killed_save_leaves_a_checkpoint_to_go_on_from(run_flags, tmp_path, victim, stride, more):
+    flags = [
+        *(*run_flags, "--train-iters", "40", "--save-interval", "1", "--exit-interval", "1"),
+        *("--use-distributed-optimizer", *more),
+    ]
+    whole = [attempt(flags, tmp_path / "whole" / "ckpt")[0] for _ in range(4)]
+    assert [steps[0][0] for steps in whole] == [1, 2, 3, 4]
+    save = tmp_path / "killed" / "ckpt"
+    attempt(flags, save)
+    latest, event = 1, 1
+    while True:
+        steps, ended = attempt(flags, save, victim=victim, event=event)
+        assert steps == whole[latest]
+        found = int((save / TRACKER).read_text())
+        assert found in ((latest + 1,) if ended else (latest, latest + 1))
+        latest = found
+        if ended:
+            break
+        event += stride
+    # What was killed is gone, and the run after that has nothing to go around.
+    assert event > 3
+    assert attempt(flags, save)[0] == whole[latest]
+    assert [path.name for path in save.iterdir() if path.name.startswith(".")] == []
