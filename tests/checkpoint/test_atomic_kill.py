@@ -1,9 +1,13 @@
 """kill -9 at any moment of a save leaves a checkpoint to go on from, bit by bit."""
 
+import builtins
+import io
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,17 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 Steps = list[list[float]]  # number and loss of each
 
 
-def one_step(rank: int, *, flags: list[str], save: Path, victim: int, event: int) -> Steps:
-    """Load, take one step, save; all ranks are killed before change ``event`` by ``victim``."""
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """All ranks die when ``rank`` is about to make its ``event``-th change to a file ``named``."""
+
+    rank: int = -1
+    event: int = 0
+    named: str = ""
+
+
+def one_step(rank: int, *, flags: list[str], save: Path, kill: Kill) -> Steps:
+    """Load, take one step, save."""
     steps: Steps = []
     seen = 0
 
@@ -28,8 +41,8 @@ def one_step(rank: int, *, flags: list[str], save: Path, victim: int, event: int
         nonlocal seen
         if not steps or not changes_files(name, args, save):  # the step is taken, the save begins
             return
-        seen += 1
-        if rank == victim and seen == event:
+        seen += any(kill.named in str(path) for path in args)
+        if rank == kill.rank and seen == kill.event:
             (save.parent / "steps.json").write_text(json.dumps(steps))
             for pid in (int(file.name) for file in (save.parent / "pids").iterdir()):
                 if pid != os.getpgid(0):
@@ -37,14 +50,30 @@ def one_step(rank: int, *, flags: list[str], save: Path, victim: int, event: int
             os.killpg(0, signal.SIGKILL)  # this rank and the writer that it has started
 
     (save.parent / "pids" / str(os.getpid())).touch()
-    flush = os.fsync
-    os.fsync = lambda file: (count("os.fsync", (file,)), flush(file))[1]
     sys.addaudithook(count)
+    count_between(count)
     try:
         run(flags, on_report=lambda report: steps.append([report.iteration, report.loss]))
     except SystemExit as ended:
         assert ended.code == 0
     return steps
+
+
+def count_between(count: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """Count flushes, too, and the moment when a file is open for writing and still empty."""
+    flush, open_file = os.fsync, builtins.open
+
+    def fsync(file: Any) -> None:
+        count("os.fsync", (file,))
+        flush(file)
+
+    def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        opened = open_file(file, mode, *args, **kwargs)
+        count("open", (file, mode))
+        return opened
+
+    os.fsync = fsync
+    builtins.open = io.open = open_
 
 
 def changes_files(name: str, args: tuple[Any, ...], save: Path) -> bool:
@@ -57,9 +86,7 @@ def changes_files(name: str, args: tuple[Any, ...], save: Path) -> bool:
     return path.is_relative_to(save) or not path.is_absolute()
 
 
-def attempt(
-    flags: list[str], save: Path, *, victim: int = -1, event: int = 0
-) -> tuple[Steps, bool]:
+def attempt(flags: list[str], save: Path, kill: Kill = Kill()) -> tuple[Steps, bool]:
     """The steps that one run took, and whether it ended without being killed."""
     pids = save.parent / "pids"
     pids.mkdir(parents=True, exist_ok=True)
@@ -67,10 +94,7 @@ def attempt(
         file.unlink()
     flags = [*flags, "--save", str(save), "--load", str(save)]
     try:
-        found = run_ranks(
-            *(one_step, RANKS),
-            **{"flags": flags, "save": save, "victim": victim, "event": event, "timeout": 60.0},
-        )
+        found = run_ranks(one_step, RANKS, flags=flags, save=save, kill=kill, timeout=60.0)
     except RankError as error:
         assert "SIGKILL" in str(error), error
         return json.loads((save.parent / "steps.json").read_text()), False
@@ -80,23 +104,32 @@ def attempt(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "stride", "more"),
-    [(0, 2, ()), (1, 1, ()), (0, 3, ("--async-save",))],
-    ids=["first-rank", "second-rank", "async"],
+    ("rank", "named", "stride", "more"),
+    [
+        # A stride of 1 tries every moment; these are spread so that the test stays short.
+        (0, "", 4, ()),
+        (0, TRACKER, 1, ()),
+        (1, "", 2, ()),
+        (0, "", 6, ("--async-save",)),
+        (0, TRACKER, 2, ("--async-save",)),
+    ],
+    ids=["first-rank", "tracker", "second-rank", "async", "async-tracker"],
 )
-def test_a_killed_save_leaves_a_checkpoint_to_go_on_from(run_flags, tmp_path, victim, stride, more):
+def test_a_killed_save_leaves_a_checkpoint_to_go_on_from(
+    run_flags, tmp_path, rank, named, stride, more
+):
     flags = [
         *(*run_flags, "--train-iters", "40", "--save-interval", "1", "--exit-interval", "1"),
         *("--use-distributed-optimizer", *more),
     ]
-    whole = [attempt(flags, tmp_path / "whole" / "ckpt")[0] for _ in range(4)]
-    assert [steps[0][0] for steps in whole] == [1, 2, 3, 4]
+    (whole, _) = attempt([*flags, "--exit-interval", "4"], tmp_path / "whole" / "ckpt")
+    assert [number for number, _ in whole] == [1, 2, 3, 4]
     save = tmp_path / "killed" / "ckpt"
     attempt(flags, save)
     latest, event = 1, 1
     while True:
-        steps, ended = attempt(flags, save, victim=victim, event=event)
-        assert steps == whole[latest]
+        steps, ended = attempt(flags, save, Kill(rank=rank, named=named, event=event))
+        assert steps == [whole[latest]]
         found = int((save / TRACKER).read_text())
         assert found in ((latest + 1,) if ended else (latest, latest + 1))
         latest = found
@@ -104,6 +137,6 @@ def test_a_killed_save_leaves_a_checkpoint_to_go_on_from(run_flags, tmp_path, vi
             break
         event += stride
     # What was killed is gone, and the run after that has nothing to go around.
-    assert event > 3
-    assert attempt(flags, save)[0] == whole[latest]
+    assert event > stride
+    assert attempt(flags, save)[0] == [whole[latest]]
     assert [path.name for path in save.iterdir() if path.name.startswith(".")] == []
