@@ -180,8 +180,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [
             {"async_save": True, "async_strategy": "nvrx"},
             {
-                **{"device": "cuda", "distributed_backend": "nccl"},
-                **{"async_save": True, "async_strategy": "nvrx"},
+                "device": "cuda",
+                "distributed_backend": "nccl",
+                "async_save": True,
+                "async_strategy": "nvrx",
             },
         ],
         [{"async_save": True, "async_strategy": "mcore"}, {"async_strategy": "nvrx"}],
