@@ -120,6 +120,9 @@ EVERYWHERE: tuple[Replacement, ...] = (
         reason="wants the step of torch's Adam among the loaded tensors, and sets the step that "
         "was loaded back; copies into fp32 parameters, which are leaves that require grad",
     ),
+)
+
+SAFE_READING: tuple[Replacement, ...] = (
     Replacement(
         target="torch.distributed.checkpoint.filesystem.pickle",
         replacement=METADATA_PICKLE,
@@ -256,9 +259,7 @@ def whole_checkpoints_table(
             ),
             Replacement(
                 target="megatron.core.msc_utils.maybe_msc.open",
-                wrapper=tracker,
-                signature="(file, mode='r', buffering=-1, encoding=None, errors=None, "
-                "newline=None, closefd=True, opener=None)",
+                wrapper=tracker,  # of Python's own open
                 reason="empties the file that names the latest checkpoint before it is written",
             ),
         ),
@@ -274,6 +275,7 @@ def apply_upstream_replacements(platform: Platform) -> None:
     """
     rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
     platform.use(ReplacementTable("upstream", rows))
+    platform.use(ReplacementTable("safe reading", SAFE_READING))
 
 
 Losses = dict[str, torch.Tensor]

@@ -39,6 +39,12 @@ JOURNEYS = {
         layouts=("dp2", "tp2-pp2", "single"),
         flags=(*MODEL, "--use-distributed-optimizer", "--bf16"),
     ),
+    "distributed-one-writer": Journey(
+        layouts=("tp2-dp2", "pp2-vpp2"),
+        flags=(
+            *("--use-distributed-optimizer", "--distrib-optim-fully-reshardable-mem-efficient"),
+        ),
+    ),
     "plain": Journey(layouts=("tp2-pp2", "single", "pp2-vpp2", "tp4", "dp2"), flags=MODEL),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
     "frozen-tied": Journey(
