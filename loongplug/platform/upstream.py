@@ -224,9 +224,13 @@ def asynchronous_save_on_cpu_table() -> ReplacementTable:
 
 
 def whole_checkpoints_table(
-    save: Callable[[Any], Any], *, load: Callable[[Any], Any], tracker: Callable[[Any], Any]
+    *,
+    save: Callable[[Any], Any],
+    load: Callable[[Any], Any],
+    common: Callable[[Any], Any],
+    tracker: Callable[[Any], Any],
 ) -> ReplacementTable:
-    """Wrap the save and the load of one checkpoint, and the ``open`` of Megatron's checkpoints."""
+    """Wrap the save and the load of one checkpoint, the load of its common part, and ``open``."""
     return ReplacementTable(
         "whole checkpoints",
         (
@@ -256,6 +260,13 @@ def whole_checkpoints_table(
                 "Union[Dict[str, Any], Tuple[Dict[str, Any], Set[str], Set[str]]]",
                 reason="ignores tensors that the model does not have, and tells of others by "
                 "shards and plans",
+            ),
+            Replacement(
+                target="megatron.core.dist_checkpointing.serialization.load_common_state_dict",
+                wrapper=common,
+                signature="(checkpoint_dir: Union[str, pathlib.Path]) -> Dict[str, Any]",
+                reason="the first that is read of a checkpoint; what follows fails without a "
+                "word of the optimizer when its state is of another kind",
             ),
             Replacement(
                 target="megatron.core.msc_utils.maybe_msc.open",

@@ -14,6 +14,7 @@ from megatron.training.global_vars import set_global_variables
 from loongplug.checkpoint.architecture import check_architecture, write_architecture
 from loongplug.checkpoint.atomic import AtomicSaves, recover
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.same_optimizer import checked_common_state
 from loongplug.checkpoint.same_tensors import checked_load
 from loongplug.checkpoint.tracker import check_latest, replaced_whole
 from loongplug.models.layers.specs import pick_backend
@@ -52,7 +53,12 @@ def run(
     elif platform.name == "cpu":
         platform.use(asynchronous_save_on_cpu_table())
     platform.use(
-        whole_checkpoints_table(AtomicSaves().wrap, load=checked_load, tracker=replaced_whole)
+        whole_checkpoints_table(
+            save=AtomicSaves().wrap,
+            load=checked_load,
+            common=checked_common_state,
+            tracker=replaced_whole,
+        )
     )
     datasets = DatasetProvider(args, parsed.model)
     _check_checkpoints(args, parsed.model_yaml)
