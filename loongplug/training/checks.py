@@ -294,6 +294,17 @@ def checkpoint_format(args: Namespace, model: Any) -> str | None:
     return f"--ckpt-format {args.ckpt_format}" if args.ckpt_format != "torch_dist" else None
 
 
+def asynchronous_save(args: Namespace, model: Any) -> str | None:
+    """Asynchronous saves are written by what the machine has."""
+    if not args.async_save or args.async_strategy == "mcore":
+        return None
+    if args.device == "cpu":
+        return f"--async-strategy {args.async_strategy} on cpu"
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        return f"--async-strategy {args.async_strategy} without nvidia-resiliency-ext"
+    return None
+
+
 def data_loading(args: Namespace, model: Any) -> str | None:
     """Data and tokenizer are LoongPlug's, not Megatron's."""
     if args.dataloader_type != "external":

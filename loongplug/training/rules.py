@@ -283,6 +283,14 @@ RULES: tuple[Rule, ...] = (
         cure="drop the flag",
     ),
     Rule(
+        name="asynchronous-save",
+        refuses="`--async-strategy nvrx` with `--async-save` on CPU, or without the package "
+        "nvidia-resiliency-ext",
+        check=checks.asynchronous_save,
+        reason="that writer needs a GPU and its package",
+        cure="drop the flag: the writer is chosen by what is there",
+    ),
+    Rule(
         name="data-loading",
         refuses="a `--dataloader-type` other than `external`, a `--tokenizer-type` other than "
         "`HuggingFaceTokenizer`",

@@ -178,6 +178,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "expert-parallel": ([{"expert_model_parallel_size": 2}], []),
     "precision": ([{"fp16": True}, {"fp8": "e4m3"}, {"fp4": "e2m1"}], [{"bf16": True}]),
     "checkpoint-format": ([{"ckpt_format": "torch"}], []),
+    "asynchronous-save": (
+        [
+            {"async_save": True, "async_strategy": "nvrx"},
+            {
+                "device": "cuda",
+                "distributed_backend": "nccl",
+                "async_save": True,
+                "async_strategy": "nvrx",
+            },
+        ],
+        [{"async_save": True, "async_strategy": "mcore"}, {"async_strategy": "nvrx"}],
+    ),
     "data-loading": (
         [{"dataloader_type": "cyclic"}, {"tokenizer_type": "TikTokenizer"}],
         [{"tokenizer_type": "HuggingFaceTokenizer"}],
