@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,9 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     dp: int = 1
+    ep: int = 1
+    etp: int | None = None  # as Megatron: tp
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     sequence_parallel: bool = False
     recompute: bool = False
     micro_batch_size: int = 1
@@ -60,6 +63,12 @@ class Layout:
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
         if self.vpp:
             parts.append(f"vpp{self.vpp}")
+        if self.ep > 1:
+            parts.append(f"ep{self.ep}")
+        if self.etp:
+            parts.append(f"etp{self.etp}")
+        if self.dispatcher != "alltoall":
+            parts.append(self.dispatcher)
         parts += [
             name
             for name in (
@@ -114,11 +123,17 @@ def reference_step(model: Any, data: Batch) -> Step:
         loss=loss.item(),
         logits=output.logits.detach(),
         gradients={
-            name: parameter.grad.clone()
+            name: _as_saved(name, parameter.grad)
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         },
     )
+
+
+def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A copy in the orientation of the files: there, experts are (inputs, outputs) each."""
+    experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return (gradient.transpose(1, 2) if experts else gradient).clone()
 
 
 def _media_arguments(data: Batch) -> dict[str, Any]:
@@ -153,6 +168,9 @@ def decoder_config(model: VisionLanguageArchitecture, layout: Layout) -> Decoder
         attention_dropout=0.0,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or layout.tp,
+        moe_token_dispatcher_type=layout.dispatcher,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
         sequence_parallel=layout.sequence_parallel,
@@ -191,7 +209,9 @@ def our_step(
     rank: int, *, folder: Path, model: VisionLanguageArchitecture, layout: Layout, data: Batch
 ) -> Step | None:
     """One step of ``layout`` through Megatron's own schedule; the result is rank 0's."""
-    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp):
+    with model_parallel(
+        tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp
+    ):
         config = decoder_config(model, layout)
         bare = build_chunks(model, config, layout)
         hugging_face = family_of(model).load_hugging_face(model)
