@@ -45,7 +45,19 @@ def hugging_face(config: Qwen3VLMoeConfig) -> HuggingFaceModel:
             "vision_config": vision_section(config.image_encoder, out=text.hidden_size),
         },
         top=top_level(config),
-        inexpressible=inexpressible(config),
+        inexpressible=(*inexpressible(config), *_ambiguous(text)),
+    )
+
+
+def _ambiguous(text: Qwen3MoeDecoderConfig) -> tuple[str, ...]:
+    """transformers tells by its shape which way round a tensor of experts stands."""
+    hidden, ffn = text.hidden_size, text.expert_ffn_hidden_size
+    if hidden not in (ffn, 2 * ffn):
+        return ()
+    return (
+        f"foundation.expert_ffn_hidden_size {ffn} with hidden_size {hidden} makes square matrices, "
+        "of which transformers cannot tell inputs from outputs; only a model without them can be "
+        "exchanged with it",
     )
 
 
