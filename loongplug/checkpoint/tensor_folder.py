@@ -74,9 +74,7 @@ def _swapped[T](axes: tuple[T, ...]) -> tuple[T, ...]:
 
 
 @contextmanager
-def open_tensors(
-    folder: Path, *, turnable: Mapping[str, Shape] = _NONE
-) -> Iterator[TensorFolder]:
+def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iterator[TensorFolder]:
     """Open the safetensors files of ``folder`` for as long as the context lasts.
 
     ``turnable`` as in :class:`TensorFolder`.
