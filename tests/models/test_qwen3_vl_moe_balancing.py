@@ -82,12 +82,13 @@ KINDS: dict[str, Kind] = {
     )
 }
 KINDS["z_loss"] = ({"moe_z_loss_coeff": Z_COEFFICIENT}, each_unit(z_loss))
-KINDS["two"] = (
+KINDS["all"] = (
     {
-        "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
-        "moe_aux_loss_coeff": [COEFFICIENT, COEFFICIENT],
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [COEFFICIENT] * 3,
+        "moe_z_loss_coeff": Z_COEFFICIENT,
     },
-    lambda steps: each_unit(sequence)(steps) + global_losses(steps),
+    lambda steps: torch.stack([KINDS[kind][1](steps) for kind in KINDS if kind != "all"]).sum(0),
 )
 
 
@@ -130,17 +131,26 @@ def expected_step(model: Any, kind: str, *, replicas: int, size: int) -> Step:
 
 
 LAYOUTS = [
-    Layout(),
-    Layout(micro_batch_size=2),
-    Layout(**SP),
+    Layout(micro_batch_size=2, **SP),
     Layout(**SP, pp=2, recompute=True),
+    Layout(dp=2, ep=2, micro_batch_size=2),
     Layout(dp=2, ep=2, **SP),
+    Layout(pp=2, vpp=2),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_balancing_is_that_of_the_formula(weights, kind, layout):
+def test_each_loss_is_that_of_its_formula(weights, kind, size):
+    assert_balanced(weights, kind, Layout(micro_batch_size=size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_losses_are_those_of_the_formula_in_every_layout(weights, layout):
+    assert_balanced(weights, "all", layout)
+
+
+def assert_balanced(weights: tuple[Any, Any], kind: str, layout: Layout) -> None:
     folder, model = weights
     step = expected_step(model, kind, replicas=layout.dp, size=layout.micro_batch_size)
     assert_agreement(
