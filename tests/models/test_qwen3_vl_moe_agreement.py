@@ -4,13 +4,17 @@ As in ``test_hf_agreement``; the gradients of experts are compared expert by exp
 """
 
 import pytest
-from hf_batches import TOKEN_IDS, batch
-from hf_reference import Layout, assert_agreement, reference_model, reference_step
+import torch
+from hf_batches import batch
+from hf_reference import (
+    Layout,
+    assert_agreement,
+    expert_by_expert,
+    reference_model,
+    reference_step,
+)
+from tiny_qwen3_vl_moe import SP, architecture
 
-from loongplug.models.qwen3_vl.config import Qwen3ProjectorConfig, Qwen3VisionConfig
-from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig, Qwen3VLMoeConfig
-
-SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = [
     Layout(),
     Layout(micro_batch_size=4),
@@ -34,35 +38,6 @@ LAYOUTS = [
 ]
 
 
-def architecture() -> Qwen3VLMoeConfig:
-    """Small, but with every feature: GQA, deepstack over three layers, more experts than ranks."""
-    return Qwen3VLMoeConfig(
-        image_encoder=Qwen3VisionConfig(
-            num_layers=3,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_attention_heads=4,
-            num_position_embeddings=64,
-            deepstack_layers=(0, 1, 2),
-        ),
-        image_projector=Qwen3ProjectorConfig(),
-        foundation=Qwen3MoeDecoderConfig(
-            num_layers=4,
-            hidden_size=64,
-            ffn_hidden_size=160,
-            num_experts=8,
-            experts_per_token=2,
-            expert_ffn_hidden_size=48,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=32,
-            vocab_size=128,
-            mrope_section=(6, 5, 5),
-        ),
-        **TOKEN_IDS,
-    )
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     model = reference_model(architecture())
@@ -74,4 +49,51 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_step_agrees_with_transformers(reference, layout):
     folder, expected = reference
+    assert_agreement(architecture(), folder, layout=layout, data=batch(), expected=expected)
+
+
+def gates(model):
+    return [layer.mlp.gate for layer in model.model.language_model.layers]
+
+
+def test_every_expert_is_trained(reference):
+    """Else the comparison would say little about it."""
+    _, expected = reference
+    experts = expert_by_expert(
+        {name: grad for name, grad in expected.gradients.items() if ".mlp.experts." in name}
+    )
+    assert len(experts) == 2 * 8 * 4
+    assert all(gradient.abs().max() > 1e-6 for gradient in experts.values())
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    """Routers that send all tokens to the first four of eight experts: ranks remain idle."""
+    model = reference_model(architecture())
+    with torch.no_grad():
+        for gate in gates(model):
+            direction = gate.weight[0].clone()
+            gate.weight.zero_()
+            for expert, factor in enumerate((1.0, 0.9, -0.9, -1.0)):
+                gate.weight[expert] = factor * direction
+    folder = tmp_path_factory.mktemp("hf")
+    model.save_pretrained(folder)
+    return folder, reference_step(model, batch())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(dp=2, ep=2),
+        Layout(dp=2, ep=2, dispatcher="allgather"),
+        Layout(dp=2, ep=2, **SP),
+        Layout(**SP, etp=1, ep=2, overlap_grad_reduce=True),
+    ],
+    ids=str,
+)
+def test_experts_and_ranks_without_tokens(crowded, layout):
+    folder, expected = crowded
+    idle = expected.gradients["model.language_model.layers.1.mlp.experts.down_proj"][4:]
+    assert idle.abs().max() == 0
     assert_agreement(architecture(), folder, layout=layout, data=batch(), expected=expected)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hf_batches import batch
 from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
-from test_qwen3_vl_moe_agreement import SP, architecture
+from tiny_qwen3_vl_moe import SP, architecture
 from torch import Tensor
 
 TOP = architecture().foundation.experts_per_token
