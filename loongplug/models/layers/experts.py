@@ -1,4 +1,4 @@
-"""Experts for machines without TransformerEngine: one after the other."""
+"""The layer of experts, and experts for machines without TransformerEngine."""
 
 from typing import Any
 
@@ -6,8 +6,22 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
+
+
+class ExpertLayer(MoELayer):
+    """MoELayer whose experts are reduced and optimized apart from all else, in every layout.
+
+    Upstream does so where expert parallelism or expert tensor parallelism asks for groups of their
+    own; elsewhere it has one optimizer, and no checkpoint of two would load into it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False
 
 
 class LocalExperts(SequentialMLP):

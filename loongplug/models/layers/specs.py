@@ -12,11 +12,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import (
-    ExpertsBuilder,
-    MoELayer,
-    MoESubmodules,
-)
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from loongplug.models.layers.attention import SDPAttention
-from loongplug.models.layers.experts import LocalExperts
+from loongplug.models.layers.experts import ExpertLayer, LocalExperts
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
 from loongplug.models.layers.mlp import LocalMLP
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
@@ -151,7 +147,7 @@ def _mlp(config: TransformerConfig, provider: BackendSpecProvider) -> MlpBuilder
     if config.num_moe_experts is not None:
         experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
         return functools.partial(
-            MoELayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter)
+            ExpertLayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter)
         )
     if isinstance(provider, SDPASpecProvider):
         return functools.partial(LocalMLP.as_mlp_submodule, submodules=_linears(provider))
