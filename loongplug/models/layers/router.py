@@ -43,6 +43,10 @@ class BalancedRouter(TopKRouter):
     each of them has, and the global loss is not divided by the number of data parallel replicas.
     """
 
+    # Of the microbatch that forward is at: tokens that count, tokens that are no padding.
+    _counted: Tensor | None = None
+    _valid: Tensor | None = None
+
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map, both [tokens, experts].
 
@@ -51,9 +55,7 @@ class BalancedRouter(TopKRouter):
             padding_mask: [2 * s, b] bool, :func:`token_kinds` turned; None where there is nothing
                 to balance.
         """
-        self._counted: Tensor | None = None
-        self._valid: Tensor | None = None
-        local = None
+        self._counted = self._valid = local = None
         if padding_mask is not None:
             padding, counted = padding_mask.chunk(2)  # [s, b] each
             self._counted, self._valid = counted.sum(), (~padding).sum()
