@@ -64,6 +64,12 @@ def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
 
 
+def test_bf16_trains(flags, single):
+    weights, expected = single
+    layout = (*EP2, *TP2, "--bf16", "--load-hf", str(weights))
+    torch.testing.assert_close(train(flags, *layout, ranks=4), expected, rtol=2e-2, atol=0)
+
+
 def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_path):
     weights, expected = single
     save = ("--save", str(tmp_path))
