@@ -70,14 +70,21 @@ def test_bf16_trains(flags, single):
     torch.testing.assert_close(train(flags, *layout, ranks=4), expected, rtol=2e-2, atol=0)
 
 
-def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [(EP2, (), 1), (TP2, EP2, 2), ((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"), 2)],
+    ids=["ep2-single", "tp2-ep2", "dp2-tp2-ep2"],
+)
+def test_a_checkpoint_goes_on_with_other_expert_parallelism(
+    flags, single, tmp_path, before, after, ranks
+):
     weights, expected = single
     save = ("--save", str(tmp_path))
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
-    stop = [*flags, *MODEL, *EP2, *save, *resharded, "--load-hf", str(weights)]
+    stop = [*flags, *MODEL, *before, *save, *resharded, "--load-hf", str(weights)]
     codes = run_ranks(exit_code, 2, flags=[*stop, "--exit-interval", "2"], timeout=120.0)
     assert codes == [0, 0]
-    found = train(flags, *save, *resharded, "--load", str(tmp_path))
+    found = train(flags, *save, *resharded, "--load", str(tmp_path), *after, ranks=ranks)
     torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
 
 
