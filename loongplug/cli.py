@@ -75,6 +75,25 @@ def evaluate(
         )
 
 
+@app.command(
+    "convert",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def convert(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint, or back, in any layout.
+
+    Takes train.py's flags: --model-name NAME, --load-hf DIR or --load DIR, --save DIR or
+    --save-hf DIR, and those of the layout, such as --tensor-model-parallel-size.
+    """
+    with _user_errors():
+        from loongplug.convert.command import convert as run
+
+        run(context.args, ranks=ranks)
+
+
 @bench.command(
     "step",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -115,5 +134,38 @@ def bench_attention(
             head_dim=head_dim,
             rounds=rounds,
             threads=threads,
+            json_path=json_path,
+        )
+
+
+@bench.command(
+    "convert",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_convert(
+    context: typer.Context,
+    model_name: Annotated[
+        str, typer.Option(help="The model to make random weights of.")
+    ] = "qwen3_vl_2b",
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 3,
+    where: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; else the temporary one.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Measure loongplug convert, both ways, against a plain copy, and its memory.
+
+    Everything that is no option of this command goes to the conversion: its layout.
+    """
+    with _user_errors():
+        from loongplug.bench.convert import bench_convert as run
+
+        run(
+            model_name=model_name,
+            layout=context.args,
+            ranks=ranks,
+            rounds=rounds,
+            where=where,
             json_path=json_path,
         )

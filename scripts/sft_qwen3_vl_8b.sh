@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# SFT of Qwen3-VL-8B, all weights, on nodes with 8 GPUs of 80 GB.
+# SFT of Qwen3-VL-8B, on nodes with 8 GPUs of 80 GB.
 #
 # One node:
 #   MODEL_DIR=/models/Qwen3-VL-8B-Instruct TRAIN_DATA=/data/train.jsonl scripts/sft_qwen3_vl_8b.sh
-# Four nodes, on each of them with its own NODE_RANK:
+# Four nodes, on each of them with its own NODE_RANK; all see the same folders:
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MODEL_DIR=... TRAIN_DATA=... scripts/sft_qwen3_vl_8b.sh
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
-# flags, and overrides such as model.image_encoder.freeze=true.
+# flags, and overrides such as model.image_projector.freeze=true.
+# The encoder is frozen; FREEZE_ENCODER=false trains all weights.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -18,22 +19,24 @@ VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
 OUTPUT_DIR="${OUTPUT_DIR:-runs/sft_qwen3_vl_8b}"
 
 NNODES="${NNODES:-1}"
-NODE_RANK="${NODE_RANK:-0}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-MASTER_ADDR="${MASTER_ADDR:-localhost}"
-MASTER_PORT="${MASTER_PORT:-29500}"
+if ((NNODES > 1)); then
+    NODE_RANK="${NODE_RANK:?set NODE_RANK to the number of this node, 0 to NNODES - 1}"
+    MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
+fi
 
 LAUNCH_ARGS=(
     --nnodes "$NNODES"
-    --node_rank "$NODE_RANK"
+    --node_rank "${NODE_RANK:-0}"
     --nproc_per_node "$GPUS_PER_NODE"
-    --master_addr "$MASTER_ADDR"
-    --master_port "$MASTER_PORT"
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-29500}"
 )
 MODEL_ARGS=(
     --model-name qwen3_vl_8b
     --tokenizer-model "$MODEL_DIR"
     --load-hf "$MODEL_DIR"
+    "model.image_encoder.freeze=${FREEZE_ENCODER:-true}"
 )
 PARALLEL_ARGS=(
     --tensor-model-parallel-size "${TP:-4}"

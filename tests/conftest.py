@@ -22,6 +22,9 @@ with warnings.catch_warnings():
     apply_upstream_replacements(_PLATFORM)
 
 
+pytest_plugins = ["demo_fixtures"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU on a machine without one."""
     if torch.cuda.is_available():

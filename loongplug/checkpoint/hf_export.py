@@ -1,16 +1,24 @@
 """Export a model as a Hugging Face folder that ``transformers`` loads."""
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.carried_files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    IMAGE_PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    copy_carried_files,
+)
 from loongplug.checkpoint.hf_gather import WholeTensors
 from loongplug.checkpoint.holders import own_rank
+from loongplug.checkpoint.progress import OnBytes, ignore_bytes
 from loongplug.checkpoint.replaced_folder import replaced_folder
 from loongplug.checkpoint.tensor_files import (
     PlannedFile,
@@ -21,23 +29,9 @@ from loongplug.checkpoint.tensor_files import (
     written_here,
 )
 from loongplug.models.hf_mapping import Bundle
-from loongplug.models.hf_model import HuggingFaceModel, hf_config
+from loongplug.models.hf_model import HuggingFaceModel, hf_config, hf_config_differences
 
 MAX_FILE_BYTES = 5 * 1024**3
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-_COPIED_FILES = (
-    *_TOKENIZER_FILES,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    *_IMAGE_PROCESSOR_FILES,
-    "video_preprocessor_config.json",
-)
 
 
 def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: Path) -> None:
@@ -57,7 +51,7 @@ def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: 
             f"{folder} is not empty and no earlier export of LoongPlug, which alone it would "
             "replace; give another folder."
         )
-    for names in (_TOKENIZER_FILES, _IMAGE_PROCESSOR_FILES):
+    for names in (TOKENIZER_FILES, IMAGE_PROCESSOR_FILES):
         if not any((processor_folder / name).is_file() for name in names):
             raise ValueError(
                 f"{processor_folder} has no {' or '.join(names)}, which the export copies; give "
@@ -73,14 +67,16 @@ def save_hf_folder(
     model: HuggingFaceModel,
     processor_folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> None:
     """Write weights, config, generation config, tokenizer and processor into ``folder``.
 
     Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
     file is written by the rank that has the beginning of it, tensor by tensor as they are put
-    together: memory beside the parameters is that of one tensor (or of those that one fused
-    parameter gives). The folder appears whole or not at all; an older export under that name is
-    replaced. All ranks must see the same folder.
+    together: memory beside the parameters is that of one tensor and a slice of it. The folder
+    appears whole or not at all; an older export under that name is replaced. All ranks must see
+    the same folder. ``on_bytes`` is told, on every rank, how many bytes of how many have been
+    dealt with.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -99,13 +95,17 @@ def save_hf_folder(
         (_planned(bundle, tensors.dtype(bundle)) for bundle in tensors.bundles),
         max_bytes=max_file_bytes,
     )
+    dtype = tensors.dtype(tensors.bundles[0])
     with replaced_folder(folder, rank=own_rank()) as building:
-        error = _write_files(building, files, tensors)
+
+        def finish() -> None:
+            write_index(building, files)
+            _write_configs(building, model, dtype=dtype, processor_folder=processor_folder)
+
+        error = _write_files(building, files, tensors, on_bytes=on_bytes)
         raise_together(error)
         if own_rank() == 0:
-            error = _finish(
-                building, files, model=model, tensors=tensors, processor_folder=processor_folder
-            )
+            error = _error_of(building, finish)
         raise_together(error)
 
 
@@ -113,56 +113,60 @@ def _planned(bundle: Bundle, dtype: torch.dtype) -> list[PlannedTensor]:
     return [PlannedTensor(source.name, source.shape, dtype) for source in bundle.sources]
 
 
+class _Writers:
+    """Which rank writes which file, and the file that this rank is writing."""
+
+    def __init__(self, folder: Path, files: Sequence[PlannedFile], tensors: WholeTensors) -> None:
+        self._folder = folder
+        self._file_of = {tensor.name: file for file in files for tensor in file.tensors}
+        self._ranks: dict[str, int] = {}
+        for bundle in tensors.bundles:
+            self._ranks.setdefault(self._file(bundle).name, tensors.first_holder(bundle))
+        self._open = ExitStack()
+        self._current: tuple[str, TensorFileWriter] | None = None
+
+    def rank_of(self, bundle: Bundle) -> int:
+        """The rank that has the beginning of the file that the bundle belongs to."""
+        return self._ranks[self._file(bundle).name]
+
+    def write(self, bundle: Bundle, name: str, tensor: Tensor) -> None:
+        """Write one of the bundle's tensors, the next in the plan."""
+        file = self._file(bundle)
+        if self._current is None or self._current[0] != file.name:
+            self.close()
+            writer = self._open.enter_context(TensorFileWriter(self._folder, file))
+            self._current = (file.name, writer)
+        self._current[1].add(name, tensor)
+
+    def close(self) -> None:
+        """Close the file that is being written."""
+        self._open.close()
+
+    def _file(self, bundle: Bundle) -> PlannedFile:
+        return self._file_of[bundle.sources[0].name]
+
+
 def _write_files(
-    folder: Path, files: Sequence[PlannedFile], tensors: WholeTensors
+    folder: Path, files: Sequence[PlannedFile], tensors: WholeTensors, *, on_bytes: OnBytes
 ) -> Exception | None:
     """Write this rank's files; an error (a full disk) comes back once all has been received."""
-    file_of = {tensor.name: file for file in files for tensor in file.tensors}
-    writers: dict[str, int] = {}
-    for bundle in tensors.bundles:
-        file = file_of[bundle.sources[0].name]
-        writers.setdefault(file.name, tensors.first_holder(bundle))
+    writers = _Writers(folder, files, tensors)
     error: Exception | None = None
-    with ExitStack() as stack:
-        current: tuple[str, TensorFileWriter] | None = None
-        for bundle, whole in tensors.collect(
-            lambda bundle: writers[file_of[bundle.sources[0].name].name]
-        ):
-            if error is not None:  # the other ranks send what they have in any case
-                continue
-            file = file_of[bundle.sources[0].name]
-            try:
-                if current is None or current[0] != file.name:
-                    stack.close()
-                    current = (file.name, stack.enter_context(TensorFileWriter(folder, file)))
-                for source, tensor in zip(bundle.sources, whole, strict=True):
-                    current[1].add(source.name, tensor)
-            except OSError as caught:
-                error = ValueError(
-                    f"{folder} cannot be written ({caught}): make room, or give another folder."
-                )
-            except Exception as caught:
-                error = caught
-    return error
+    for bundle, source, tensor in tensors.collect(writers.rank_of, on_bytes=on_bytes):
+        if error is None:  # else the other ranks send what they have all the same
+            error = _error_of(folder, partial(writers.write, bundle, source.name, tensor))
+    return error or _error_of(folder, writers.close)
 
 
-def _finish(
-    folder: Path,
-    files: Sequence[PlannedFile],
-    *,
-    model: HuggingFaceModel,
-    tensors: WholeTensors,
-    processor_folder: Path,
-) -> Exception | None:
+def _error_of(folder: Path, write: Callable[[], None]) -> Exception | None:
+    """What went wrong in ``write``, in words for the user where the machine is to blame."""
     try:
-        write_index(folder, files)
-        dtype = tensors.dtype(tensors.bundles[0])
-        _write_configs(folder, model, dtype=dtype, processor_folder=processor_folder)
+        write()
     except OSError as caught:
         return ValueError(
             f"{folder} cannot be written ({caught}): make room, or give another folder."
         )
-    except Exception as caught:
+    except Exception as caught:  # whatever it is, the other ranks are waiting
         return caught
     return None
 
@@ -170,17 +174,20 @@ def _finish(
 def _write_configs(
     folder: Path, model: HuggingFaceModel, *, dtype: torch.dtype, processor_folder: Path
 ) -> None:
+    """Carry the processor's files along, and its configs where they are this model's."""
     from transformers import GenerationConfig
 
+    copy_carried_files(processor_folder, folder)
     exported = hf_config(model)
+    carried = folder / CONFIG_FILE
+    if carried.is_file() and not hf_config_differences(processor_folder, model):
+        exported = type(exported).from_pretrained(folder, local_files_only=True)
     exported.dtype = dtype
     exported.save_pretrained(folder)
-    for name in _COPIED_FILES:
-        source = processor_folder / name
-        if source.is_file():
-            shutil.copyfile(source, folder / name)
-    end, pad = _end_and_pad_ids(processor_folder)
-    GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=False).save_pretrained(folder)
+    if not (folder / GENERATION_CONFIG_FILE).is_file():
+        end, pad = _end_and_pad_ids(processor_folder)
+        generation = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=False)
+        generation.save_pretrained(folder)
 
 
 def _end_and_pad_ids(processor_folder: Path) -> tuple[int, int]:

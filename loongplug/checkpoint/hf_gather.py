@@ -1,6 +1,7 @@
 """Whole tensors under their Hugging Face names, put together from all ranks one by one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Literal
 
 import torch
@@ -11,7 +12,17 @@ from torch import Tensor, nn
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.holders import Holders, all_holders, own_rank
 from loongplug.checkpoint.owned import Owned, Piece, owned_parameters
-from loongplug.models.hf_mapping import Bundle, Mapping, Split, local_shape, place_local
+from loongplug.checkpoint.progress import OnBytes, ignore_bytes
+from loongplug.models.hf_mapping import (
+    Bundle,
+    Entry,
+    Mapping,
+    Source,
+    Split,
+    Where,
+    local_shape,
+    parts_of_local,
+)
 
 What = Literal["weight", "grad"]
 
@@ -69,46 +80,58 @@ class WholeTensors:
         return self._holders[self._of(bundle)[0]][0]
 
     def collect(
-        self, destination: Callable[[Bundle], int]
-    ) -> Iterator[tuple[Bundle, list[Tensor]]]:
-        """Put the bundles together one after the other, each on the rank ``destination`` gives.
+        self, destination: Callable[[Bundle], int], *, on_bytes: OnBytes = ignore_bytes
+    ) -> Iterator[tuple[Bundle, Source, Tensor]]:
+        """Put the tensors together one after the other, each on the rank ``destination`` gives.
 
-        Every rank must run the iterator to its end; it yields a bundle, with its tensors in the
-        order of ``bundle.sources``, on the destination only.
+        Every rank must run the iterator to its end; it yields a bundle, one of its sources and
+        that source's tensor, on the destination only.
         """
+        done, total = 0, sum(self._nbytes(b, s) for b in self.bundles for s in b.sources)
         for bundle in self.bundles:
             target = destination(bundle)
-            if target != own_rank():
-                self._send(bundle, target)
-                continue
-            tensors = [
-                torch.empty(source.shape, dtype=self.dtype(bundle), device=self._device)
-                for source in bundle.sources
-            ]
-            entries = {entry.expert: entry for entry in bundle.entries()}
-            for piece in self._of(bundle):
-                place_local(
-                    entries[piece.expert],
-                    self._take(piece, bundle),
-                    tensors,
-                    rank=piece.part,
-                    tp=piece.parts,
-                )
-            yield bundle, tensors
+            for index, source in enumerate(bundle.sources):
+                if target == own_rank():
+                    yield bundle, source, self._put_together(bundle, index)
+                else:
+                    self._send(bundle, index, target=target)
+                done += self._nbytes(bundle, source)
+                on_bytes(done, total)
 
-    def _send(self, bundle: Bundle, target: int) -> None:
-        for piece in self._of(bundle):
+    def _nbytes(self, bundle: Bundle, source: Source) -> int:
+        return self.dtype(bundle).itemsize * prod(source.shape)
+
+    def _put_together(self, bundle: Bundle, index: int) -> Tensor:
+        shape, dtype = bundle.sources[index].shape, self.dtype(bundle)
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        for piece, entry in self._pieces_and_entries(bundle):
+            holder = self._holders[piece][0]
+            # Of what another rank holds, this one knows the shape.
+            local = (
+                self._tensors[piece]
+                if holder == own_rank()
+                else torch.empty(local_shape(bundle.row, tp=piece.parts), device="meta")
+            )
+            for where, part in _parts(entry, local, piece, index):
+                if holder != own_rank():
+                    part = torch.empty(part.shape, dtype=dtype, device=self._device)
+                    dist.recv(part, src=holder)
+                whole[where].copy_(part)
+        return whole
+
+    def _send(self, bundle: Bundle, index: int, *, target: int) -> None:
+        for piece, entry in self._pieces_and_entries(bundle):
             if self._holders[piece][0] == own_rank():
-                dist.send(self._tensors[piece].contiguous(), dst=target)
+                for _, part in _parts(entry, self._tensors[piece], piece, index):
+                    dist.send(part.contiguous(), dst=target)
 
-    def _take(self, piece: Piece, bundle: Bundle) -> Tensor:
-        holder = self._holders[piece][0]
-        if holder == own_rank():
-            return self._tensors[piece]
-        shape = local_shape(bundle.row, tp=piece.parts)
-        received = torch.empty(shape, dtype=self._dtypes[piece], device=self._device)
-        dist.recv(received, src=holder)
-        return received
+    def _pieces_and_entries(self, bundle: Bundle) -> Iterator[tuple[Piece, Entry]]:
+        entries = {entry.expert: entry for entry in bundle.entries()}
+        return ((piece, entries[piece.expert]) for piece in self._of(bundle))
+
+
+def _parts(entry: Entry, local: Tensor, piece: Piece, index: int) -> list[tuple[Where, Tensor]]:
+    return parts_of_local(entry, local, source=index, rank=piece.part, tp=piece.parts)
 
 
 def gather_full_tensors(
@@ -119,9 +142,8 @@ def gather_full_tensors(
     Collective: the default group. Other ranks get None.
     """
     gathered = {
-        source.name: tensor.to("cpu", copy=True)
-        for bundle, tensors in WholeTensors(model_chunks, mapping, what=what).collect(lambda _: 0)
-        for source, tensor in zip(bundle.sources, tensors, strict=True)
+        source.name: tensor.cpu()
+        for _, source, tensor in WholeTensors(model_chunks, mapping, what=what).collect(lambda _: 0)
     }
     return gathered if own_rank() == 0 else None
 

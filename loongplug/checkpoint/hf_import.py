@@ -1,7 +1,8 @@
 """Fill a model's parameters from a Hugging Face folder; each byte of it is read by one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,25 @@ from torch import Tensor, nn
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.holders import Holders, all_holders, own_rank, replica_groups
 from loongplug.checkpoint.owned import Owned, owned_parameters
+from loongplug.checkpoint.progress import OnBytes, ignore_bytes
 from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors
 from loongplug.models.hf_mapping import Mapping, Where, local_shape, read_local
 from loongplug.models.hf_model import HuggingFaceModel, hf_config_differences
 
 
 def load_hf_weights(
-    model_chunks: Sequence[nn.Module], folder: Path, *, model: HuggingFaceModel
+    model_chunks: Sequence[nn.Module],
+    folder: Path,
+    *,
+    model: HuggingFaceModel,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> int:
     """Copy the weights in ``folder`` into the parameters of ``model_chunks``, in place.
 
     Of the ranks that hold the same slice of a parameter, the first reads it, converts it to the
     parameter's dtype and broadcasts it to the others. Call it with all chunks of a rank, before an
     optimizer copies the parameters. Memory beside the parameters: the slice being read.
+    ``on_bytes`` is told how much of this rank's parameters is there.
 
     Collective: the default group, and groups of it made for the purpose.
 
@@ -46,7 +53,8 @@ def load_hf_weights(
     raise_together(error)
     holders, _ = all_holders(owned)
     with replica_groups(holders) as groups, _open(folder, model.mapping) as tensors:
-        error = _fill_all(owned, tensors, holders=holders, groups=groups, mapping=model.mapping)
+        fill = partial(_fill, tensors=tensors, mapping=model.mapping)
+        error = _fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
         bytes_read = tensors.bytes_read
     raise_together(error)
     return bytes_read
@@ -105,27 +113,30 @@ def _shape_problem(own: Owned) -> str | None:
 
 def _fill_all(
     owned: Sequence[Owned],
-    tensors: TensorFolder,
+    fill: Callable[[Owned], None],
     *,
     holders: Holders,
     groups: Any,
-    mapping: Mapping,
+    on_bytes: OnBytes,
 ) -> Exception | None:
     """Read or receive every parameter; the first error comes back, once all have taken part."""
+    done, total = 0, sum(own.parameter.nbytes for own in owned)
     error: Exception | None = None
     for own in owned:
         ranks = holders[own.piece]
         if ranks[0] == own_rank() and error is None:
             try:
-                _fill(own, tensors, mapping=mapping)
+                fill(own)
             except Exception as caught:  # the other holders wait for the broadcast all the same
                 error = caught
         if ranks in groups:
             dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])
+        done += own.parameter.nbytes
+        on_bytes(done, total)
     return error
 
 
-def _fill(own: Owned, tensors: TensorFolder, *, mapping: Mapping) -> None:
+def _fill(own: Owned, *, tensors: TensorFolder, mapping: Mapping) -> None:
     twins = {name: twin for twin, name in mapping.twins.items() if twin in tensors.slices}
     sources = own.entry.sources
 

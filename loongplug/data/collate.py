@@ -6,17 +6,17 @@ import numpy as np
 import torch
 
 from loongplug.data.dataset import Sample
-from loongplug.data.images import ImageLoader
+from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import Microbatch, VisionInput
 
 
 def collate(
-    samples: Sequence[Sample], *, pad_token_id: int, seq_length: int, images: ImageLoader | None
+    samples: Sequence[Sample], *, pad_token_id: int, seq_length: int, media: MediaLoader | None
 ) -> Microbatch:
-    """Pad the samples on the right to ``seq_length`` and load their images.
+    """Pad the samples on the right to ``seq_length`` and load their images and videos.
 
-    Padding has position 0 and mask 0. Without an image loader, no image file is opened and
-    the microbatch's vision is None.
+    Padding has position 0 and mask 0. Without a media loader, no image file is opened and the
+    microbatch's vision is None.
     """
     shape = (len(samples), seq_length)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
@@ -35,18 +35,18 @@ def collate(
         labels=torch.from_numpy(labels),  # [b, s]
         loss_mask=torch.from_numpy(loss_mask),  # [b, s]
         tokens=sum(len(sample.input_ids) for sample in samples),
-        vision=None if images is None else _vision(samples, images),
+        vision=None if media is None else _vision(samples, media),
     )
 
 
-def _vision(samples: Sequence[Sample], images: ImageLoader) -> VisionInput:
-    paths = [path for sample in samples for path in sample.image_paths]
+def _vision(samples: Sequence[Sample], loader: MediaLoader) -> VisionInput:
+    media = [medium for sample in samples for medium in sample.media]
     where = ", ".join(sample.where for sample in samples)
-    vision = images.load(paths, where=where)
-    grids = [list(grid) for sample in samples for grid in sample.image_grids]
+    vision = loader.load(media, where=where)
+    grids = [list(grid) for sample in samples for grid in sample.grids]
     if vision.grid_thw.tolist() != grids:
         raise ValueError(
-            f"{where}: the images have patch grids {vision.grid_thw.tolist()}, but the text was"
-            f" written for {grids}: do not change image files while they are in use."
+            f"{where}: the images and videos have patch grids {vision.grid_thw.tolist()}, but the"
+            f" text was written for {grids}: do not change image files while they are in use."
         )
     return vision

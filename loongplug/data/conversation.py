@@ -1,11 +1,14 @@
 """The one schema that rows have today: messages in the manner of OpenAI's chat format."""
 
+import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 _ROLES = ("system", "user", "assistant")
 _SHAPE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+_VIDEO_SHAPE = '{"type": "video", "video": ["first.png", "second.png", ...], "fps": 2.0}'
 
 
 @dataclass(frozen=True)
@@ -17,14 +20,35 @@ class Part:
 
 
 @dataclass(frozen=True)
+class VideoPart:
+    """A video in a message: the paths of its frames, and how many of them make a second."""
+
+    frames: tuple[str, ...]
+    fps: float
+
+
+@dataclass(frozen=True)
 class Message:
     role: str
-    parts: tuple[Part, ...]
+    parts: tuple[Part | VideoPart, ...]
 
     @property
     def text(self) -> str:
-        """The message's text without its images."""
-        return "".join(part.value for part in self.parts if part.kind == "text")
+        """The message's text without its images and videos."""
+        return "".join(
+            part.value for part in self.parts if isinstance(part, Part) and part.kind == "text"
+        )
+
+
+@dataclass(frozen=True)
+class Video:
+    """The image files of a video's frames, in order, and how many of them make a second."""
+
+    frames: tuple[Path, ...]
+    fps: float
+
+
+Medium = Path | Video  # an image is the path of its file
 
 
 @dataclass(frozen=True)
@@ -34,14 +58,16 @@ class Conversation:
     messages: tuple[Message, ...]
     where: str
 
-    def image_paths(self, folder: Path) -> tuple[Path, ...]:
-        """The images in the order of their tokens; relative paths start at ``folder``."""
-        return tuple(
-            folder / part.value
-            for message in self.messages
-            for part in message.parts
-            if part.kind == "image"
-        )
+    def media(self, folder: Path) -> tuple[Medium, ...]:
+        """Images and videos in the order of their tokens; relative paths start at ``folder``."""
+        found: list[Medium] = []
+        for message in self.messages:
+            for part in message.parts:
+                if isinstance(part, VideoPart):
+                    found.append(Video(tuple(folder / frame for frame in part.frames), part.fps))
+                elif part.kind == "image":
+                    found.append(folder / part.value)
+        return tuple(found)
 
 
 def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
@@ -87,14 +113,14 @@ def _parse_message(message: Any, *, where: str) -> Message:
     )
 
 
-def _parse_part(part: Any, *, where: str) -> Part:
+def _parse_part(part: Any, *, where: str) -> Part | VideoPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "video":
-        raise ValueError(f"{where}: videos cannot be loaded yet: give the frames as images.")
+        return _parse_video(part, where=where)
     if kind not in ("text", "image"):
         raise ValueError(
             f'{where}: a part of type {kind!r} is unknown: expected {{"type": "text", "text":'
-            ' "..."} or {"type": "image", "image": "path"}.'
+            f' "..."}}, {{"type": "image", "image": "path"}} or {_VIDEO_SHAPE}.'
         )
     value = part.get(kind)
     if not isinstance(value, str):
@@ -102,3 +128,27 @@ def _parse_part(part: Any, *, where: str) -> Part:
             f'{where}: a part of type "{kind}" has {value!r} under "{kind}": expected a string.'
         )
     return Part(kind, value)
+
+
+def _parse_video(part: dict[str, Any], *, where: str) -> VideoPart:
+    frames, fps = part.get("video"), part.get("fps")
+    if isinstance(frames, str):
+        raise ValueError(
+            f"{where}: video {frames!r} is one file, and video files cannot be read yet: give its"
+            f" frames as image files, as in {_VIDEO_SHAPE}."
+        )
+    if (
+        not isinstance(frames, list)
+        or not frames
+        or not all(isinstance(frame, str) for frame in frames)
+    ):
+        raise ValueError(
+            f'{where}: a part of type "video" has {reprlib.repr(frames)} under "video": expected'
+            f" the paths of at least one frame, as in {_VIDEO_SHAPE}."
+        )
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise ValueError(
+            f'{where}: a part of type "video" has {fps!r} under "fps": expected how many of its'
+            f" frames make a second, a number above 0, as in {_VIDEO_SHAPE}."
+        )
+    return VideoPart(tuple(frames), float(fps))

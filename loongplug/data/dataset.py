@@ -1,5 +1,6 @@
 """Samples: what a row of a JSONL file becomes before it is put into a microbatch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,17 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import parse_conversation
-from loongplug.data.images import image_grid, image_tokens
+from loongplug.data.conversation import Medium, Video, parse_conversation
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.media import medium_grid, placeholder
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
 from loongplug.data.template import TrainingPhase, shortest_sample, tokenize_conversation
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row, tokenized and not padded; its images are named, not loaded.
+    """One row, tokenized and not padded; its images and videos are named, not loaded.
 
     ``labels[t]`` is the token that follows ``input_ids[t]``, and ``loss_mask[t]`` is 1 where
     that token counts. Nothing follows the last token: its label is itself, its mask 0.
@@ -27,8 +29,8 @@ class Sample:
     labels: NDArray[np.int64]  # [n]
     loss_mask: NDArray[np.float32]  # [n]
     position_ids: NDArray[np.int64]  # [3, n]
-    image_paths: tuple[Path, ...]
-    image_grids: tuple[Grid, ...]
+    media: tuple[Medium, ...]  # in the order of their tokens
+    grids: tuple[Grid, ...]  # of each medium
     where: str  # path:line
 
     @property
@@ -42,7 +44,7 @@ class ChatDataset:
     """The rows of a JSONL file as samples, by index, with a bounded cache of them.
 
     Reads image headers only: a sample's text, labels and positions come out the same on every
-    rank, whether that rank loads the images or not.
+    rank, whether that rank loads the images or not. ``video_style`` is the model family's.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ChatDataset:
         processor: Processor,
         seq_length: int,
         training_phase: TrainingPhase,
+        video_style: VideoStyle = TIMESTAMPS,
         cache_bytes: int = 64 * 2**20,
     ) -> None:
         if seq_length < (least := shortest_sample(processor)):
@@ -62,6 +65,7 @@ class ChatDataset:
         self.processor = processor
         self.seq_length = seq_length
         self.training_phase = training_phase
+        self.videos = VideoProcessor(processor, video_style)
         self._rows = JsonlIndex(path)
         self._cache: ByteBoundedCache[int, Sample] = ByteBoundedCache(cache_bytes)
 
@@ -79,13 +83,18 @@ class ChatDataset:
     def _make(self, index: int) -> Sample:
         where, processor = self._rows.where(index), self.processor
         conversation = parse_conversation(self._rows.read(index), where=where)
-        paths = conversation.image_paths(self._rows.path.parent)
-        grids = tuple(image_grid(path, processor, where=where) for path in paths)
+        media = conversation.media(self._rows.path.parent)
+        grids = tuple(
+            medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
+        )
         tokens = tokenize_conversation(
             conversation,
             processor,
             phase=self.training_phase,
-            image_token_counts=[image_tokens(grid, processor) for grid in grids],
+            placeholders=[
+                placeholder(medium, grid, processor, videos=self.videos)
+                for medium, grid in zip(media, grids, strict=True)
+            ],
         )
         if len(tokens.ids) > self.seq_length:
             raise ValueError(
@@ -96,14 +105,29 @@ class ChatDataset:
             input_ids=tokens.ids,
             labels=np.append(tokens.ids[1:], tokens.ids[-1]),
             loss_mask=np.append(tokens.trained[1:], False).astype(np.float32),
-            position_ids=mrope_position_ids(
-                tokens.ids,
-                image_token_id=processor.image_token_id,
-                video_token_id=processor.video_token_id,
-                image_grids=grids,
-                spatial_merge_size=processor.spatial_merge_size,
-            ),
-            image_paths=paths,
-            image_grids=grids,
+            position_ids=self._positions(tokens.ids, media, grids),
+            media=media,
+            grids=grids,
             where=where,
+        )
+
+    def _positions(
+        self, ids: NDArray[np.int64], media: Sequence[Medium], grids: Sequence[Grid]
+    ) -> NDArray[np.int64]:
+        """Position ids [3, n] of the tokens [n]."""
+        processor, style = self.processor, self.videos.style
+        pairs = list(zip(media, grids, strict=True))
+        time_steps = [
+            style.time_step(fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
+            for video in media
+            if isinstance(video, Video)
+        ]
+        return mrope_position_ids(
+            ids,
+            image_token_id=processor.image_token_id,
+            video_token_id=processor.video_token_id,
+            image_grids=[grid for medium, grid in pairs if not isinstance(medium, Video)],
+            video_grids=[grid for medium, grid in pairs if isinstance(medium, Video)],
+            video_time_steps=None if style.timestamps else time_steps,
+            spatial_merge_size=processor.spatial_merge_size,
         )

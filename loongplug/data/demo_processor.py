@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from loongplug.data.demo_tasks import task_texts
+from loongplug.data.video import TIMESTAMPS, VideoStyle
 
 VOCAB_SIZE = 128  # the tokenizer fills less; the demo's model pads to this
 
@@ -30,6 +31,7 @@ _UNKNOWN = "<|unknown|>"
 _SPACE = "\u2581"  # how a space is written at the beginning of a word
 _ALPHABET = "\n" + _SPACE + string.digits + string.ascii_letters + ".,:?!'-+="
 _ROLES = ("system", "user", "assistant")
+_TIMESTAMPS = ("<", ">", _SPACE + "seconds")  # of a video's frames
 _WORD, _CHARACTER = -1.0, -10.0  # log probabilities: one word beats its characters
 
 _CHAT_TEMPLATE = """\
@@ -71,7 +73,13 @@ _IMAGE_PROCESSOR: dict[str, Any] = {
 _VIDEO_PROCESSOR: dict[str, Any] = {
     "video_processor_type": "Qwen3VLVideoProcessor",
     "processor_class": "Qwen3VLProcessor",
-    "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 8 * 512 * 512},
+    "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 8 * 512 * 512},  # of all frames
+    **_PATCHES,
+}
+_BLOCK_VIDEO_PROCESSOR: dict[str, Any] = {
+    "video_processor_type": "Qwen2VLVideoProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512},  # of each frame
     **_PATCHES,
 }
 
@@ -81,6 +89,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     vocab = [(token, 0.0) for token in (*_SPECIAL_TOKENS, _UNKNOWN)]
     vocab += [(character, _CHARACTER) for character in _ALPHABET]
     vocab += [(word, _WORD) for word in _words()]
+    vocab += [(word, _WORD) for word in _TIMESTAMPS]
     assert len(vocab) <= VOCAB_SIZE
     assert len({token for token, _ in vocab}) == len(vocab)
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=len(_SPECIAL_TOKENS)))
@@ -104,13 +113,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def write_processor(folder: Path) -> None:
-    """Write tokenizer, chat template, image and video processor into ``folder``."""
+def write_processor(folder: Path, *, video_style: VideoStyle = TIMESTAMPS) -> None:
+    """Write tokenizer, chat template, image and video processor into ``folder``.
+
+    ``video_style`` is that of the model family that the folder is for.
+    """
+    video_processor = _VIDEO_PROCESSOR if video_style.timestamps else _BLOCK_VIDEO_PROCESSOR
+    image_processor = _IMAGE_PROCESSOR | {"processor_class": video_processor["processor_class"]}
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save_pretrained(str(folder))
     for name, content in (
-        ("preprocessor_config.json", _IMAGE_PROCESSOR),
-        ("video_preprocessor_config.json", _VIDEO_PROCESSOR),
+        ("preprocessor_config.json", image_processor),
+        ("video_preprocessor_config.json", video_processor),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -1,17 +1,13 @@
-"""From image files to patches, and an image's patch grid from the file's header alone."""
+"""Image files: their size and patch grid from the header alone, and their pixels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
@@ -28,12 +24,18 @@ _TURN_UPRIGHT = {
 _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 
-def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
-    """The patch grid that the image processor will make of this file; reads its header only."""
+def image_size(path: Path, *, where: str) -> tuple[int, int]:
+    """Height and width of the image once it is upright; reads the file's header only."""
     with _opened(path, where=where) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
             width, height = height, width
+    return height, width
+
+
+def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
+    """The patch grid that the image processor will make of this file; reads its header only."""
+    height, width = image_size(path, where=where)
     size = processor.image_processor.size
     patch = processor.patch_size
     try:
@@ -49,85 +51,30 @@ def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
     return 1, height // patch, width // patch
 
 
-def image_tokens(grid: Grid, processor: Processor) -> int:
-    """How many tokens an image of this grid takes in the text."""
-    time, height, width = grid
-    return time * height * width // processor.spatial_merge_size**2
-
-
-class ImageLoader:
-    """Image files to one microbatch's pixels, with a bounded cache of processed images.
-
-    All images that are not in the cache go through the image processor in one call, which
-    takes less than half the time of one call each. A file that changes is processed anew.
-    """
-
-    def __init__(self, processor: Processor, *, cache_bytes: int = 256 * 2**20) -> None:
-        self._processor = processor
-        self._cache: ByteBoundedCache[_FileVersion, _Image] = ByteBoundedCache(cache_bytes)
-
-    def load(self, paths: Sequence[Path], *, where: str) -> VisionInput:
-        """The images in order; none give the zero-length unit.
-
-        Raises ValueError, with ``where``, for a file that is missing, damaged or no image.
-        """
-        if not paths:
-            return VisionInput(
-                pixels=torch.zeros(0, self._processor.patch_dim),
-                grid_thw=torch.zeros(0, 3, dtype=torch.int64),
-            )
-        versions = [_file_version(path, where=where) for path in paths]
-        images = {version: image for version in versions if (image := self._cache.get(version))}
-        missing = list(dict.fromkeys(version for version in versions if version not in images))
-        for version, image in zip(missing, self._process(missing, where=where), strict=True):
-            images[version] = image
-            self._cache.put(version, image, size=image.pixels.nbytes)
-        ordered = [images[version] for version in versions]
-        return VisionInput(
-            pixels=torch.cat([image.pixels for image in ordered]),  # [patches, patch_dim]
-            grid_thw=torch.tensor([image.grid for image in ordered]),  # [images, 3]
-        )
-
-    def _process(self, versions: Sequence["_FileVersion"], *, where: str) -> list["_Image"]:
-        if not versions:
-            return []
-        decoded = [_decode(version.path, where=where) for version in versions]
-        features = self._processor.image_processor(images=decoded, return_tensors="pt")
-        grids = features["image_grid_thw"]
-        pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
-        return [
-            # A view would keep the whole call's pixels alive.
-            _Image(pixels=part.clone(), grid=tuple(grid))
-            for part, grid in zip(pixels, grids.tolist(), strict=True)
-        ]
+def decode_image(path: Path, *, where: str) -> Image.Image:
+    """The image, upright and in RGB; ValueError for a file that is missing or damaged."""
+    with _opened(path, where=where) as image:
+        turn = _TURN_UPRIGHT.get(_orientation(image))
+        upright = image.convert("RGB")
+    return upright if turn is None else upright.transpose(turn)
 
 
 @dataclass(frozen=True)
-class _FileVersion:
+class FileVersion:
+    """A file as it is now: equal to itself later only while nothing has written to it."""
+
     path: Path
     modified_ns: int
     size: int
 
 
-@dataclass(frozen=True)
-class _Image:
-    pixels: Tensor  # [patches, patch_dim] float32
-    grid: Grid
-
-
-def _file_version(path: Path, *, where: str) -> _FileVersion:
+def file_version(path: Path, *, where: str) -> FileVersion:
+    """The file's present version; ValueError when there is no such image file."""
     try:
         state = path.stat()
     except OSError as error:
         raise _unreadable(path, error, where=where) from error
-    return _FileVersion(path, modified_ns=state.st_mtime_ns, size=state.st_size)
-
-
-def _decode(path: Path, *, where: str) -> Image.Image:
-    with _opened(path, where=where) as image:
-        turn = _TURN_UPRIGHT.get(_orientation(image))
-        upright = image.convert("RGB")
-    return upright if turn is None else upright.transpose(turn)
+    return FileVersion(path, modified_ns=state.st_mtime_ns, size=state.st_size)
 
 
 @contextmanager

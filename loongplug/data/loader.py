@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.images import ImageLoader
+from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder, microbatch_positions
 
@@ -14,7 +14,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
 
     Every rank of a data-parallel replica builds the text part itself, and all build the same;
     ranks that do not run the image encoder pass ``with_images=False`` and never decode an
-    image. No collectives.
+    image or a video's frame. No collectives.
 
     ``seed=None`` keeps the file's order; ``restart_after`` (in samples, over all data-parallel
     ranks) starts the stream over, for evaluations that shall see the same samples each time.
@@ -36,7 +36,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._images = ImageLoader(dataset.processor) if with_images else None
+        self._media = MediaLoader(dataset.processor, videos=dataset.videos) if with_images else None
         self._order = SampleOrder(len(dataset), seed=seed, restart_after=restart_after)
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
 
@@ -53,7 +53,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             samples,
             pad_token_id=self._dataset.processor.pad_token_id,
             seq_length=self._dataset.seq_length,
-            images=self._images,
+            media=self._media,
         )
         self.consumed_samples += self._micro_batch_size * self._dp_size
         return microbatch

@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionInput:
-    """The images of one microbatch (a *unit*), in the order their tokens appear in the text.
+    """A microbatch's images and videos (a *unit*), in the order their tokens appear in the text.
 
-    ``pixels`` are the image processor's patches, [patches, channels * temporal * patch * patch]
-    float32; ``grid_thw`` are the patch grids, [images, 3] int64 on the host (time, height,
-    width in patches). A microbatch without images has zero rows in both: it takes part in
-    everything as a zero-length unit.
+    ``pixels`` are the processors' patches, [patches, channels * temporal * patch * patch]
+    float32; ``grid_thw`` are the patch grids, [images and videos, 3] int64 on the host (time,
+    height, width in patches); an image's time is 1. A microbatch without either has zero rows
+    in both: it takes part in everything as a zero-length unit.
     """
 
     pixels: Tensor

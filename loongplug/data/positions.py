@@ -1,6 +1,7 @@
-"""Qwen3-VL's three position ids (time, height, width) of every token."""
+"""The three position ids (time, height, width) of every token, as the Qwen-VL families count."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +16,32 @@ def mrope_position_ids(
     video_token_id: int,
     image_grids: Sequence[Grid] = (),
     video_grids: Sequence[Grid] = (),
+    video_time_steps: Sequence[float] | None = None,
     spatial_merge_size: int = 2,
 ) -> NDArray[np.int64]:
     """Position ids [3, n] for the tokens [n] of one sample without padding.
 
     Text counts on in all three. A picture's tokens lie on their merged grid, which starts
-    where the text before it ended, and what follows starts after the grid's longer side.
-    Grids are in patches, (time, height, width), in the order of their tokens. A video is
-    written frame by frame with a timestamp as text before each, so that each of its frames is
-    a picture of its own.
+    where the text before it ended, and what follows starts after the grid's longer side in
+    height or width. Grids are in patches, (time, height, width), in the order of their tokens.
+
+    Without ``video_time_steps`` (Qwen3-VL), a video is written frame by frame with a timestamp
+    as text before each, so that each of its frames is a picture of its own. With them
+    (Qwen2.5-VL), a video is one picture, and its i-th frame is at ``int(i * step)``, computed in
+    float32.
 
     Raises ValueError when the tokens and the grids do not match.
     """
-    pictures = {
-        image_token_id: iter([_merged(grid, spatial_merge_size) for grid in image_grids]),
-        video_token_id: iter(
-            [
-                _merged((1, height, width), spatial_merge_size)
-                for time, height, width in video_grids
-                for _ in range(time)
-            ]
-        ),
-    }
+    images = [_Picture.merged(grid, spatial_merge_size) for grid in image_grids]
+    if video_time_steps is None:
+        frames = [(1, height, width) for time, height, width in video_grids for _ in range(time)]
+        videos = [_Picture.merged(grid, spatial_merge_size) for grid in frames]
+    else:
+        videos = [
+            _Picture.merged(grid, spatial_merge_size, time_step=step)
+            for grid, step in zip(video_grids, video_time_steps, strict=True)
+        ]
+    pictures = {image_token_id: iter(images), video_token_id: iter(videos)}
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
     in_picture = (input_ids == image_token_id) | (input_ids == video_token_id)
@@ -46,12 +51,11 @@ def mrope_position_ids(
         positions[:, token:start] = np.arange(start - token) + position
         position += start - token
         kind = int(input_ids[start])
-        time, height, width = _next_picture(pictures[kind], start=start)
-        token = start + time * height * width
+        picture = _next_picture(pictures[kind], start=start)
+        token = start + picture.time * picture.height * picture.width
         _require_run(input_ids, kind=kind, start=start, end=token)
-        grid = np.indices((time, height, width)).reshape(3, -1)
-        positions[:, start:token] = grid + position
-        position += max(height, width)
+        positions[:, start:token] = picture.positions() + position
+        position += max(picture.height, picture.width)
     positions[:, token:] = np.arange(len(input_ids) - token) + position
     for kind, rest in pictures.items():
         if left := len(list(rest)):
@@ -62,18 +66,35 @@ def mrope_position_ids(
     return positions
 
 
-def _merged(grid: Grid, merge: int) -> Grid:
-    time, height, width = grid
-    return time, height // merge, width // merge
+@dataclass(frozen=True)
+class _Picture:
+    """A run of visual tokens: its sides in tokens, and what its time axis counts per frame."""
+
+    time: int
+    height: int
+    width: int
+    time_step: float
+
+    @classmethod
+    def merged(cls, grid: Grid, merge: int, *, time_step: float = 1.0) -> "_Picture":
+        time, height, width = grid
+        return cls(time, height // merge, width // merge, time_step)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Positions [3, tokens] within the picture."""
+        grid = np.indices((self.time, self.height, self.width)).reshape(3, -1)
+        # float32, as in transformers: near a whole number, float64 would count another one.
+        grid[0] = (grid[0].astype(np.float32) * np.float32(self.time_step)).astype(np.int64)
+        return grid
 
 
-def _next_picture(grids: Iterator[Grid], *, start: int) -> Grid:
-    grid = next(grids, None)
-    if grid is None:
+def _next_picture(pictures: Iterator[_Picture], *, start: int) -> _Picture:
+    picture = next(pictures, None)
+    if picture is None:
         raise ValueError(
             f"No grid for the picture at token {start}: give one grid for each picture."
         )
-    return grid
+    return picture
 
 
 def _require_run(ids: NDArray[np.int64], *, kind: int, start: int, end: int) -> None:

@@ -16,6 +16,19 @@ _IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionTokens:
+    """The texts of the tokens that mark images and videos or hold their places; Qwen's here."""
+
+    image: str = IMAGE_TOKEN
+    video: str = VIDEO_TOKEN
+    start: str = VISION_START_TOKEN
+    end: str = VISION_END_TOKEN
+
+
+QWEN_TOKENS = VisionTokens()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Processor:
     """What turns a conversation into tokens and patches, with the ids that both sides share.
 
@@ -26,6 +39,7 @@ class Processor:
     tokenizer: PreTrainedTokenizerBase
     image_processor: Qwen2VLImageProcessorPil
     folder: Path
+    tokens: VisionTokens
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
@@ -52,8 +66,10 @@ class Processor:
         )
 
 
-def load_processor(folder: str | Path) -> Processor:
+def load_processor(folder: str | Path, *, tokens: VisionTokens = QWEN_TOKENS) -> Processor:
     """Load tokenizer, chat template and image processor from ``folder``, without any network.
+
+    ``tokens`` are those of the model's family.
 
     Raises ValueError when the folder or one of its files is missing, and when the tokenizer
     has no vision tokens, no chat template or no end token.
@@ -62,16 +78,17 @@ def load_processor(folder: str | Path) -> Processor:
     _require_files(folder)
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     image_processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
-    ids = _special_ids(tokenizer, folder=folder)
+    ids = _special_ids(tokenizer, tokens, folder=folder)
     patch, temporal = image_processor.patch_size, image_processor.temporal_patch_size
     return Processor(
         tokenizer=tokenizer,
         image_processor=image_processor,
         folder=folder,
-        image_token_id=ids[IMAGE_TOKEN],
-        video_token_id=ids[VIDEO_TOKEN],
-        vision_start_token_id=ids[VISION_START_TOKEN],
-        vision_end_token_id=ids[VISION_END_TOKEN],
+        tokens=tokens,
+        image_token_id=ids[tokens.image],
+        video_token_id=ids[tokens.video],
+        vision_start_token_id=ids[tokens.start],
+        vision_end_token_id=ids[tokens.end],
         end_token=tokenizer.eos_token,
         end_token_id=tokenizer.eos_token_id,
         pad_token_id=(
@@ -143,14 +160,14 @@ def _require_files(folder: Path) -> None:
             )
 
 
-def _special_ids(tokenizer: Any, *, folder: Path) -> dict[str, int]:
+def _special_ids(tokenizer: Any, tokens: VisionTokens, *, folder: Path) -> dict[str, int]:
     vocab = tokenizer.get_vocab()
-    tokens = (IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN)
-    missing = [token for token in tokens if token not in vocab]
+    texts = (tokens.image, tokens.video, tokens.start, tokens.end)
+    missing = [text for text in texts if text not in vocab]
     if missing:
         raise ValueError(
-            f"The tokenizer in {folder} has no {', '.join(missing)}: a Qwen-VL tokenizer was"
-            " expected. Use the tokenizer of the vision model, not of its text model."
+            f"The tokenizer in {folder} has no {', '.join(missing)}: the tokenizer of the model's"
+            " family was expected. Use the tokenizer of the vision model, not of its text model."
         )
     if not tokenizer.chat_template:
         raise ValueError(
@@ -162,4 +179,4 @@ def _special_ids(tokenizer: Any, *, folder: Path) -> dict[str, int]:
             f"The tokenizer in {folder} names no eos_token, the token that ends an answer: set it"
             " in tokenizer_config.json."
         )
-    return {token: vocab[token] for token in tokens}
+    return {text: vocab[text] for text in texts}

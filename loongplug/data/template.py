@@ -1,5 +1,6 @@
 """From a conversation to tokens, and which of them are trained on."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,10 +9,23 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from loongplug.data.conversation import Conversation, Message
-from loongplug.data.processor import VIDEO_TOKEN, Processor
+from loongplug.data.conversation import Conversation, Message, Part, VideoPart
+from loongplug.data.processor import Processor, VisionTokens
 
 TrainingPhase = Literal["pretrain", "sft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placeholder:
+    """What stands in the text for an image or a video.
+
+    The chat template writes ``token`` once. ``text`` takes its place, and each ``token`` in
+    that text stands for ``run`` tokens.
+    """
+
+    token: str
+    text: str
+    run: int
 
 
 @dataclass(frozen=True)
@@ -33,13 +47,13 @@ def tokenize_conversation(
     processor: Processor,
     *,
     phase: TrainingPhase,
-    image_token_counts: Sequence[int],
+    placeholders: Sequence[Placeholder],
 ) -> Tokens:
-    """Apply the chat template and put each image's number of tokens in its place.
+    """Apply the chat template and write the images' and videos' placeholders, in their order.
 
-    ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on
-    everything but the tokens that mark or stand for images. An assistant's answer is tokenized
-    apart from what comes before it, as it is when the model generates it.
+    ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text.
+    Neither trains on the tokens that mark or stand for images and videos. An assistant's answer
+    is tokenized apart from what comes before it, as it is when the model generates it.
 
     Raises ValueError, with the row's place, for a conversation without anything to train on,
     an image or video token in the text itself, and a template that this cannot be done with.
@@ -49,37 +63,32 @@ def tokenize_conversation(
         if phase == "sft"
         else [_Segment(_render(conversation.messages, processor, where=conversation.where), True)]
     )
-    texts = [segment.text for segment in segments]
+    texts = _write_placeholders(
+        [segment.text for segment in segments],
+        placeholders,
+        tokens=processor.tokens,
+        where=conversation.where,
+    )
     encoded = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
     lengths = [len(part) for part in encoded]
     trained = np.repeat([segment.trained for segment in segments], lengths)
-    ids, trained = _expand_images(
-        ids,
-        trained,
-        processor=processor,
-        counts=image_token_counts,
-        where=conversation.where,
-    )
-    if phase == "pretrain":
-        trained &= ~np.isin(ids, list(processor.vision_token_ids))
+    repeats = _repeats(ids, processor, placeholders)
+    ids, trained = np.repeat(ids, repeats), np.repeat(trained, repeats)
+    trained &= ~np.isin(ids, list(processor.vision_token_ids))
     return Tokens(ids=ids, trained=trained)
 
 
 def tokenize_prompt(
-    conversation: Conversation, processor: Processor, *, image_token_counts: Sequence[int]
+    conversation: Conversation, processor: Processor, *, placeholders: Sequence[Placeholder]
 ) -> NDArray[np.int64]:
-    """The tokens [n] after which the assistant would speak next, images expanded."""
+    """The tokens [n] after which the assistant would speak next, placeholders written."""
     text = _render(conversation.messages, processor, where=conversation.where, prompt=True)
-    ids = np.asarray(processor.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
-    ids, _ = _expand_images(
-        ids,
-        np.zeros(len(ids), dtype=bool),
-        processor=processor,
-        counts=image_token_counts,
-        where=conversation.where,
+    (text,) = _write_placeholders(
+        [text], placeholders, tokens=processor.tokens, where=conversation.where
     )
-    return ids
+    ids = np.asarray(processor.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+    return np.repeat(ids, _repeats(ids, processor, placeholders))
 
 
 def shortest_sample(processor: Processor) -> int:
@@ -146,37 +155,52 @@ def _render(
 
 def _as_template_input(message: Message) -> dict[str, Any]:
     """Text alone goes in as a string, which templates of text models understand as well."""
-    if all(part.kind == "text" for part in message.parts):
+    if all(isinstance(part, Part) and part.kind == "text" for part in message.parts):
         return {"role": message.role, "content": message.text}
     return {
         "role": message.role,
-        "content": [
-            {"type": "text", "text": part.value} if part.kind == "text" else {"type": "image"}
-            for part in message.parts
-        ],
+        "content": [_part_as_template_input(part) for part in message.parts],
     }
 
 
-def _expand_images(
-    ids: NDArray[np.int64],
-    trained: NDArray[np.bool_],
-    *,
-    processor: Processor,
-    counts: Sequence[int],
-    where: str,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    if (ids == processor.video_token_id).any():
+def _part_as_template_input(part: Part | VideoPart) -> dict[str, str]:
+    if isinstance(part, VideoPart):
+        return {"type": "video"}
+    return {"type": "text", "text": part.value} if part.kind == "text" else {"type": "image"}
+
+
+def _write_placeholders(
+    texts: Sequence[str], placeholders: Sequence[Placeholder], *, tokens: VisionTokens, where: str
+) -> list[str]:
+    """The texts with each of the chat template's visual tokens replaced by its placeholder."""
+    visual = re.compile(f"{re.escape(tokens.image)}|{re.escape(tokens.video)}")
+    written = [token for text in texts for token in visual.findall(text)]
+    expected = [placeholder.token for placeholder in placeholders]
+    for kind, token in (("image", tokens.image), ("video", tokens.video)):
+        if written.count(token) != expected.count(token):
+            raise ValueError(
+                f"{where}: {written.count(token)} {kind} tokens in the text for"
+                f" {expected.count(token)} {kind}s. The chat template writes one for each {kind}:"
+                f" remove {token} from the text of the messages and list the {kind}s as parts of"
+                " the content."
+            )
+    if written != expected:
         raise ValueError(
-            f"{where}: {VIDEO_TOKEN} in the text, which holds the place of a video: remove it;"
-            " videos cannot be loaded yet."
+            f"{where}: the chat template writes images and videos in another order than the row"
+            " lists them: use a template that keeps their order."
         )
-    is_image = ids == processor.image_token_id
-    if int(is_image.sum()) != len(counts):
-        raise ValueError(
-            f"{where}: {int(is_image.sum())} image tokens in the text for {len(counts)} images."
-            " The chat template writes one for each image: remove image tokens from the text of"
-            " the messages and list the images as parts of the content."
-        )
+    waiting = iter(placeholders)
+    return [visual.sub(lambda _: next(waiting).text, text) for text in texts]
+
+
+def _repeats(
+    ids: NDArray[np.int64], processor: Processor, placeholders: Sequence[Placeholder]
+) -> NDArray[np.int64]:
+    """How many tokens [n] each of the tokens stands for."""
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[is_image] = counts
-    return np.repeat(ids, repeats), np.repeat(trained, repeats)
+    repeats[np.isin(ids, [processor.image_token_id, processor.video_token_id])] = [
+        placeholder.run
+        for placeholder in placeholders
+        for _ in range(placeholder.text.count(placeholder.token))
+    ]
+    return repeats

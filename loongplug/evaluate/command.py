@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from loongplug.data.processor import Processor, load_processor, require_fit
+from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
 from loongplug.evaluate.report import (
@@ -55,7 +56,10 @@ def evaluate(
     _require_fit(processor, hf_model.config)
 
     started = time.monotonic()
-    questions = read_questions(data, processor, media_root=media_root, limit=limit)
+    video_style = _video_style(hf_model.config)
+    questions = read_questions(
+        data, processor, media_root=media_root, limit=limit, video_style=video_style
+    )
     with progress(len(questions), console) as on_done:
         answers = generate_answers(
             hf_model,
@@ -64,6 +68,7 @@ def evaluate(
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             on_done=on_done,
+            video_style=video_style,
         )
     seconds = time.monotonic() - started
 
@@ -94,3 +99,11 @@ def _require_fit(processor: Processor, config: Any) -> None:
         temporal_patch_size=vision.temporal_patch_size,
         spatial_merge_size=vision.spatial_merge_size,
     )
+
+
+def _video_style(config: Any) -> VideoStyle:
+    """A model that counts time in its positions says how fast; the others read timestamps."""
+    tokens_per_second = getattr(config.vision_config, "tokens_per_second", None)
+    if tokens_per_second is None:
+        return TIMESTAMPS
+    return VideoStyle(timestamps=False, tokens_per_second=tokens_per_second)

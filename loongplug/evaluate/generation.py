@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loongplug.data.images import ImageLoader
+from loongplug.data.conversation import Video
+from loongplug.data.media import MediaLoader
 from loongplug.data.processor import Processor
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.evaluate.questions import Question
 from loongplug.platform import DeviceName
 
@@ -56,18 +58,22 @@ def generate_answers(
     batch_size: int,
     max_new_tokens: int,
     on_done: Callable[[int], None],
+    video_style: VideoStyle = TIMESTAMPS,
 ) -> list[str]:
     """The model's greedy answers, in the order of ``questions``.
 
     Questions of similar length share a batch. ``on_done`` hears of every batch's size.
     """
     config = _greedy_config(model, processor, max_new_tokens=max_new_tokens)
-    images = ImageLoader(processor)
+    videos = VideoProcessor(processor, video_style)
+    loader = MediaLoader(processor, videos=videos)
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].input_ids))
     answers = [""] * len(questions)
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        inputs = _batch([questions[index] for index in chosen], processor, images=images)
+        chosen_questions = [questions[index] for index in chosen]
+        inputs = _batch(chosen_questions, processor, loader=loader)
+        inputs |= _video_times(chosen_questions, processor, video_style)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=config)
@@ -92,9 +98,9 @@ def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> 
 
 
 def _batch(
-    questions: Sequence[Question], processor: Processor, *, images: ImageLoader
+    questions: Sequence[Question], processor: Processor, *, loader: MediaLoader
 ) -> dict[str, Tensor]:
-    """Prompts padded on the left to the longest, with the patches of their images."""
+    """Prompts padded on the left to the longest, with the patches of their images and videos."""
     shape = len(questions), max(len(question.input_ids) for question in questions)
     input_ids = torch.full(shape, processor.pad_token_id)  # [b, s] int64
     attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -103,11 +109,29 @@ def _batch(
         input_ids[row, shape[1] - length :] = torch.from_numpy(question.input_ids)
         attention_mask[row, shape[1] - length :] = 1
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    paths = [path for question in questions for path in question.image_paths]
-    if paths:
-        where = ", ".join(question.where for question in questions if question.image_paths)
-        vision = images.load(paths, where=where)
-        inputs["pixel_values"] = vision.pixels
-        inputs["image_grid_thw"] = vision.grid_thw
-        inputs["mm_token_type_ids"] = (input_ids == processor.image_token_id).to(torch.int32)
+    media = [medium for question in questions for medium in question.media]
+    where = ", ".join(question.where for question in questions if question.media)
+    images = [medium for medium in media if not isinstance(medium, Video)]
+    videos = [medium for medium in media if isinstance(medium, Video)]
+    if images:
+        vision = loader.load(images, where=where)
+        inputs |= {"pixel_values": vision.pixels, "image_grid_thw": vision.grid_thw}
+    if videos:
+        vision = loader.load(videos, where=where)
+        inputs |= {"pixel_values_videos": vision.pixels, "video_grid_thw": vision.grid_thw}
+    if media:
+        kinds = torch.zeros(shape, dtype=torch.int32)
+        kinds[input_ids == processor.image_token_id] = 1
+        kinds[input_ids == processor.video_token_id] = 2
+        inputs["mm_token_type_ids"] = kinds
     return inputs
+
+
+def _video_times(
+    questions: Sequence[Question], processor: Processor, style: VideoStyle
+) -> dict[str, Tensor]:
+    """What a model without timestamps is told of its videos' times, [videos] seconds."""
+    rates = [m.fps for question in questions for m in question.media if isinstance(m, Video)]
+    if style.timestamps or not rates:
+        return {}
+    return {"second_per_grid_ts": torch.tensor([processor.temporal_patch_size / r for r in rates])}

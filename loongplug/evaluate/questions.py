@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.conversation import Conversation, parse_conversation
-from loongplug.data.images import image_grid, image_tokens
+from loongplug.data.conversation import Conversation, Medium, parse_conversation
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.media import medium_grid, placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.template import tokenize_prompt
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 _KIND_KEYS = ("kind", "task")
 
@@ -19,24 +20,30 @@ _KIND_KEYS = ("kind", "task")
 class Question:
     """Everything before a conversation's last answer, as tokens, and that answer."""
 
-    input_ids: NDArray[np.int64]  # [n], images expanded
-    image_paths: tuple[Path, ...]
+    input_ids: NDArray[np.int64]  # [n], images and videos expanded
+    media: tuple[Medium, ...]  # in the order of their tokens
     answer: str
     kind: str | None  # what the row says it is, for scores per kind
     where: str  # path:line
 
 
 def read_questions(
-    data: Path, processor: Processor, *, media_root: Path | None, limit: int | None
+    data: Path,
+    processor: Processor,
+    *,
+    media_root: Path | None,
+    limit: int | None,
+    video_style: VideoStyle = TIMESTAMPS,
 ) -> list[Question]:
     """The file's rows in order, the first ``limit`` of them; opens image headers only.
 
-    Relative image paths start at ``media_root``, by default the file's folder.
+    Relative paths of images and frames start at ``media_root``, by default the file's folder.
 
     Raises:
         ValueError: no file, no rows, or a row that cannot be asked, with its place.
     """
     rows = JsonlIndex(data)
+    videos = VideoProcessor(processor, video_style)
     folder = data.parent if media_root is None else media_root
     questions: list[Question] = []
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
@@ -49,13 +56,21 @@ def read_questions(
                 "right answer, which is compared with the model's."
             )
         prompt = Conversation(messages=tuple(asked), where=where)
-        paths = prompt.image_paths(folder)
-        counts = [image_tokens(image_grid(p, processor, where=where), processor) for p in paths]
+        media = prompt.media(folder)
+        placeholders = [
+            placeholder(
+                medium,
+                medium_grid(medium, processor, videos=videos, where=where),
+                processor,
+                videos=videos,
+            )
+            for medium in media
+        ]
         kind = next((row[key] for key in _KIND_KEYS if key in row), None)
         questions.append(
             Question(
-                input_ids=tokenize_prompt(prompt, processor, image_token_counts=counts),
-                image_paths=paths,
+                input_ids=tokenize_prompt(prompt, processor, placeholders=placeholders),
+                media=media,
                 answer=last.text,
                 kind=None if kind is None else str(kind),
                 where=where,

@@ -1,7 +1,10 @@
 """What every vision-language model here is described by; families derive and add their own."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from loongplug.data.video import VideoStyle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +79,9 @@ class VisionLanguageArchitecture:
         assert self.image_token_id is not None
         assert self.video_token_id is not None
         return self.image_token_id, self.video_token_id
+
+    def video_style(self) -> "VideoStyle":
+        """How the family tells the time in a video; the time as text, unless it says otherwise."""
+        from loongplug.data.video import TIMESTAMPS
+
+        return TIMESTAMPS

@@ -280,19 +280,26 @@ def read_local(entry: Entry, read: Callable[[int, Where], Tensor], *, rank: int,
     return pack(parts, groups=_local_groups(row, tp))
 
 
-def place_local(
-    entry: Entry, local: Tensor, tensors: Sequence[Tensor], *, rank: int, tp: int
-) -> None:
-    """Undo :func:`read_local`: write a local parameter into the row's Hugging Face tensors."""
+def parts_of_local(
+    entry: Entry, local: Tensor, *, source: int, rank: int, tp: int
+) -> list[tuple[Where, Tensor]]:
+    """Undo :func:`read_local` for the row's n-th Hugging Face tensor.
+
+    Returns:
+        what of ``local`` belongs to that tensor: where it lies there, and the part itself, a view
+        of ``local`` wherever one will do.
+    """
     row = entry.row
     regions = list(_regions(row, rank=rank, tp=tp))
     lengths = [where[0].stop - where[0].start for _, where in regions]
     parts = unpack(local, lengths, groups=_local_groups(row, tp))
+    found = []
     for (index, where), part in zip(regions, parts, strict=True):
-        source = row.sources[index]
-        matrix = part.reshape([bound.stop - bound.start for bound in where])
-        target = tensors[index][source.in_file(where, expert=entry.expert)]
-        target.copy_(source.from_matrix(matrix))
+        if index == source:
+            matrix = part.reshape([bound.stop - bound.start for bound in where])
+            spot = row.sources[index].in_file(where, expert=entry.expert)
+            found.append((spot, row.sources[index].from_matrix(matrix)))
+    return found
 
 
 def _local_groups(row: Row, tp: int) -> int:

@@ -1,5 +1,6 @@
 """A model as Hugging Face knows it: its tensors, and its ``config.json``."""
 
+import importlib
 import json
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ class HuggingFaceModel:
     """What a family says of one of its models to the outside; all of it data.
 
     ``sections`` are config.json's nested parts (``text_config`` and so on), ``top`` its values
-    beside them; ``config_class`` and ``architecture`` are names in ``transformers``.
+    beside them. ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from
+    elsewhere; ``architecture`` is the name of the model's class.
     ``inexpressible`` says, in one sentence each, what of the model transformers has no words for.
     """
 
@@ -67,12 +69,14 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
     differences: list[str] = []
     for section, values in model.sections.items():
         for key, value in values.items():
+            if key in _WITHOUT_INFLUENCE:
+                continue
             other = getattr(getattr(found, section), key)
             if key == "rope_parameters":
                 other = {name: other.get(name, value[name]) for name in value}
             if isinstance(value, list):
                 other = list(other)
-            if key not in _WITHOUT_INFLUENCE and other != value:
+            if other != value:
                 differences.append(f"config.json has {section}.{key} {other}, expected {value}")
     tied = model.top["tie_word_embeddings"]
     if found.tie_word_embeddings != tied:
@@ -83,6 +87,5 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
 
 
 def _config_class(model: HuggingFaceModel) -> Any:
-    import transformers
-
-    return getattr(transformers, model.config_class)
+    module, _, name = model.config_class.rpartition(":")
+    return getattr(importlib.import_module(module or "transformers"), name)

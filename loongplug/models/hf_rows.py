@@ -9,7 +9,8 @@ TEXT = "text_decoder.decoder.layers.{}."
 TEXT_HF = "model.language_model.layers.{}."
 VISION = "image_encoder.blocks.layers.{}."
 VISION_HF = "model.visual.blocks.{}."
-_EMBEDDING_HF, _HEAD_HF = "model.language_model.embed_tokens.weight", "lm_head.weight"
+_DECODER_HF = "model.language_model"
+_HEAD_HF = "lm_head.weight"
 _TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _HF_NORM_EPSILON = 1e-6  # transformers has no key for the encoder's and the projector's norms
 
@@ -58,19 +59,22 @@ def mlp_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> R
     return Row(names, (Source(theirs, (width,)),), count=count)
 
 
-def decoder_rows(text: TextArchitecture, *, qkv_bias: bool, qk_norm: bool) -> list[Row]:
-    """The whole text decoder but for what stands in its MLPs."""
+def decoder_rows(
+    text: TextArchitecture, *, qkv_bias: bool, qk_norm: bool, theirs: str = _DECODER_HF
+) -> list[Row]:
+    """The whole text decoder but for what stands in its MLPs; ``theirs`` is the family's name."""
     hidden, count, head = text.hidden_size, text.num_layers, text.kv_channels
     query, key = text.num_attention_heads * head, text.num_query_groups * head
-    attention = f"{TEXT_HF}self_attn"
+    layer = f"{theirs}.layers.{{}}."
+    attention = f"{layer}self_attn"
     rows = [
-        *_embedding_rows(text),
+        *_embedding_rows(text, theirs=theirs),
         attention_norm(
-            TEXT, f"{TEXT_HF}input_layernorm.weight", kind="weight", width=hidden, count=count
+            TEXT, f"{layer}input_layernorm.weight", kind="weight", width=hidden, count=count
         ),
         mlp_norm(
             TEXT,
-            f"{TEXT_HF}post_attention_layernorm.weight",
+            f"{layer}post_attention_layernorm.weight",
             kind="weight",
             width=hidden,
             count=count,
@@ -84,7 +88,7 @@ def decoder_rows(text: TextArchitecture, *, qkv_bias: bool, qk_norm: bool) -> li
         ),
         row(
             "text_decoder.decoder.final_layernorm.weight",
-            "model.language_model.norm.weight",
+            f"{theirs}.norm.weight",
             shape=(hidden,),
         ),
     ]
@@ -107,14 +111,14 @@ def decoder_rows(text: TextArchitecture, *, qkv_bias: bool, qk_norm: bool) -> li
     return rows
 
 
-def _embedding_rows(text: TextArchitecture) -> list[Row]:
+def _embedding_rows(text: TextArchitecture, *, theirs: str) -> list[Row]:
     # Tied, the last stage's output layer is a second copy of the embedding.
     vocabulary = (text.vocab_size, text.hidden_size)
     embedding = "text_decoder.embedding.word_embeddings.weight"
     output = "text_decoder.output_layer.weight"
     tied = text.tie_word_embeddings
     names = (embedding, output) if tied else (embedding,)
-    rows = [Row(names, (Source(_EMBEDDING_HF, vocabulary),), Split.COLUMN)]
+    rows = [Row(names, (Source(_embedding(theirs), vocabulary),), Split.COLUMN)]
     if not tied:
         rows.append(row(output, _HEAD_HF, shape=vocabulary, split=Split.COLUMN))
     return rows
@@ -144,9 +148,13 @@ def swiglu_rows(
     return rows
 
 
-def twins(text: TextArchitecture) -> dict[str, str]:
+def twins(text: TextArchitecture, *, theirs: str = _DECODER_HF) -> dict[str, str]:
     """Some files of tied models have the output layer's weight as well."""
-    return {_HEAD_HF: _EMBEDDING_HF} if text.tie_word_embeddings else {}
+    return {_HEAD_HF: _embedding(theirs)} if text.tie_word_embeddings else {}
+
+
+def _embedding(theirs: str) -> str:
+    return f"{theirs}.embed_tokens.weight"
 
 
 def top_level(config: VisionLanguageArchitecture) -> dict[str, Any]:

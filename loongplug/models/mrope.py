@@ -14,7 +14,7 @@ def interleaved_axes(section: Section) -> Tensor:
     Frequency number 3k+1 (k < section[1]) turns with the height, number 3k+2 (k < section[2])
     with the width, and all others with time.
     """
-    axes = torch.zeros(sum(section), dtype=torch.int64)
+    axes = torch.zeros(sum(section), dtype=torch.int64, device="cpu")
     for number in (1, 2):
         axes[number : 3 * section[number] : 3] = number
     return axes
@@ -22,7 +22,8 @@ def interleaved_axes(section: Section) -> Tensor:
 
 def sectioned_axes(section: Section) -> Tensor:
     """The axis of each frequency in Qwen2.5-VL, [kv_channels / 2] int64: one stretch per axis."""
-    return torch.arange(3).repeat_interleave(torch.tensor(section))
+    lengths = torch.tensor(section, device="cpu")
+    return torch.arange(3, device="cpu").repeat_interleave(lengths)
 
 
 class MultimodalRotary(nn.Module):

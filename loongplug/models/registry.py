@@ -87,7 +87,8 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
     it adds config classes only.
 
     Raises:
-        ValueError: a trusted package cannot be imported, or gives a name that is taken.
+        ValueError: a trusted package cannot be imported, gives a name that is taken, or what is
+            no tuple of families.
     """
     known = {family.name: family for family in _built_in()}
     for package in trusted_packages:
@@ -98,7 +99,13 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
                 f"--trusted-packages names {package}, which cannot be imported ({error}); "
                 "install it or put its folder on PYTHONPATH"
             ) from error
-        for family in getattr(module, "LOONGPLUG_FAMILIES", ()):
+        added = getattr(module, "LOONGPLUG_FAMILIES", ())
+        if not isinstance(added, tuple) or not all(isinstance(each, Family) for each in added):
+            raise ValueError(
+                f"{package}.LOONGPLUG_FAMILIES is {added!r}, but a tuple of "
+                f"{Family.__module__}.{Family.__qualname__} is expected"
+            )
+        for family in added:
             if family.name in known:
                 raise ValueError(
                     f"{package} adds a model family {family.name}, a name that is taken; rename it"
@@ -143,4 +150,10 @@ def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
 
 def _load(path: str) -> Any:
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{path}, which a model family names, cannot be loaded ({error}); it is written "
+            "module:attribute"
+        ) from error

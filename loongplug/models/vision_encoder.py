@@ -1,10 +1,12 @@
-"""What the families' image encoders share: their Megatron config."""
+"""What the families' image encoders share: their Megatron config, their smallest input."""
 
 from typing import Any
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 
+from loongplug.data.microbatch import VisionInput
 from loongplug.models.architecture import VisionArchitecture
 
 
@@ -46,4 +48,18 @@ def vision_transformer_config(
         recompute_method="uniform" if architecture.recompute else None,
         recompute_num_layers=1 if architecture.recompute else None,
         **family,
+    )
+
+
+def patch_values(architecture: VisionArchitecture) -> int:
+    """Numbers in one patch: channels x frames x height x width."""
+    return architecture.in_channels * architecture.temporal_patch_size * architecture.patch_size**2
+
+
+def blank_unit(architecture: VisionArchitecture, *, device: torch.device) -> VisionInput:
+    """The smallest image there is, all zero: one merge block of one frame."""
+    merge = architecture.spatial_merge_size
+    return VisionInput(
+        pixels=torch.zeros(merge * merge, patch_values(architecture), device=device),
+        grid_thw=torch.tensor([[1, merge, merge]]),
     )

@@ -32,12 +32,13 @@ class ParsedArguments:
     model_yaml: dict[str, Any]
 
 
-def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
+def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArguments:
     """Parse and check ``argv`` (without the program's name) for this rank.
 
     Activates the platform that ``--device`` asks for. RANK and WORLD_SIZE come from the
     environment as torchrun sets them; nothing is communicated, and every rank comes to the same
-    answer. Megatron's global variables are left for the caller to set.
+    answer. Megatron's global variables are left for the caller to set. Without ``training``, what
+    only a run that trains needs is not asked for.
 
     Raises:
         ValueError: with every problem found, one line each.
@@ -57,7 +58,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         overrides=line.overrides,
         trusted_packages=args.trusted_packages,
     )
-    _complete(args, device=platform.name)
+    complete(args, device=platform.name)
     if args.print_config:
         if args.rank == 0:
             print(composed.to_yaml(), end="", flush=True)
@@ -68,19 +69,19 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     for name, argument in architecture.items():
         setattr(args, name, argument.value)
     apply_defaults(args, given=line.flags, backend=platform.backend)
-    problems += violated_rules(args, composed.config)
+    problems += violated_rules(args, composed.config, training=training)
     if problems:
         raise ValueError("\n".join(problems))
 
     args.tokenizer_type = MEGATRON_TOKENIZER
-    _validate_with_megatron(args)
+    validate_with_megatron(args)
     model = _with_tokenizer(args, composed)
     return ParsedArguments(
         args=args, model=model, family=composed.family, model_yaml=to_yaml_data(model)
     )
 
 
-def _complete(args: Namespace, *, device: str) -> None:
+def complete(args: Namespace, *, device: str) -> None:
     """Add what is known beside the flags: the device, and what Megatron's parse_args adds."""
     from megatron.core.msc_utils import MultiStorageClientFeature
 
@@ -121,7 +122,7 @@ def _with_tokenizer(args: Namespace, composed: ComposedModel) -> Any:
     )
 
 
-def _validate_with_megatron(args: Namespace) -> None:
+def validate_with_megatron(args: Namespace) -> None:
     """Megatron's own checks, without its listing of all arguments, as ValueError."""
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args

@@ -42,6 +42,14 @@ class ComposedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The model's file, and the folders beside its own whose files it can mount."""
+
+    file: Path
+    folders: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Layer:
     """One YAML file of the composition and the key its content is mounted under."""
 
@@ -50,13 +58,32 @@ class _Layer:
 
 
 def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
-    """The models that ``--model-name`` finds, each a YAML file in its family's folder."""
-    root = configs_dir() / "models"
-    return {
-        file.stem: file
-        for family in families(trusted_packages).values()
-        for file in sorted((family.configs or root / family.name).glob("*.yaml"))
-    }
+    """The models that ``--model-name`` finds, each a YAML file in its family's folder.
+
+    Raises:
+        ValueError: two families have a model of one name.
+    """
+    found: dict[str, Path] = {}
+    for family in families(trusted_packages).values():
+        for file in sorted((family.configs or _own_folder() / family.name).glob("*.yaml")):
+            if file.stem in found:
+                raise ValueError(
+                    f"{file} has the name of another model, {found[file.stem]}; rename it"
+                )
+            found[file.stem] = file
+    return found
+
+
+def _own_folder() -> Path:
+    """Where LoongPlug's own YAML files lie, in folders of a family or of modules."""
+    return configs_dir() / "models"
+
+
+def _mountable(trusted_packages: Sequence[str]) -> tuple[Path, ...]:
+    """The folders whose files any model file can mount, in the order they are searched."""
+    known = families(trusted_packages).values()
+    outside = [family.configs.resolve() for family in known if family.configs is not None]
+    return (_own_folder(), *dict.fromkeys(outside))
 
 
 def compose_model(
@@ -77,9 +104,10 @@ def compose_model(
             ``_target_``; the message names the file and the key, and the closest known name.
     """
     file = _model_file(model_name, config_file, trusted_packages=trusted_packages)
-    settings = dict(_parse_override(override, file) for override in overrides)
-    data = _compose(file, settings)
-    origins = _Origins(file, settings)
+    source = _Source(file=file, folders=_mountable(trusted_packages))
+    settings = dict(_parse_override(override, source) for override in overrides)
+    data = _compose(source, settings)
+    origins = _Origins(source, settings)
     known = families(trusted_packages)
 
     for key in data:
@@ -133,7 +161,7 @@ def _model_file(
     return file
 
 
-def _parse_override(override: str, file: Path) -> tuple[str, str]:
+def _parse_override(override: str, source: _Source) -> tuple[str, str]:
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         raise ValueError(
@@ -141,7 +169,7 @@ def _parse_override(override: str, file: Path) -> tuple[str, str]:
         )
     key, value = match["key"], match["value"]
     if not key.startswith(f"{_MODEL}."):
-        known = _dotted_keys(_compose(file, {}))
+        known = _dotted_keys(_compose(source, {}))
         raise ValueError(
             f"override {override}: {key} is no key of a model{the_closest_is(key, known)} "
             f"(all keys start with {_MODEL}.)"
@@ -175,20 +203,25 @@ class _Search:
     overrides: tuple[str, ...]
 
 
-def _search(file: Path, settings: Mapping[str, str]) -> _Search:
-    models = configs_dir() / "models"
-    packaged = file.is_relative_to(models)
-    name = str(file.relative_to(models).with_suffix("")) if packaged else file.stem
-    folders = (models,) if packaged else (file.parent, models)
-    quoted = str(models).replace("\\", "\\\\").replace("'", "\\'")
+def _search(source: _Source, settings: Mapping[str, str]) -> _Search:
+    file, own = source.file, _own_folder()
+    packaged = file.is_relative_to(own)
+    name = str(file.relative_to(own).with_suffix("")) if packaged else file.stem
+    first = own if packaged else file.parent
+    others = [folder for folder in source.folders if folder != first]
     overrides = [f"++{key}={value}" for key, value in settings.items()]
-    overrides.append(f"hydra.searchpath=['file://{quoted}']")
-    return _Search(name=name, folders=folders, overrides=tuple(overrides))
+    overrides.append(f"hydra.searchpath=[{','.join(map(_quoted, others))}]")
+    return _Search(name=name, folders=(first, *others), overrides=tuple(overrides))
 
 
-def _compose(file: Path, settings: Mapping[str, str]) -> dict[Any, Any]:
+def _quoted(folder: Path) -> str:
+    escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'file://{escaped}'"
+
+
+def _compose(source: _Source, settings: Mapping[str, str]) -> dict[Any, Any]:
     """The composed plain data, with interpolations resolved."""
-    search = _search(file, settings)
+    file, search = source.file, _search(source, settings)
     try:
         if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
             raise ValueError(f"{file}: hydra is no key of a model file; remove it")
@@ -203,9 +236,9 @@ def _compose(file: Path, settings: Mapping[str, str]) -> dict[Any, Any]:
     return data
 
 
-def _layers(file: Path, settings: Mapping[str, str]) -> list[_Layer]:
+def _layers(source: _Source, settings: Mapping[str, str]) -> list[_Layer]:
     """The files of a composition that succeeded, in the order they were merged."""
-    search = _search(file, settings)
+    search = _search(source, settings)
     with initialize_config_dir(config_dir=str(search.folders[0]), version_base="1.3"):
         defaults = (
             GlobalHydra.instance()
@@ -264,13 +297,13 @@ def _resolve(target: str, trusted_packages: Sequence[str]) -> type:
 class _Origins:
     """Finds out which file or override set a key, for error messages."""
 
-    def __init__(self, file: Path, settings: Mapping[str, str]) -> None:
-        self._file = file
+    def __init__(self, source: _Source, settings: Mapping[str, str]) -> None:
+        self._source = source
         self._settings = settings
 
     @functools.cached_property
     def _layers(self) -> list[_Layer]:
-        return _layers(self._file, self._settings)
+        return _layers(self._source, self._settings)
 
     def of(self, key: str) -> str:
         """The override or the last file that sets ``key``, else the file mounted nearest above."""

@@ -9,8 +9,9 @@ from megatron.core import parallel_state
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.processor import load_processor, require_fit
+from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.registry import family_of
 
 Iterators = tuple[MicrobatchLoader, MicrobatchLoader | None, None]
 
@@ -27,7 +28,16 @@ class DatasetProvider:
     def __init__(self, args: Namespace, model: VisionLanguageArchitecture) -> None:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
-        processor = load_processor(args.tokenizer_model)
+        texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
+        processor = load_processor(
+            args.tokenizer_model,
+            tokens=VisionTokens(
+                image=texts["image_token_id"],
+                video=texts["video_token_id"],
+                start=texts["vision_start_token_id"],
+                end=texts["vision_end_token_id"],
+            ),
+        )
         require_fit(
             processor,
             **{
@@ -54,6 +64,7 @@ class DatasetProvider:
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
+                video_style=model.video_style(),
             )
 
         train = open_dataset(args.data_path or args.train_data_path)

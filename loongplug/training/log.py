@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Literal, TextIO
 
 from torch import Tensor
 
@@ -61,19 +62,24 @@ class LogTap:
 
 
 @contextlib.contextmanager
-def megatron_output(args: Namespace) -> Iterator[TextIO]:
+def megatron_output(
+    args: Namespace, *, without_save: Literal["show", "drop"] = "show"
+) -> Iterator[TextIO]:
     """Send what Megatron prints and logs to ``<save>/logs/rank_<r>.log``.
 
-    Gives the stream that printing went to before. Without ``--save`` all of it is shown as always.
+    Gives the stream that printing went to before. Without ``--save`` all of it is shown as always,
+    or dropped.
     """
     terminal = sys.stdout
-    if not args.save:
+    if not args.save and without_save == "show":
         yield terminal
         return
-    path = Path(args.save) / "logs" / f"rank_{args.rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if args.rank == 0:
-        print(f"Megatron's own log of each rank: {path.parent}", flush=True)
+    path = Path(os.devnull)
+    if args.save:
+        path = Path(args.save) / "logs" / f"rank_{args.rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if args.rank == 0:
+            print(f"Megatron's own log of each rank: {path.parent}", flush=True)
     root = logging.getLogger()
     with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
         handlers, root.handlers = root.handlers, [logging.StreamHandler(file)]

@@ -114,6 +114,23 @@ def deepstack(args: Namespace, model: Any) -> str | None:
     return None
 
 
+def windows(args: Namespace, model: Any) -> str | None:
+    """A window holds at least one token; the layers of full attention exist, in order."""
+    if not isinstance(model, VisionLanguageArchitecture) or positive_sizes(args, model) is not None:
+        return None
+    encoder = model.image_encoder
+    side = getattr(encoder, "window_size", None)
+    if side is None:
+        return None
+    token = encoder.patch_size * encoder.spatial_merge_size
+    if side < token:
+        return f"window_size {side} with tokens of {token} x {token} pixels"
+    full, layers = encoder.full_attention_layers, encoder.num_layers  # type: ignore[attr-defined]
+    if list(full) != sorted(set(full)) or any(not 0 <= layer < layers for layer in full):
+        return f"full_attention_layers {list(full)} of an encoder of {layers} layers"
+    return None
+
+
 def mrope(args: Namespace, model: Any) -> str | None:
     """The sections of the rotary embedding cover its channel pairs and can be interleaved."""
     if not isinstance(model, VisionLanguageArchitecture):

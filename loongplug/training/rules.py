@@ -13,7 +13,8 @@ class Rule:
     """One refusal: when (in words and as a check), why, and what to do instead.
 
     ``check`` gets the arguments and the model's config and answers what is wrong with the given
-    values, or None. It must not communicate: every rank evaluates every rule alike.
+    values, or None. It must not communicate: every rank evaluates every rule alike. Rules of
+    ``training_only`` do not concern a conversion.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Rule:
     check: Check
     reason: str
     cure: str
+    training_only: bool = False
 
 
 RULES: tuple[Rule, ...] = (
@@ -62,6 +64,7 @@ RULES: tuple[Rule, ...] = (
         check=checks.data_given,
         reason="a run trains on one file",
         cure="give --train-data-path FILE, and --valid-data-path FILE for held-out data",
+        training_only=True,
     ),
     Rule(
         name="data-exists",
@@ -154,6 +157,7 @@ RULES: tuple[Rule, ...] = (
         check=checks.virtual_microbatches,
         reason="the schedule runs them in groups of pp",
         cure="make the number of microbatches a multiple of pp",
+        training_only=True,
     ),
     Rule(
         name="virtual-overlap",
@@ -225,6 +229,15 @@ RULES: tuple[Rule, ...] = (
         check=model_checks.deepstack,
         reason="tap j of the encoder is added behind decoder layer j",
         cure="correct model.image_encoder.deepstack_layers",
+    ),
+    Rule(
+        name="windows",
+        refuses="a `window_size` smaller than one token, `full_attention_layers` out of range or "
+        "unsorted",
+        check=model_checks.windows,
+        reason="windows are made of whole tokens, and a layer that does not exist attends to "
+        "nothing",
+        cure="correct model.image_encoder",
     ),
     Rule(
         name="mrope",
@@ -361,10 +374,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def violated_rules(args: Namespace, model: Any) -> list[str]:
+def violated_rules(args: Namespace, model: Any, *, training: bool = True) -> list[str]:
     """One line for each rule that ``args`` and ``model`` violate, in the table's order."""
     lines = []
     for rule in RULES:
+        if rule.training_only and not training:
+            continue
         problem = rule.check(args, model)
         if problem is not None:
             lines.append(f"{problem}: {rule.reason}; {rule.cure} [{rule.name}]")

@@ -17,7 +17,7 @@ from loongplug.models.hf_mapping import (
     full_shape,
     local_shape,
     pack,
-    place_local,
+    parts_of_local,
     read_local,
     shift_layers,
     unpack,
@@ -52,7 +52,11 @@ def merged(row: Row, shards: list[torch.Tensor], *, expert: int = 0) -> list[tor
     tensors = [torch.zeros(source.shape, dtype=shards[0].dtype) for source in row.sources]
     parts = 1 if row.split is Split.NONE else len(shards)
     for rank, shard in enumerate(shards[:parts]):
-        place_local(entry(row, expert), shard, tensors, rank=rank, tp=parts)
+        for source, tensor in enumerate(tensors):
+            for where, part in parts_of_local(
+                entry(row, expert), shard, source=source, rank=rank, tp=parts
+            ):
+                tensor[where] = part
     return tensors
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from video_reference import Family, make_family
 
 from loongplug.data.demo_processor import write_processor
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.video import VideoStyle
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +50,36 @@ def write_image(tmp_path: Path) -> Callable[..., str]:
         return name
 
     return write
+
+
+@pytest.fixture
+def write_frames(write_image: Callable[..., str]) -> Callable[..., list[str]]:
+    """Writes the frames of a video, all different, and gives their relative names."""
+
+    def write(name: str, count: int, *, height: int, width: int) -> list[str]:
+        return [
+            write_image(f"{name}{i}.png", height=height, width=width, seed=100 * count + i)
+            for i in range(count)
+        ]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def block_processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    """The demo's processor as a family without timestamps takes it."""
+    folder = tmp_path_factory.mktemp("block_processor")
+    write_processor(folder, video_style=VideoStyle(timestamps=False))
+    return load_processor(folder)
+
+
+@pytest.fixture(scope="session", params=["timestamps", "blocks"])
+def family(
+    request: pytest.FixtureRequest, processor: Processor, block_processor: Processor
+) -> Family:
+    """Each of the two families that know videos, with what transformers has for it."""
+    timestamps = request.param == "timestamps"
+    return make_family(processor if timestamps else block_processor, timestamps=timestamps)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from loongplug.data.conversation import parse_conversation
+from loongplug.data.conversation import Video, parse_conversation
 
 pytestmark = pytest.mark.quick
 
@@ -17,6 +17,7 @@ def test_parts_and_strings_and_other_keys() -> None:
                 "content": [
                     {"type": "image", "image": "a.png"},
                     {"type": "text", "text": "What "},
+                    {"type": "video", "video": ["1.png", "/2.png"], "fps": 2},
                     {"type": "image", "image": "/b.png"},
                     {"type": "text", "text": "is it?"},
                 ],
@@ -27,10 +28,18 @@ def test_parts_and_strings_and_other_keys() -> None:
     conversation = parse_conversation(row, where="rows.jsonl:1")
     assert [message.role for message in conversation.messages] == ["system", "user"]
     assert [message.text for message in conversation.messages] == ["Be brief.", "What is it?"]
-    assert conversation.image_paths(Path("/data")) == (Path("/data/a.png"), Path("/b.png"))
+    assert conversation.media(Path("/data")) == (
+        Path("/data/a.png"),
+        Video((Path("/data/1.png"), Path("/2.png")), fps=2.0),
+        Path("/b.png"),
+    )
 
 
 USER = {"role": "user", "content": "hello"}
+
+
+def with_part(**part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part]}]}
 
 
 @pytest.mark.parametrize(
@@ -46,11 +55,24 @@ USER = {"role": "user", "content": "hello"}
         ({"messages": [{"role": "user", "content": []}]}, "non-empty list"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "part of type None"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "type 'audio'"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "as images"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "image": 3}]}]},
             'part of type "image" has 3',
         ),
+        (
+            with_part(type="video", video="clip.mp4", fps=2),
+            "video 'clip.mp4' is one file, .* give its frames as image files, as in",
+        ),
+        (with_part(type="video", fps=2), 'has None under "video": expected the paths'),
+        (with_part(type="video", video=[], fps=2), r"has \[\] under .* at least one frame"),
+        (with_part(type="video", video=["a.png", 3], fps=2), r"has \['a.png', 3\] under"),
+        (with_part(type="video", video=["a.png"]), 'has None under "fps"'),
+        (with_part(type="video", video=["a.png"], fps=0), 'has 0 under "fps"'),
+        (with_part(type="video", video=["a.png"], fps=-1.5), "a number above 0"),
+        (with_part(type="video", video=["a.png"], fps="2"), "has '2' under"),
+        (with_part(type="video", video=["a.png"], fps=True), "has True under"),
+        (with_part(type="video", video=["a.png"], fps=float("inf")), "has inf under"),
+        (with_part(type="video", video=["a.png"], fps=float("nan")), "has nan under"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "first message is the assist"),
     ],
 )

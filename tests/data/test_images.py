@@ -7,12 +7,18 @@ import pytest
 import torch
 from PIL import Image
 
-from loongplug.data.images import ImageLoader, image_grid, image_tokens
-from loongplug.data.processor import Processor
+from loongplug.data.images import image_grid
+from loongplug.data.media import MediaLoader, placeholder
+from loongplug.data.processor import IMAGE_TOKEN, Processor
+from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 pytestmark = pytest.mark.quick
 
 WHERE = "rows.jsonl:4"
+
+
+def media_loader(processor: Processor, **options: int) -> MediaLoader:
+    return MediaLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS), **options)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +43,10 @@ def test_grid_from_the_header_is_the_grid_of_the_pixels(
 ) -> None:
     path = tmp_path / write_image("a.png", height=height, width=width)
     assert image_grid(path, processor, where=WHERE) == grid
-    assert image_tokens(grid, processor) == tokens
-    vision = ImageLoader(processor).load([path], where=WHERE)
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    stands = placeholder(path, grid, processor, videos=videos)
+    assert (stands.token, stands.text, stands.run) == (IMAGE_TOKEN, IMAGE_TOKEN, tokens)
+    vision = media_loader(processor).load([path], where=WHERE)
     assert vision.grid_thw.tolist() == [list(grid)]
     assert vision.pixels.shape == (4 * tokens, 3 * 2 * 16 * 16)
     assert vision.pixels.dtype == torch.float32
@@ -48,7 +56,7 @@ def test_grid_from_the_header_is_the_grid_of_the_pixels(
 def test_patches_hold_the_pixels_in_merged_order(processor: Processor, tmp_path: Path) -> None:
     pixels = np.random.RandomState(1).randint(0, 256, (32, 64, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    vision = ImageLoader(processor).load([tmp_path / "a.png"], where=WHERE)
+    vision = media_loader(processor).load([tmp_path / "a.png"], where=WHERE)
     # Patches of one merged token are neighbours: here the left 32 x 32 first, then the right.
     corners = [(0, 0), (0, 16), (16, 0), (16, 16), (0, 32), (0, 48), (16, 32), (16, 48)]
     for patch, (top, left) in zip(vision.pixels, corners, strict=True):
@@ -67,8 +75,8 @@ def test_many_images_come_in_order_whatever_is_cached(
         tmp_path / write_image(f"{seed}.png", height=height, width=width, seed=seed)
         for seed, (height, width) in enumerate(sizes)
     ]
-    alone = [ImageLoader(processor).load([path], where=WHERE) for path in paths]
-    loader = ImageLoader(processor, cache_bytes=cache_bytes)
+    alone = [media_loader(processor).load([path], where=WHERE) for path in paths]
+    loader = media_loader(processor, cache_bytes=cache_bytes)
     for order in ([0, 1, 2, 3], [3, 1, 3, 0], [2, 2], [1, 0, 2, 3, 1]):
         vision = loader.load([paths[i] for i in order], where=WHERE)
         assert torch.equal(vision.pixels, torch.cat([alone[i].pixels for i in order]))
@@ -79,7 +87,7 @@ def test_a_changed_file_is_processed_anew(
     processor: Processor, tmp_path: Path, write_image: Callable[..., str]
 ) -> None:
     path = tmp_path / write_image("a.png", height=32, width=32, seed=1)
-    loader = ImageLoader(processor)
+    loader = media_loader(processor)
     before = loader.load([path], where=WHERE)
     write_image("a.png", height=32, width=64, seed=2)
     after = loader.load([path], where=WHERE)
@@ -88,7 +96,7 @@ def test_a_changed_file_is_processed_anew(
 
 
 def test_no_images_are_a_zero_length_unit(processor: Processor) -> None:
-    vision = ImageLoader(processor).load([], where=WHERE)
+    vision = media_loader(processor).load([], where=WHERE)
     assert vision.pixels.shape == (0, 1536)
     assert vision.grid_thw.shape == (0, 3)
     assert vision.grid_thw.dtype == torch.int64
@@ -118,7 +126,7 @@ def test_photographs_are_turned_upright(
     Image.fromarray(np.ascontiguousarray(stored)).save(path, lossless=True, exif=exif)
     Image.fromarray(upright).save(tmp_path / "upright.png")
     assert image_grid(path, processor, where=WHERE) == (1, 2, 6)
-    loader = ImageLoader(processor)
+    loader = media_loader(processor)
     turned = loader.load([path], where=WHERE).pixels
     expected = loader.load([tmp_path / "upright.png"], where=WHERE).pixels
     assert torch.equal(turned, expected)
@@ -127,7 +135,7 @@ def test_photographs_are_turned_upright(
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_other_colour_modes_become_rgb(processor: Processor, tmp_path: Path, mode: str) -> None:
     Image.new("RGB", (32, 32), (255, 255, 255)).convert(mode).save(tmp_path / "a.png")
-    vision = ImageLoader(processor).load([tmp_path / "a.png"], where=WHERE)
+    vision = media_loader(processor).load([tmp_path / "a.png"], where=WHERE)
     assert torch.equal(vision.pixels, torch.ones(4, 1536))
 
 
@@ -146,7 +154,7 @@ def test_files_that_cannot_be_used(
     damaged = tmp_path / write_image("damaged.png", height=64, width=64)
     damaged.write_bytes(damaged.read_bytes()[:200])
     write_image("thin.png", height=2, width=500)
-    loader = ImageLoader(processor)
+    loader = media_loader(processor)
     for name, message in (
         ("nothing.png", "no image file at .*nothing.png"),
         ("text.png", "text.png is no image that Pillow can read"),
@@ -171,7 +179,7 @@ def test_a_png_cut_short_is_damaged(
     path = tmp_path / write_image("cut.png", height=64, width=64)
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match=rf"^{WHERE}: image .*cut.png is damaged \("):
-        ImageLoader(processor).load([path], where=WHERE)
+        media_loader(processor).load([path], where=WHERE)
 
 
 def test_a_png_with_a_broken_chunk_is_damaged(
@@ -184,7 +192,7 @@ def test_a_png_with_a_broken_chunk_is_damaged(
     path.write_bytes(content)
     assert image_grid(path, processor, where=WHERE) == (1, 16, 16)
     with pytest.raises(ValueError, match=rf"^{WHERE}: image .*chunk.png is damaged \(") as caught:
-        ImageLoader(processor).load([path], where=WHERE)
+        media_loader(processor).load([path], where=WHERE)
     assert isinstance(caught.value.__cause__, SyntaxError)
 
 
@@ -200,7 +208,7 @@ def test_an_image_that_unpacks_to_too_many_pixels(
     with pytest.raises(ValueError, match=message):
         image_grid(path, processor, where=WHERE)
     with pytest.raises(ValueError, match=message):
-        ImageLoader(processor).load([path], where=WHERE)
+        media_loader(processor).load([path], where=WHERE)
 
 
 def test_other_patch_sizes_follow_the_processor(

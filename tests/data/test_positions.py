@@ -1,15 +1,18 @@
 """mRoPE positions against the reference in transformers, and by hand."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from loongplug.data.positions import Grid, mrope_position_ids
+from loongplug.data.video import VideoStyle
 
 pytestmark = pytest.mark.quick
 
@@ -70,6 +73,93 @@ def test_agrees_with_transformers(pieces: list[tuple[int, Picture]], last: int, 
     )
     assert ours.dtype == np.int64
     assert ours.tolist() == reference(ids, images=grids[IMAGE], videos=grids[VIDEO], merge=merge)
+
+
+rates = st.one_of(
+    st.sampled_from([0.5, 0.7, 1.0, 2.0, 2.5, 24.0, 29.97, 30.0]),
+    st.floats(0.05, 120.0, allow_nan=False),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(1, 3), pictures, rates), max_size=5),
+    last=st.integers(1, 3),
+    merge=st.sampled_from([1, 2]),
+    tokens_per_second=st.one_of(st.integers(1, 50), st.floats(0.5, 50.0)),
+    temporal=st.integers(1, 3),
+    longer=st.integers(1, 40),
+)
+@example(  # three steps are 125 in float32, and just below it in float64
+    pieces=[(1, (VIDEO, (4, 1, 1)), 1.2)],
+    last=1,
+    merge=2,
+    tokens_per_second=25,
+    temporal=2,
+    longer=1,
+)
+def test_blocks_agree_with_transformers(
+    pieces: list[tuple[int, Picture, float]],
+    last: int,
+    merge: int,
+    tokens_per_second: float,
+    temporal: int,
+    longer: int,
+) -> None:
+    """Qwen2.5-VL: a video is one block whose time axis goes in fractional steps."""
+    ids: list[int] = []
+    grids: dict[int, list[Grid]] = {IMAGE: [], VIDEO: []}
+    seconds: list[float] = []
+    for text, (kind, (time, height, width)), fps in pieces:
+        if kind == VIDEO:
+            time *= longer  # steps that add up to whole numbers and just beside them
+            seconds.append(temporal / fps)
+        ids += [TEXT] * text + [kind] * (time * height * width)
+        grids[kind].append((time, height * merge, width * merge))
+    ids += [TEXT] * last
+    style = VideoStyle(timestamps=False, tokens_per_second=tokens_per_second)
+    fps_of_videos = [fps for _, (kind, _), fps in pieces if kind == VIDEO]
+    ours = mrope_position_ids(
+        np.array(ids),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grids=grids[IMAGE],
+        video_grids=grids[VIDEO],
+        video_time_steps=[
+            style.time_step(fps=fps, temporal_patch_size=temporal) for fps in fps_of_videos
+        ],
+        spatial_merge_size=merge,
+    )
+    config = SimpleNamespace(spatial_merge_size=merge, tokens_per_second=tokens_per_second)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=config))
+    model.get_vision_position_ids = partial(Qwen2_5_VLModel.get_vision_position_ids, model)
+    types = [{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]
+    expected, _ = Qwen2_5_VLModel.get_rope_index(
+        model,
+        torch.tensor([ids]),
+        torch.tensor([types]),
+        image_grid_thw=torch.tensor(grids[IMAGE]) if grids[IMAGE] else None,
+        video_grid_thw=torch.tensor(grids[VIDEO]) if grids[VIDEO] else None,
+        second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+    )
+    assert ours.tolist() == expected[:, 0].tolist()
+
+
+def test_a_block_by_hand() -> None:
+    # Three frames of 1 x 2, 1.5 apart, then text: it follows the longer side, not the time.
+    ids = [TEXT, *[VIDEO] * 6, TEXT]
+    found = mrope_position_ids(
+        np.array(ids),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        video_grids=[(3, 2, 4)],
+        video_time_steps=[1.5],
+    )
+    assert found.tolist() == [
+        [0, 1, 1, 2, 2, 4, 4, 3],
+        [0, 1, 1, 1, 1, 1, 1, 3],
+        [0, 1, 2, 1, 2, 1, 2, 3],
+    ]
 
 
 def positions(ids: list[int], images: list[Grid]) -> list[list[int]]:

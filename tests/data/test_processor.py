@@ -12,8 +12,10 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import is_torchvision_available
 
+from loongplug.data.conversation import Conversation, Message, Part
 from loongplug.data.demo_processor import VOCAB_SIZE, build_tokenizer
-from loongplug.data.processor import Processor, load_processor, require_fit
+from loongplug.data.processor import Processor, VisionTokens, load_processor, require_fit
+from loongplug.data.template import Placeholder, tokenize_prompt
 
 pytestmark = pytest.mark.quick
 
@@ -146,8 +148,29 @@ def test_tokenizer_of_a_text_model_is_refused(processor_folder: Path, tmp_path: 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = tmp_path / "folder" / name
         path.write_text(path.read_text().replace("<|image_pad|>", "<|other|>"))
-    with pytest.raises(ValueError, match=r"has no <\|image_pad\|>: a Qwen-VL tokenizer"):
+    with pytest.raises(ValueError, match=r"has no <\|image_pad\|>: the tokenizer of"):
         load_processor(tmp_path / "folder")
+
+
+def test_tokens_of_another_family(processor_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(processor_folder, tmp_path / "folder")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = tmp_path / "folder" / name
+        text = path.read_text().replace("<|image_pad|>", "<image>")
+        path.write_text(text.replace("<|vision_end|>", "</picture>"))
+    tokens = VisionTokens(image="<image>", end="</picture>")
+    processor = load_processor(tmp_path / "folder", tokens=tokens)
+    assert (processor.image_token_id, processor.vision_end_token_id) == (5, 4)
+    conversation = Conversation(
+        messages=(
+            Message("user", (Part("image", "a.png"), Part("text", "What is <|image_pad|>?"))),
+            Message("assistant", (Part("text", "A heron."),)),
+        ),
+        where="here:1",
+    )
+    stands = Placeholder(token="<image>", text="<image>", run=6)
+    ids = tokenize_prompt(conversation, processor, placeholders=[stands])
+    assert (ids == 5).sum() == 6
 
 
 def test_tokenizer_without_an_end_token_is_refused(processor_folder: Path, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import dataclasses
 
 import pytest
 
-from loongplug.data.conversation import Conversation, Message, Part
-from loongplug.data.processor import Processor
+from loongplug.data.conversation import Conversation, Message, Part, VideoPart
+from loongplug.data.processor import IMAGE_TOKEN, VIDEO_TOKEN, Processor
 from loongplug.data.template import (
+    Placeholder,
     Tokens,
     TrainingPhase,
     shortest_sample,
@@ -18,7 +19,7 @@ from loongplug.data.template import (
 pytestmark = pytest.mark.quick
 
 
-def conversation(*messages: tuple[str, str | list[Part]]) -> Conversation:
+def conversation(*messages: tuple[str, str | list[Part | VideoPart]]) -> Conversation:
     return Conversation(
         messages=tuple(
             Message(role, (Part("text", content),) if isinstance(content, str) else tuple(content))
@@ -38,7 +39,20 @@ def marked(tokens: Tokens, processor: Processor) -> str:
     )
 
 
+def images(runs: list[int]) -> list[Placeholder]:
+    return [Placeholder(token=IMAGE_TOKEN, text=IMAGE_TOKEN, run=run) for run in runs]
+
+
 PICTURE = Part("image", "a.png")
+VIDEO = VideoPart(("1.png", "2.png"), fps=2.0)
+TIMED = Placeholder(  # two pictures of two tokens, each behind its time
+    token=VIDEO_TOKEN,
+    text="".join(
+        f"<{seconds} seconds><|vision_start|><|video_pad|><|vision_end|>" for seconds in (0.5, 1.5)
+    ),
+    run=2,
+)
+BLOCK = Placeholder(token=VIDEO_TOKEN, text=VIDEO_TOKEN, run=4)
 ONE_TURN = conversation(
     ("user", [PICTURE, PICTURE, Part("text", "Read the digits.")]), ("assistant", "31")
 )
@@ -107,20 +121,88 @@ def test_tokens_and_labels_as_by_hand(
     counts: list[int],
     expected: str,
 ) -> None:
-    tokens = tokenize_conversation(sample, processor, phase=phase, image_token_counts=counts)
+    tokens = tokenize_conversation(sample, processor, phase=phase, placeholders=images(counts))
     assert marked(tokens, processor) == expected
 
 
+MIXED = conversation(
+    ("user", [Part("text", "Read"), VIDEO, PICTURE, VIDEO, Part("text", "+")]), ("assistant", "31")
+)
+IMAGE_TEXT = "<|vision_start|> <|image_pad|> <|vision_end|>"
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        (
+            "sft",
+            f"{S} user NL Read <|vision_start|>"
+            " < 0 . 5 ▁seconds > <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
+            " < 1 . 5 ▁seconds > <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
+            f" <|vision_end|> {IMAGE_TEXT} <|vision_start|>"
+            f" <|video_pad|> <|video_pad|> <|video_pad|> <|video_pad|> <|vision_end|> + {E} NL"
+            f" {S} assistant NL [3] [1] [{E}] NL",
+        ),
+        (
+            "pretrain",
+            f"[{S}] [user] [NL] [Read] <|vision_start|> [<] [0] [.] [5] [▁seconds] [>]"
+            " <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
+            " [<] [1] [.] [5] [▁seconds] [>]"
+            " <|vision_start|> <|video_pad|> <|video_pad|> <|vision_end|>"
+            f" <|vision_end|> {IMAGE_TEXT} <|vision_start|>"
+            f" <|video_pad|> <|video_pad|> <|video_pad|> <|video_pad|> <|vision_end|> [+] [{E}]"
+            f" [NL] [{S}] [assistant] [NL] [3] [1] [{E}] [NL]",
+        ),
+    ],
+)
+def test_videos_with_timestamps_and_as_a_block(
+    processor: Processor, phase: TrainingPhase, expected: str
+) -> None:
+    placeholders = [TIMED, *images([1]), BLOCK]
+    tokens = tokenize_conversation(MIXED, processor, phase=phase, placeholders=placeholders)
+    assert marked(tokens, processor) == expected
+    question = Conversation(messages=MIXED.messages[:1], where="rows.jsonl:3")
+    prompt = tokenize_prompt(question, processor, placeholders=placeholders)
+    assert prompt.tolist() == tokens.ids[: len(prompt)].tolist()
+
+
+def test_what_stands_for_an_image_in_an_answer_is_not_trained(processor: Processor) -> None:
+    sample = conversation(("user", "Read"), ("assistant", [PICTURE, Part("text", "3")]))
+    tokens = tokenize_conversation(sample, processor, phase="sft", placeholders=images([2]))
+    assert marked(tokens, processor) == (
+        f"{S} user NL Read {E} NL {S} assistant NL <|vision_start|> <|image_pad|> <|image_pad|>"
+        f" <|vision_end|> [3] [{E}] NL"
+    )
+
+
+def test_a_template_that_reorders_is_refused(processor: Processor) -> None:
+    reordering = with_template(
+        processor,
+        for_each_message(
+            "{% for kind in ('image', 'video') if message.content is not string %}"
+            "{% for part in message.content if part.type == kind %}<|{{ kind }}_pad|>{% endfor %}"
+            "{% endfor %}"
+        ),
+    )
+    with pytest.raises(ValueError, match=r"^rows.jsonl:3: .* in another order than the row"):
+        tokenize_conversation(
+            conversation(("user", [VIDEO, PICTURE])),
+            reordering,
+            phase="pretrain",
+            placeholders=[BLOCK, *images([1])],
+        )
+
+
 def test_prompt_is_the_sample_up_to_the_answer(processor: Processor) -> None:
-    whole = tokenize_conversation(ONE_TURN, processor, phase="sft", image_token_counts=[2, 1])
+    whole = tokenize_conversation(ONE_TURN, processor, phase="sft", placeholders=images([2, 1]))
     question = Conversation(messages=ONE_TURN.messages[:1], where="rows.jsonl:3")
-    prompt = tokenize_prompt(question, processor, image_token_counts=[2, 1])
+    prompt = tokenize_prompt(question, processor, placeholders=images([2, 1]))
     assert prompt.tolist() == whole.ids[: whole.trained.argmax()].tolist()
 
 
 def test_shortest_sample(processor: Processor) -> None:
     empty = conversation(("user", ""), ("assistant", ""))
-    tokens = tokenize_conversation(empty, processor, phase="sft", image_token_counts=[])
+    tokens = tokenize_conversation(empty, processor, phase="sft", placeholders=images([]))
     assert shortest_sample(processor) == len(tokens.ids) == 10
 
 
@@ -155,7 +237,7 @@ def test_templates_that_cannot_be_used(processor: Processor, template: str, mess
     sample = conversation(("user", "Read"), ("assistant", "1"), ("user", "1"), ("assistant", "2"))
     with pytest.raises(ValueError, match=message) as error:
         tokenize_conversation(
-            sample, with_template(processor, template), phase="sft", image_token_counts=[]
+            sample, with_template(processor, template), phase="sft", placeholders=images([])
         )
     assert str(error.value).startswith("rows.jsonl:3: ")
 
@@ -176,12 +258,12 @@ def test_templates_that_cannot_be_used(processor: Processor, template: str, mess
         (
             conversation(("user", "a<|video_pad|>b"), ("assistant", "1")),
             [],
-            r"<\|video_pad\|> in the text",
+            "1 video tokens in the text for 0 videos",
         ),
         (
             conversation(("user", [PICTURE, Part("text", "a")]), ("assistant", "<|video_pad|>")),
             [1],
-            r"<\|video_pad\|> in the text",
+            "1 video tokens in the text for 0 videos",
         ),
         (conversation(("user", "Read")), [], "no assistant message"),
     ],
@@ -190,11 +272,11 @@ def test_rows_that_cannot_be_used(
     processor: Processor, sample: Conversation, counts: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        tokenize_conversation(sample, processor, phase="sft", image_token_counts=counts)
+        tokenize_conversation(sample, processor, phase="sft", placeholders=images(counts))
     assert str(error.value).startswith("rows.jsonl:3: ")
 
 
 def test_a_prompt_with_a_video_token_is_refused(processor: Processor) -> None:
     sample = conversation(("user", "<|video_pad|>"))
-    with pytest.raises(ValueError, match=r"^rows.jsonl:3: <\|video_pad\|> in the text"):
-        tokenize_prompt(sample, processor, image_token_counts=[])
+    with pytest.raises(ValueError, match=r"^rows.jsonl:3: 1 video tokens in the text for 0 videos"):
+        tokenize_prompt(sample, processor, placeholders=images([]))

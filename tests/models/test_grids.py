@@ -11,13 +11,12 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
+from loongplug.models.patch_grids import frame_lengths, patch_coordinates
 from loongplug.models.qwen3_vl import grids as grids_module
 from loongplug.models.qwen3_vl.grids import (
     PackedGeometry,
-    frame_lengths,
     packed_position_taps,
     packed_rotary_angles,
-    patch_coordinates,
 )
 
 pytestmark = pytest.mark.quick

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from transformers import Qwen2_5_VLConfig as HfConfig25
 from transformers import Qwen3VLConfig as HfConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
 from loongplug.models.layers.rope import rotate
-from loongplug.models.mrope import MultimodalRotary, interleaved_axes
+from loongplug.models.mrope import MultimodalRotary, interleaved_axes, sectioned_axes
 
 pytestmark = pytest.mark.quick
 
@@ -57,3 +59,26 @@ def test_sections_that_do_not_fit_are_refused():
         MultimodalRotary(
             kv_channels=32, base=1e4, axes=interleaved_axes((5, 5, 5)), dtype=torch.float32
         )
+
+
+@pytest.mark.parametrize(
+    ("kv_channels", "section"), [(32, (4, 6, 6)), (128, (16, 24, 24)), (16, (1, 4, 3))]
+)
+def test_rotation_in_sections_is_that_of_transformers(kv_channels, section):
+    text = HfConfig25().text_config
+    text.hidden_size = kv_channels * text.num_attention_heads
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": list(section),
+    }
+    reference = Qwen2_5_VLRotaryEmbedding(text)
+    position_ids = torch.randint(0, 3000, (3, 2, 7))
+    query = torch.randn(2, 4, 7, kv_channels)  # [b, heads, s, dim]
+    cos, sin = reference(query, position_ids)
+    expected, _ = apply_rotary_pos_emb(query, query, cos, sin)
+    rotary = MultimodalRotary(
+        kv_channels=kv_channels, base=1e6, axes=sectioned_axes(section), dtype=torch.float32
+    )
+    turned = rotate(query.permute(2, 0, 1, 3), rotary(position_ids, list(section)))
+    torch.testing.assert_close(turned.permute(1, 2, 0, 3), expected, rtol=1e-5, atol=1e-5)

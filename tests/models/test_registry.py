@@ -48,7 +48,7 @@ def test_names_in_the_registry_lead_somewhere() -> None:
 
 
 def test_unknown_family_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no model family qwen9; known are qwen3_vl"):
+    with pytest.raises(ValueError, match=r"no model family qwen9; known are .*qwen3_vl"):
         find_family("qwen9")
 
 
@@ -71,6 +71,18 @@ def test_trusted_package_brings_a_family(tmp_path: Path, monkeypatch: pytest.Mon
     assert family.load_builder()(4) == 8
     config = sys.modules[module].Config(size=1)
     assert family_of(config, trusted_packages=[module]).name == "guest"
+
+
+def test_what_a_package_gives_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = outside_package(tmp_path, monkeypatch, name="odd")
+    families([module])
+    package = sys.modules[module]
+    monkeypatch.delattr(package, "build")
+    with pytest.raises(ValueError, match=r"outside_odd:build, which a model family names, cannot"):
+        find_family("odd", trusted_packages=[module]).load_builder()
+    monkeypatch.setattr(package, "LOONGPLUG_FAMILIES", package.LOONGPLUG_FAMILIES[0])
+    with pytest.raises(ValueError, match=r"LOONGPLUG_FAMILIES is .*, but a tuple of"):
+        families([module])
 
 
 def test_name_that_is_taken_and_package_that_is_not_there(

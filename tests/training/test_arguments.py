@@ -1,22 +1,17 @@
 """From command lines to checked arguments."""
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from command_lines import TOKENS, command_line, write_tokenizer
+from command_lines import TOKENS, command_line
 
 from loongplug.models.registry import families
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checks import UNSUPPORTED
 from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line, requested_device
-
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = ROOT / "scripts" / "sft_qwen3_vl_8b.sh"
 
 
 @pytest.fixture(autouse=True)
@@ -352,78 +347,3 @@ def test_device_is_read_ahead_of_all_else() -> None:
     assert requested_device(["--device=cuda"]) == "cuda"
     with pytest.raises(ValueError, match="--device: invalid choice: 'tpu'"):
         requested_device(["--device", "tpu"])
-
-
-# The launch script.
-
-
-def launch(folder: Path, **environment: str) -> tuple[list[str], list[str]]:
-    """What the launch script gives torchrun: its own arguments, and those of train.py."""
-    model = folder / "model"
-    qwen = {"<|image_pad|>": 151655, "<|video_pad|>": 151656}
-    qwen |= {"<|vision_start|>": 151652, "<|vision_end|>": 151653}
-    write_tokenizer(model, tokens=qwen)
-    (model / "config.json").write_text("{}")
-    (folder / "data.jsonl").write_text("{}\n")
-    stub = folder / "bin" / "torchrun"
-    stub.parent.mkdir(exist_ok=True)
-    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stub.chmod(0o755)
-    said = subprocess.run(
-        ["bash", str(LAUNCH), "--device", "cpu", "model.image_encoder.freeze=true"],
-        env={
-            "PATH": f"{stub.parent}:{os.environ['PATH']}",
-            "MODEL_DIR": str(model),
-            "TRAIN_DATA": str(folder / "data.jsonl"),
-            "OUTPUT_DIR": str(folder / "out"),
-            **environment,
-        },
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=20,
-    ).stdout.splitlines()
-    at = said.index(str(ROOT / "loongplug" / "train.py"))
-    return said[:at], said[at + 1 :]
-
-
-@pytest.mark.quick
-def test_launch_script_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher, argv = launch(tmp_path)
-    assert launcher[launcher.index("--nproc_per_node") + 1] == "8"
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    parsed = parse_arguments(argv)
-    assert parsed.args.data_parallel_size == 2
-    assert parsed.args.bf16
-    assert parsed.args.sequence_parallel
-    assert parsed.args.use_distributed_optimizer
-    assert parsed.model.image_encoder.freeze
-    assert parsed.model.foundation.num_layers == 36
-
-
-def test_launch_script_on_four_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher, argv = launch(
-        tmp_path,
-        NNODES="4",
-        NODE_RANK="2",
-        MASTER_ADDR="node0",
-        PP="2",
-        VALID_DATA=str(tmp_path / "data.jsonl"),
-    )
-    for flag, value in (("--nnodes", "4"), ("--node_rank", "2"), ("--master_addr", "node0")):
-        assert launcher[launcher.index(flag) + 1] == value
-    monkeypatch.setenv("WORLD_SIZE", "32")
-    parsed = parse_arguments(argv)
-    assert parsed.args.data_parallel_size == 4
-    assert (parsed.args.eval_iters, parsed.args.eval_interval) == (10, 200)
-    # The same flags on a world they do not fit.
-    monkeypatch.setenv("WORLD_SIZE", "20")
-    assert "20 ranks do not divide by tp 4 x pp 2" in refusal(argv)
-
-
-def test_launch_script_asks_for_its_paths() -> None:
-    ended = subprocess.run(
-        ["bash", str(LAUNCH)], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
-    )
-    assert ended.returncode != 0
-    assert "set MODEL_DIR" in ended.stderr

@@ -16,12 +16,14 @@ from expert_cases import EXPERT_CASES
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
 from loongplug.training import arguments, checks, rules
+from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, markdown_table, violated_rules
 
 pytestmark = pytest.mark.quick
 
 Run = tuple[Namespace, Qwen3VLConfig]
 Change = Callable[[Namespace], None]
+ModelCases = tuple[list[tuple[int, list[str]]], list[tuple[int, list[str]]]]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 
@@ -40,9 +42,9 @@ def prepared_experts(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def prepare(folder: Path, *, model: str) -> Run:
     seen: list[Run] = []
 
-    def capture(args: Namespace, model: Any) -> list[str]:
+    def capture(args: Namespace, model: Any, **options: Any) -> list[str]:
         seen.append((copy.copy(args), model))
-        return violated_rules(args, model)
+        return violated_rules(args, model, **options)
 
     with patch.object(arguments, "violated_rules", capture):
         arguments.parse_arguments(command_line(folder, model=model))
@@ -220,7 +222,7 @@ def test_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) ->
 
 
 # Rule -> overrides (and tp) that violate it, and similar ones that do not.
-MODEL_CASES: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int, list[str]]]]] = {
+MODEL_CASES: dict[str, ModelCases] = {
     "decoder-heads": (
         [
             (4, []),
@@ -311,11 +313,47 @@ MODEL_CASES: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int, list[s
 }
 
 
+# The same for what only Qwen2.5-VL has.
+QWEN2_5_CASES: dict[str, ModelCases] = {
+    "windows": (
+        [
+            (1, ["image_encoder.window_size=31"]),
+            (1, ["image_encoder.full_attention_layers=[1,4]"]),
+            (1, ["image_encoder.full_attention_layers=[-1]"]),
+            (1, ["image_encoder.full_attention_layers=[3,1]"]),
+            (1, ["image_encoder.full_attention_layers=[1,1]"]),
+        ],
+        [
+            (1, ["image_encoder.window_size=70"]),
+            (1, ["image_encoder.full_attention_layers=[]"]),
+            (2, ["image_encoder.full_attention_layers=[0,1,2,3]"]),
+        ],
+    ),
+    "encoder-sizes": (
+        [(4, ["image_encoder.ffn_hidden_size=3422", "foundation.num_query_groups=4"])],
+        [(4, ["image_encoder.ffn_hidden_size=3420", "foundation.num_query_groups=4"])],
+    ),
+}
+
+
 @pytest.mark.parametrize("rule", MODEL_CASES)
 def test_model_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
-    for cases, expected in zip(MODEL_CASES[rule], ([rule], []), strict=True):
-        for tp, overrides in cases:
-            model = changed(prepared[1], overrides)
+    fires_alone(prepared, rule, model=prepared[1], cases=MODEL_CASES[rule])
+
+
+@pytest.mark.parametrize("rule", QWEN2_5_CASES)
+def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
+    known = prepared[1]
+    ids = {name: getattr(known, name) for name in family_of(known).special_tokens}
+    model = dataclasses.replace(compose_model(model_name="qwen2_5_vl_tiny").config, **ids)
+    fires_alone(prepared, rule, model=model, cases=QWEN2_5_CASES[rule])
+
+
+def fires_alone(prepared: Run, rule: str, *, model: Any, cases: ModelCases) -> None:
+    original = model
+    for some, expected in zip(cases, ([rule], []), strict=True):
+        for tp, overrides in some:
+            model = changed(original, overrides)
             decided = {
                 name: argument.value
                 for name, argument in family_of(model).megatron_arguments(model).items()
@@ -343,7 +381,8 @@ def test_expert_rule_fires_alone_and_leaves_its_neighbours(
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
-    with_bad_case = {name for name, (bad, _) in (CASES | MODEL_CASES | EXPERT_CASES).items() if bad}
+    all_cases = CASES | QWEN2_5_CASES | MODEL_CASES | EXPERT_CASES
+    with_bad_case = {name for name, (bad, _) in all_cases.items() if bad}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

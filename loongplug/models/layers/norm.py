@@ -25,7 +25,8 @@ class _Norm(torch.nn.Module):
         self.weight = self._parameter(1.0)
 
     def _parameter(self, value: float) -> Parameter:
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        # None: the CPU, unless the caller has set torch's default device (meta, to count sizes).
+        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = Parameter(
             torch.full((self.hidden_size,), value, device=device, dtype=self.config.params_dtype)
         )

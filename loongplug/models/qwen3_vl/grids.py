@@ -1,8 +1,6 @@
-"""Per-patch geometry of packed images: merge-block order, position taps, rotary angles.
+"""Per-patch geometry of Qwen3-VL's packed images: position taps, rotary angles.
 
-Everything here follows from the patch grids alone and runs on the host. The patches of one
-frame are ordered by merge block: all ``merge x merge`` patches that become one token stand
-together, blocks row by row, as the image processor emits them.
+Everything here follows from the patch grids alone and runs on the host.
 """
 
 from collections.abc import Iterable
@@ -11,16 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loongplug.data.cache import ByteBoundedCache
-
-
-def patch_coordinates(height: int, width: int, *, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch of one frame, [height * width] int64 each, in block order."""
-    grid = torch.arange(height * width).view(
-        height // merge, merge, width // merge, merge
-    )  # [block row, row in block, block column, column in block]
-    flat = grid.permute(0, 2, 1, 3).reshape(-1)
-    return flat // width, flat % width
+from loongplug.models.patch_grids import (
+    KeptFrames,
+    frame_rotary_angles,
+    frame_sizes,
+    patch_coordinates,
+)
 
 
 def _axis_taps(size: int, *, side: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,24 +56,11 @@ def frame_position_taps(height: int, width: int, *, side: int, merge: int) -> tu
     return taps, weights
 
 
-def frame_rotary_angles(
-    height: int, width: int, *, head_dim: int, base: float, merge: int
-) -> Tensor:
-    """Rotary angles of one frame's channel pairs, [patches, head_dim / 2] float32.
-
-    The first half of the pairs turns with the row, the second with the column.
-    """
-    half = head_dim // 2
-    inverse = 1.0 / base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)  # [head_dim / 4]
-    row, column = patch_coordinates(height, width, merge=merge)
-    return torch.cat([row[:, None] * inverse, column[:, None] * inverse], dim=1)
-
-
 def packed_position_taps(grid_thw: Tensor, *, side: int, merge: int) -> tuple[Tensor, Tensor]:
     """:func:`frame_position_taps` of every frame of every image, packed along the patches."""
     return _pack_taps(
         frame_position_taps(height, width, side=side, merge=merge)
-        for height, width in _frame_sizes(grid_thw)
+        for height, width in frame_sizes(grid_thw)
     )
 
 
@@ -87,7 +68,7 @@ def packed_rotary_angles(grid_thw: Tensor, *, head_dim: int, base: float, merge:
     """:func:`frame_rotary_angles` of every frame of every image, packed along the patches."""
     frames = (
         frame_rotary_angles(height, width, head_dim=head_dim, base=base, merge=merge)
-        for height, width in _frame_sizes(grid_thw)
+        for height, width in frame_sizes(grid_thw)
     )
     return torch.cat([torch.empty(0, head_dim // 2), *frames])
 
@@ -106,8 +87,7 @@ class _Frame:
 class PackedGeometry:
     """The packed functions for one model, with the frame sizes used last kept.
 
-    A data set repeats few sizes. At most ``cache_bytes`` are kept; a frame takes about 200 bytes
-    per patch.
+    At most ``cache_bytes`` are kept; a frame takes about 200 bytes per patch.
     """
 
     def __init__(
@@ -115,28 +95,23 @@ class PackedGeometry:
     ) -> None:
         self._side, self._merge = side, merge
         self._head_dim, self._base = head_dim, base
-        self._frames: ByteBoundedCache[tuple[int, int], _Frame] = ByteBoundedCache(cache_bytes)
+        self._frames = KeptFrames(self._frame, cache_bytes=cache_bytes)
 
     def position_taps(self, grid_thw: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`packed_position_taps`."""
-        frames = [self._frame(height, width) for height, width in _frame_sizes(grid_thw)]
-        return _pack_taps((frame.taps, frame.weights) for frame in frames)
+        return _pack_taps((frame.taps, frame.weights) for frame in self._frames.of(grid_thw))
 
     def rotary_angles(self, grid_thw: Tensor) -> Tensor:
         """As :func:`packed_rotary_angles`."""
-        frames = [self._frame(height, width) for height, width in _frame_sizes(grid_thw)]
+        frames = self._frames.of(grid_thw)
         return torch.cat([torch.empty(0, self._head_dim // 2), *(f.angles for f in frames)])
 
     def _frame(self, height: int, width: int) -> _Frame:
-        frame = self._frames.get((height, width))
-        if frame is None:
-            taps, weights = frame_position_taps(height, width, side=self._side, merge=self._merge)
-            angles = frame_rotary_angles(
-                height, width, head_dim=self._head_dim, base=self._base, merge=self._merge
-            )
-            frame = _Frame(taps, weights, angles)
-            self._frames.put((height, width), frame, size=frame.nbytes)
-        return frame
+        taps, weights = frame_position_taps(height, width, side=self._side, merge=self._merge)
+        angles = frame_rotary_angles(
+            height, width, head_dim=self._head_dim, base=self._base, merge=self._merge
+        )
+        return _Frame(taps, weights, angles)
 
 
 def _pack_taps(frames: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -145,12 +120,3 @@ def _pack_taps(frames: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
         taps.append(frame_taps)
         weights.append(frame_weights)
     return torch.cat(taps), torch.cat(weights)
-
-
-def frame_lengths(grid_thw: Tensor) -> list[int]:
-    """Patches of each frame: attention never crosses a frame."""
-    return [height * width for height, width in _frame_sizes(grid_thw)]
-
-
-def _frame_sizes(grid_thw: Tensor) -> list[tuple[int, int]]:
-    return [(height, width) for time, height, width in grid_thw.tolist() for _ in range(time)]

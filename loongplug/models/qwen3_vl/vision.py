@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import rope_table
+from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
-from loongplug.models.qwen3_vl.grids import PackedGeometry, frame_lengths
+from loongplug.models.qwen3_vl.grids import PackedGeometry
+from loongplug.models.vision_encoder import blank_unit, patch_values
 
 
 class Qwen3VisionEncoder(MegatronModule):
@@ -41,11 +43,8 @@ class Qwen3VisionEncoder(MegatronModule):
             base=architecture.rotary_base,
             merge=architecture.spatial_merge_size,
         )
-        patch_values = (
-            architecture.in_channels * architecture.temporal_patch_size * architecture.patch_size**2
-        )
         # A 3D convolution whose stride is its kernel is a linear map of each patch.
-        self.patch_embed = nn.Linear(patch_values, architecture.hidden_size)
+        self.patch_embed = nn.Linear(patch_values(architecture), architecture.hidden_size)
         self.position_embedding = nn.Embedding(
             architecture.num_position_embeddings, architecture.hidden_size
         )
@@ -58,13 +57,8 @@ class Qwen3VisionEncoder(MegatronModule):
         )
 
     def blank_unit(self) -> VisionInput:
-        """The smallest image there is, all zero: one merge block of one frame."""
-        merge = self.architecture.spatial_merge_size
-        weight = self.patch_embed.weight
-        return VisionInput(
-            pixels=weight.new_zeros(merge * merge, weight.shape[1], dtype=torch.float32),
-            grid_thw=torch.tensor([[1, merge, merge]]),
-        )
+        """What an empty unit is computed as."""
+        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
 
     def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.

@@ -1,0 +1,32 @@
+"""What a Hugging Face folder has beside the weights, and how it is carried along."""
+
+import shutil
+from pathlib import Path
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_CARRIED = (
+    *TOKENIZER_FILES,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    *IMAGE_PROCESSOR_FILES,
+    "video_preprocessor_config.json",
+    GENERATION_CONFIG_FILE,
+    CONFIG_FILE,
+)
+# Where a converted checkpoint keeps them, so that it can be converted back by itself.
+CARRIED_FOLDER = "hugging_face"
+
+
+def copy_carried_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat template, processor and the configs as they are."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,81 @@
+"""The dtypes that weights are stored in, so that a conversion can keep every one of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loongplug.checkpoint.owned import owned_parameters
+from loongplug.checkpoint.tensor_folder import open_tensors
+from loongplug.models.hf_mapping import Mapping
+
+
+def usual_dtype(dtypes: dict[str, torch.dtype]) -> torch.dtype:
+    """The dtype that most tensors have; float32 of none."""
+    counts = Counter(dtypes.values())
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def folder_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a Hugging Face folder; reads headers only."""
+    with open_tensors(folder) as tensors:
+        return tensors.dtypes()
+
+
+def checkpoint_dtypes(iteration_folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of one of our ``torch_dist`` checkpoints, by Megatron's key."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    stored = FileSystemReader(iteration_folder).read_metadata().state_dict_metadata
+    return {
+        key: entry.properties.dtype
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def give_folder_dtypes(
+    model_chunks: Sequence[nn.Module], mapping: Mapping, dtypes: dict[str, torch.dtype]
+) -> None:
+    """Empty parameters of the dtypes in a folder in the place of the chunks' own.
+
+    Raises:
+        ValueError: tensors that share a parameter, or a kind of parameter in different layers,
+            differ in dtype, which no checkpoint can hold.
+    """
+    wanted: dict[int, torch.dtype] = {}
+    problems: list[str] = []
+    for bundle in mapping.bundles():
+        for source in bundle.sources:
+            dtype = dtypes.get(source.name)
+            if dtype is not None and wanted.setdefault(bundle.number, dtype) != dtype:
+                problems.append(f"{source.name} is {dtype}, others {wanted[bundle.number]}")
+    if problems:
+        raise ValueError(
+            "Tensors that belong together have different dtypes: "
+            + "; ".join(problems[:5])
+            + ". Save the model anew in one dtype."
+        )
+    for own in owned_parameters(model_chunks, mapping):
+        _retype(own.parameter, wanted.get(own.entry.number))
+
+
+def give_checkpoint_dtypes(
+    model_chunks: Sequence[nn.Module], dtypes: dict[str, torch.dtype]
+) -> None:
+    """Empty parameters of the dtypes in a checkpoint in the place of the chunks' own."""
+    for chunk in model_chunks:
+        parameters = dict(chunk.named_parameters())
+        shards: dict[str, Any] = chunk.sharded_state_dict()  # type: ignore[operator]
+        for name, sharded in shards.items():
+            if name in parameters:
+                _retype(parameters[name], dtypes.get(sharded.key))
+
+
+def _retype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
+    if dtype is not None and parameter.dtype != dtype:
+        parameter.data = torch.empty_like(parameter.data, dtype=dtype)

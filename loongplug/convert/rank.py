@@ -1,0 +1,172 @@
+"""One rank of a conversion: build the model, fill it from one side, write the other."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from loongplug.checkpoint.architecture import check_architecture, write_architecture
+from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
+from loongplug.checkpoint.dtypes import (
+    checkpoint_dtypes,
+    folder_dtypes,
+    give_checkpoint_dtypes,
+    give_folder_dtypes,
+    usual_dtype,
+)
+from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.convert.progress import ByteProgress
+from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
+from loongplug.models.layers.specs import pick_backend
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.training.arguments import ParsedArguments, parse_arguments
+from loongplug.training.flags import read_command_line
+from loongplug.training.log import megatron_output
+from loongplug.training.provider import ModelProvider
+
+# What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
+_FLAGS = (
+    *("--training-phase", "sft", "--seq-length", "1024", "--micro-batch-size", "1"),
+    *("--train-iters", "1", "--lr", "1e-5"),
+    *("--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"),
+)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What went through this rank."""
+
+    shard_bytes: int  # of the parameters it held
+    largest_tensor_bytes: int  # of the model's tensors on the Hugging Face side
+
+
+def convert(flags: Sequence[str]) -> Converted:
+    """Convert as ``flags``, train.py's own, say. Every rank enters.
+
+    ``--load-hf`` or ``--load`` names the source, ``--save`` or ``--save-hf`` the target. A
+    checkpoint is written as a *release*, from which training starts at iteration 0. Every tensor
+    keeps its dtype.
+
+    Raises:
+        ValueError: on every rank; the flags, the source or the target cannot be used.
+    """
+    parsed, dtypes = _parse(flags)
+    args = parsed.args
+    model = parsed.family.load_hugging_face(parsed.model)
+    processor_folder = Path(args.tokenizer_model)
+    if args.load:
+        check_architecture(Path(args.load), parsed.model_yaml)
+    if args.save:
+        write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+    if args.save_hf:
+        check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
+    with megatron_output(args, without_save="drop") as terminal:
+        chunks = _build(parsed)
+        with ByteProgress(terminal, shown=args.rank == 0) as progress:
+            if args.load_hf:
+                give_folder_dtypes(chunks, model.mapping, dtypes)
+                source = Path(args.load_hf)
+                load_hf_weights(chunks, source, model=model, on_bytes=progress.of("reading"))
+            else:
+                give_checkpoint_dtypes(chunks, dtypes)
+                load_in_place(chunks, _iteration_folder(Path(args.load)))
+            if args.save:
+                _save_checkpoint(chunks)
+                if args.rank == 0:
+                    copy_carried_files(processor_folder, Path(args.save) / CARRIED_FOLDER)
+            if args.save_hf:
+                save_hf_folder(
+                    chunks,
+                    Path(args.save_hf),
+                    model=model,
+                    processor_folder=processor_folder,
+                    on_bytes=progress.of("writing"),
+                )
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    itemsize = max(parameter.dtype.itemsize for parameter in parameters)
+    return Converted(
+        shard_bytes=sum(parameter.nbytes for parameter in parameters),
+        largest_tensor_bytes=itemsize * max(map(prod, model.mapping.sources().values())),
+    )
+
+
+def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype]]:
+    """The arguments, completed by what the source tells, and the dtypes of its tensors."""
+    given = read_command_line(flags).args
+    _check_ends(given)
+    if given.load_hf:
+        dtypes = folder_dtypes(Path(given.load_hf))
+        processor_folder = Path(given.load_hf)
+    else:
+        dtypes = checkpoint_dtypes(_iteration_folder(Path(given.load)))
+        processor_folder = Path(given.load) / CARRIED_FOLDER
+    completed = [*_FLAGS, *flags]
+    if not given.tokenizer_model:
+        completed += ["--tokenizer-model", str(processor_folder)]
+    if usual_dtype(dtypes).itemsize == 2:
+        completed.append("--bf16")
+    return parse_arguments(completed, training=False), dtypes
+
+
+def _check_ends(given: Namespace) -> None:
+    """One source and a target."""
+    if bool(given.load_hf) == bool(given.load):
+        raise ValueError("give one source: --load-hf DIR (Hugging Face) or --load DIR (checkpoint)")
+    if not given.save_hf and not given.save:
+        raise ValueError("give a target: --save DIR (checkpoint) or --save-hf DIR (Hugging Face)")
+    if given.load and given.save:
+        raise ValueError(
+            "--load and --save are both checkpoints, which load into any layout as they are; "
+            "give --save-hf DIR"
+        )
+
+
+def _iteration_folder(load: Path) -> Path:
+    from megatron.training.checkpointing import (
+        get_checkpoint_name,
+        get_checkpoint_tracker_filename,
+        read_metadata,
+    )
+
+    tracker = Path(get_checkpoint_tracker_filename(str(load)))
+    if not tracker.is_file():
+        raise ValueError(f"--load {load} has no checkpoint; give the folder that --save named")
+    iteration, release = read_metadata(str(tracker))
+    return Path(get_checkpoint_name(str(load), iteration, release, return_base_dir=True))
+
+
+def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
+    """This rank's chunks, their weights still without meaning."""
+    from megatron.core import parallel_state
+    from megatron.training.global_vars import set_global_variables
+    from megatron.training.initialize import initialize_megatron
+
+    args = parsed.args
+    args.perform_initialization = False
+    set_global_variables(args)
+    initialize_megatron()
+    provider = ModelProvider(
+        parsed.model,
+        parsed.family,
+        backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
+    )
+    stages = args.virtual_pipeline_model_parallel_size
+    for stage in range(stages) if stages else [None]:
+        position = {"ignore_virtual": stage is None, "vp_stage": stage}
+        provider(
+            pre_process=parallel_state.is_pipeline_first_stage(**position),
+            post_process=parallel_state.is_pipeline_last_stage(**position),
+            vp_stage=stage,
+        )
+    return provider.chunks
+
+
+def _save_checkpoint(chunks: list[MultimodalModel]) -> None:
+    from megatron.training.checkpointing import save_checkpoint
+
+    context = {"save_strategy": StreamingSaveStrategy()}
+    save_checkpoint(0, chunks, None, None, 0, checkpointing_context=context, release=True)

@@ -1,0 +1,129 @@
+"""The images and videos of samples: what stands for them in the text, and their pixels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loongplug.data.cache import ByteBoundedCache
+from loongplug.data.conversation import Medium, Video
+from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
+from loongplug.data.microbatch import VisionInput
+from loongplug.data.positions import Grid
+from loongplug.data.processor import Processor
+from loongplug.data.template import Placeholder
+from loongplug.data.video import VideoProcessor, patch_times
+
+
+def medium_grid(
+    medium: Medium, processor: Processor, *, videos: VideoProcessor, where: str
+) -> Grid:
+    """The patch grid that the pixels will have; reads file headers only."""
+    if isinstance(medium, Video):
+        return videos.grid(medium, where=where)
+    return image_grid(medium, processor, where=where)
+
+
+def placeholder(
+    medium: Medium, grid: Grid, processor: Processor, *, videos: VideoProcessor
+) -> Placeholder:
+    """What stands in the text for an image or a video of this grid."""
+    time, height, width = grid
+    tokens = processor.tokens
+    tokens_per_time = height * width // processor.spatial_merge_size**2
+    if not isinstance(medium, Video):
+        return Placeholder(token=tokens.image, text=tokens.image, run=time * tokens_per_time)
+    if not videos.style.timestamps:
+        return Placeholder(token=tokens.video, text=tokens.video, run=time * tokens_per_time)
+    times = patch_times(
+        len(medium.frames),
+        fps=medium.fps,
+        temporal_patch_size=processor.temporal_patch_size,
+    )
+    pictures = [
+        f"<{seconds:.1f} seconds>{tokens.start}{tokens.video}{tokens.end}" for seconds in times
+    ]
+    return Placeholder(token=tokens.video, text="".join(pictures), run=tokens_per_time)
+
+
+class MediaLoader:
+    """Image files and videos to one microbatch's pixels, with a bounded cache of processed ones.
+
+    All images that are not in the cache go through the image processor in one call, which
+    takes less than half the time of one call each; videos go one by one. A file that changes is
+    processed anew.
+    """
+
+    def __init__(
+        self, processor: Processor, *, videos: VideoProcessor, cache_bytes: int = 256 * 2**20
+    ) -> None:
+        self._processor = processor
+        self._videos = videos
+        self._cache: ByteBoundedCache[_Version, _Patches] = ByteBoundedCache(cache_bytes)
+
+    def load(self, media: Sequence[Medium], *, where: str) -> VisionInput:
+        """Images and videos in order; none give the zero-length unit.
+
+        Raises ValueError, with ``where``, for a file that is missing, damaged or no image.
+        """
+        if not media:
+            return VisionInput(
+                pixels=torch.zeros(0, self._processor.patch_dim),
+                grid_thw=torch.zeros(0, 3, dtype=torch.int64),
+            )
+        versions = [_version(medium, where=where) for medium in media]
+        loaded = {version: found for version in versions if (found := self._cache.get(version))}
+        missing = {
+            version: medium
+            for version, medium in zip(versions, media, strict=True)
+            if version not in loaded
+        }
+        for version, patches in self._process(missing, where=where).items():
+            loaded[version] = patches
+            self._cache.put(version, patches, size=patches.pixels.nbytes)
+        ordered = [loaded[version] for version in versions]
+        return VisionInput(
+            pixels=torch.cat([patches.pixels for patches in ordered]),  # [patches, patch_dim]
+            grid_thw=torch.tensor([patches.grid for patches in ordered]),  # [media, 3]
+        )
+
+    def _process(
+        self, media: dict["_Version", Medium], *, where: str
+    ) -> dict["_Version", "_Patches"]:
+        images = {
+            version: decode_image(medium, where=where)
+            for version, medium in media.items()
+            if not isinstance(medium, Video)
+        }
+        processed: dict[_Version, _Patches] = {}
+        if images:
+            features = self._processor.image_processor(
+                images=list(images.values()), return_tensors="pt"
+            )
+            grids = features["image_grid_thw"]
+            pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
+            for version, part, grid in zip(images, pixels, grids.tolist(), strict=True):
+                # A view would keep the whole call's pixels alive.
+                processed[version] = _Patches(pixels=part.clone(), grid=tuple(grid))
+        for version, medium in media.items():
+            if isinstance(medium, Video):
+                part, grid = self._videos.patches(medium, where=where)
+                processed[version] = _Patches(pixels=part, grid=grid)
+        return processed
+
+
+# Of a video, the versions of its frames: the rate of the frames changes no pixel.
+_Version = FileVersion | tuple[FileVersion, ...]
+
+
+@dataclass(frozen=True)
+class _Patches:
+    pixels: Tensor  # [patches, patch_dim] float32
+    grid: Grid
+
+
+def _version(medium: Medium, *, where: str) -> _Version:
+    if isinstance(medium, Video):
+        return tuple(file_version(frame, where=where) for frame in medium.frames)
+    return file_version(medium, where=where)

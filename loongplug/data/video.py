@@ -1,0 +1,184 @@
+"""Videos given as frames: how a model family writes their times, their grids and their patches."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loongplug.data.conversation import Video
+from loongplug.data.images import decode_image, image_size
+from loongplug.data.positions import Grid
+from loongplug.data.processor import Processor
+
+_COMBINED_FILE = "processor_config.json"  # as transformers 5 writes it: a section each
+_OWN_FILE = "video_preprocessor_config.json"
+_IMAGE_FILE = "preprocessor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoStyle:
+    """How a model family tells the time in a video.
+
+    ``timestamps=True``, Qwen3-VL: every temporal patch is a picture of its own behind its time
+    written as text, ``<0.5 seconds>``. ``timestamps=False``, Qwen2.5-VL: one block of tokens
+    whose time axis counts ``int(frame index * tokens_per_second * seconds_per_grid)``, where a
+    frame of the grid is a temporal patch and lasts ``seconds_per_grid``.
+    """
+
+    timestamps: bool
+    tokens_per_second: float = 1.0
+
+    def time_step(self, *, fps: float, temporal_patch_size: int) -> float:
+        """What the time axis of a block counts per temporal patch, before it is made whole.
+
+        In float32, as transformers computes it: near a whole number, float64 would count
+        another one.
+        """
+        seconds_per_grid = np.float32(temporal_patch_size / fps)
+        return float(np.float32(self.tokens_per_second) * seconds_per_grid)
+
+
+TIMESTAMPS = VideoStyle(timestamps=True)
+
+
+def patch_times(frames: int, *, fps: float, temporal_patch_size: int) -> list[float]:
+    """The middle of each temporal patch's first and last frame, in seconds.
+
+    Where frames are missing to fill the last patch, the last frame counts again.
+    """
+    last = frames - 1
+    starts = range(0, frames, temporal_patch_size)
+    return [(i / fps + min(i + temporal_patch_size - 1, last) / fps) / 2 for i in starts]
+
+
+class VideoProcessor:
+    """The video processor of transformers in a model's folder, in the style of its family.
+
+    It is loaded when the first video asks for it: a folder without one serves images and text.
+    All frames that a row names are used; none are sampled.
+    """
+
+    def __init__(self, processor: Processor, style: VideoStyle) -> None:
+        self._processor = processor
+        self._transform: Any = None
+        self.style = style
+
+    def grid(self, video: Video, *, where: str) -> Grid:
+        """The patch grid that :meth:`patches` will make; reads the frames' headers only.
+
+        Raises ValueError with ``where`` for frames of unequal size or files that are no images,
+        and for a folder without a video processor.
+        """
+        sizes = [image_size(frame, where=where) for frame in video.frames]
+        for frame, size in zip(video.frames, sizes, strict=True):
+            if size != sizes[0]:
+                raise ValueError(
+                    f"{where}: frame {frame} is {size[0]} x {size[1]} pixels, but the video's first"
+                    f" frame is {sizes[0][0]} x {sizes[0][1]}: give all frames the same size."
+                )
+        count = len(video.frames) + self._missing(video)
+        # The processor itself says what becomes of this size: shapes without data, no work.
+        frames = torch.empty(count, *sizes[0], 3, dtype=torch.uint8, device="meta")
+        return self._processed(video, frames, where=where)[1]
+
+    def patches(self, video: Video, *, where: str) -> tuple[Tensor, Grid]:
+        """The video's patches, [patches, patch_dim] float32, and their grid."""
+        frames = [np.asarray(decode_image(frame, where=where)) for frame in video.frames]
+        frames += frames[-1:] * self._missing(video)
+        if len({frame.shape for frame in frames}) > 1:
+            raise ValueError(
+                f"{where}: the frames of the video that starts with {video.frames[0]} are of"
+                " different sizes: do not change image files while they are in use."
+            )
+        stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
+        return self._processed(video, stacked, where=where)
+
+    def _processed(self, video: Video, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
+        transform = self._loaded(where=where)
+        try:
+            features = transform(
+                [frames],
+                do_sample_frames=False,
+                input_data_format="channels_last",
+                return_tensors="pt",
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: the video of frame {video.frames[0]} cannot be used: {error}."
+            ) from error
+        time, height, width = features["video_grid_thw"][0].tolist()
+        return features["pixel_values_videos"], (time, height, width)
+
+    def _missing(self, video: Video) -> int:
+        """How often the last frame is repeated here, to fill a first temporal patch.
+
+        The processor fills the others, but it refuses a video that is shorter than one.
+        """
+        return max(0, self._processor.temporal_patch_size - len(video.frames))
+
+    def _loaded(self, *, where: str) -> Any:
+        if self._transform is None:
+            self._transform = _load(self._processor, self.style, where=where)
+        return self._transform
+
+
+def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
+    # Importing them imports torchvision, which takes long and which images do without.
+    from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+
+    kind, other = Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+    if style.timestamps:
+        kind, other = other, kind
+    config = _read_config(processor.folder, style, where=where)
+    if config.get("video_processor_type") == other.__name__:
+        raise ValueError(
+            f"{where}: the video processor in {processor.folder} is a {other.__name__}, but this"
+            f" model takes a {kind.__name__}: name the folder that belongs to this model."
+        )
+    transform = kind(**config)
+    for name, value in (
+        ("patch_size", processor.patch_size),
+        ("temporal_patch_size", processor.temporal_patch_size),
+        ("merge_size", processor.spatial_merge_size),
+    ):
+        if getattr(transform, name) != value:
+            raise ValueError(
+                f"{where}: in {processor.folder}, {name} is {getattr(transform, name)} for videos"
+                f" but {value} for images: one encoder takes both, so make them equal."
+            )
+    # Unset means False, with a warning for each process.
+    transform.cap_pixels_per_frame = bool(transform.cap_pixels_per_frame)
+    return transform
+
+
+def _read_config(folder: Path, style: VideoStyle, *, where: str) -> dict[str, Any]:
+    """The first that there is, in the order of transformers.
+
+    A file for images serves videos as well in folders of Qwen2.5-VL, whose limits are per frame.
+    """
+    combined = _read_json(folder / _COMBINED_FILE, where=where)
+    if "video_processor" in combined:
+        config: dict[str, Any] = combined["video_processor"]
+        return config
+    for name in (_OWN_FILE,) if style.timestamps else (_OWN_FILE, _IMAGE_FILE):
+        if found := _read_json(folder / name, where=where):
+            return found
+    raise ValueError(
+        f"{where}: the row has a video, but there is no video processor in {folder}: copy"
+        f" {_OWN_FILE} from the model that this folder belongs to."
+    )
+
+
+def _read_json(path: Path, *, where: str) -> dict[str, Any]:
+    """The file's content, nothing for a file that is not there."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {path} is not JSON ({error}): copy it anew.") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,92 @@
+"""The Qwen2.5-VL image encoder: patches in, patch states out."""
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.models.layers.rope import rope_table
+from loongplug.models.layers.specs import Backend, vision_layer_spec
+from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
+from loongplug.models.qwen2_5_vl.window_attention import WindowTransformerLayer, pack_windows
+from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
+from loongplug.models.vision_encoder import blank_unit, patch_values
+
+
+class Qwen25VisionEncoder(MegatronModule):
+    """ViT over packed images of any number and size; attention stays within a window or a frame.
+
+    The transformer layers are Megatron's, sharded over the tensor parallel group of
+    ``pg_collection``; the patch embedding is replicated. Every rank of that group enters every
+    forward. Megatron's attention cannot shape zero tokens: an empty unit is computed as
+    :meth:`blank_unit`, of which the caller keeps nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Qwen25VisionConfig,
+        *,
+        backend: Backend,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        self._geometry = WindowGeometry(
+            side=architecture.window_tokens,
+            head_dim=architecture.hidden_size // architecture.num_attention_heads,
+            base=architecture.rotary_base,
+            merge=architecture.spatial_merge_size,
+        )
+        # A 3D convolution whose stride is its kernel is a linear map of each patch.
+        self.patch_embed = nn.Linear(
+            patch_values(architecture), architecture.hidden_size, bias=False
+        )
+        if config.perform_initialization:
+            config.init_method(self.patch_embed.weight)
+        full = vision_layer_spec(config, backend=backend)
+        windowed = vision_layer_spec(config, backend=backend, layer_class=WindowTransformerLayer)
+        self.blocks = TransformerBlock(
+            config=config,
+            spec=TransformerBlockSubmodules(
+                layer_specs=[
+                    full if number in architecture.full_attention_layers else windowed
+                    for number in range(architecture.num_layers)
+                ]
+            ),
+            post_layer_norm=False,
+            pg_collection=pg_collection,
+        )
+
+    def blank_unit(self) -> VisionInput:
+        """What an empty unit is computed as."""
+        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+
+    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit.
+
+        Returns:
+            the last layer's states in the patches' own order, [patches, hidden], and no taps.
+        """
+        weight = self.patch_embed.weight
+        plan = self._geometry.plan(vision.grid_thw)
+        order = plan.order.to(weight.device, non_blocking=True)
+        inverse = plan.inverse.to(weight.device, non_blocking=True)
+        # Pixels need no gradient, so that moving them costs no backward pass.
+        patches = permute_blocks(vision.pixels.to(weight.dtype), order)
+        angles = plan.angles.to(weight.device, non_blocking=True)[:, None, None, :]
+        states = self.blocks(
+            hidden_states=self.patch_embed(patches)[:, None],  # [patches, 1, hidden]
+            attention_mask=None,
+            rotary_pos_emb=rope_table(angles, dtype=torch.float32),
+            packed_seq_params=pack_windows(
+                frames=plan.frame_lengths, windows=plan.window_lengths, device=weight.device
+            ),
+        )
+        return permute_blocks(states[:, 0], inverse), []

@@ -1,0 +1,229 @@
+"""Conversion there and back: every bit, every dtype, every file beside the weights."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from loongplug.bench.convert_worker import _PeakMemory
+from loongplug.bench.random_folder import write_random_folder
+from loongplug.checkpoint.carried_files import CARRIED_FOLDER
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.cli import app
+from loongplug.convert.rank import convert
+from loongplug.training.run import run
+
+MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu")
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A published folder, with values in its configs that no code here would write."""
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    write_random_folder(folder, model_name="qwen3_vl_tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["bos_token_id"] = 7
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    return folder
+
+
+def converted(rank: int, *, flags: list[str]) -> None:
+    convert(flags)
+
+
+def through_a_checkpoint(
+    folder: Path, where: Path, *, there: tuple[str, ...], ranks: int, back: tuple[str, ...]
+) -> Path:
+    """``folder`` into a checkpoint by one layout, and out of it by another on two ranks."""
+    checkpoint, result = str(where / "checkpoint"), where / "result"
+    common = [*MODEL, *there]
+    run_ranks(
+        converted,
+        ranks,
+        flags=[*common, "--load-hf", str(folder), "--save", checkpoint],
+        timeout=120.0,
+    )
+    flags = [*MODEL, *back, "--load", checkpoint, "--save-hf", str(result)]
+    run_ranks(converted, 2, flags=flags, timeout=120.0)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("there", "ranks", "back"),
+    [((), 1, TP2), ((*TP2, *PP2), 4, ()), (VPP2, 4, PP2)],
+    ids=["one-to-tp2", "tp2pp2-to-dp2", "vpp2dp2-to-pp2"],
+)
+def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, back):
+    result = through_a_checkpoint(folder, tmp_path, there=there, ranks=ranks, back=back)
+    assert (result / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (result / name).read_bytes() == (folder / name).read_bytes(), name
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, result))
+    assert after["text_config"]["bos_token_id"] == 7
+    assert after["dtype"] == before["dtype"] == "bfloat16"
+
+
+def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for file in folder.iterdir():
+        os.link(file, mixed / file.name)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensors[name] = tensor.float() + 1e-4  # no bf16 number
+        elif "pos_embed" in name:
+            tensors[name] = tensor.half() * 1.001
+    (mixed / "model.safetensors").unlink()
+    save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
+    result = through_a_checkpoint(mixed, tmp_path, there=TP2, ranks=2, back=PP2)
+    after = load_file(result / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in after.values()} == {
+        "torch.bfloat16",
+        "torch.float16",
+        "torch.float32",
+    }
+    for name, tensor in tensors.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+
+
+def test_dtypes_that_no_checkpoint_can_hold_are_refused(folder, tmp_path):
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    for file in folder.iterdir():
+        os.link(file, odd / file.name)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].float()
+    (odd / "model.safetensors").unlink()
+    save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
+    flags = [*MODEL, "--load-hf", str(odd), "--save", str(tmp_path / "out")]
+    with pytest.raises(RankError, match=r"layers.1.self_attn.k_proj.weight is torch.float32"):
+        run_ranks(converted, 1, flags=flags, timeout=120.0)
+
+
+def losses(rank: int, *, flags: list[str]) -> list[float]:
+    return [step.loss for step in run(flags)]
+
+
+def test_training_starts_from_a_converted_checkpoint(flags, folder, tmp_path):
+    checkpoint = str(tmp_path / "checkpoint")
+    run_ranks(
+        converted,
+        2,
+        flags=[*MODEL, *TP2, "--load-hf", str(folder), "--save", checkpoint],
+        timeout=120.0,
+    )
+    training = [*flags, "--train-iters", "2", "--bf16"]
+    from_folder = run_ranks(losses, 1, flags=[*training, "--load-hf", str(folder)], timeout=120.0)[
+        0
+    ]
+    from_checkpoint = run_ranks(
+        losses,
+        1,
+        flags=[*training, "--load", checkpoint, "--save", str(tmp_path / "run")],
+        timeout=120.0,
+    )[0]
+    assert len(from_checkpoint) == 2  # a release starts at iteration 0
+    assert from_checkpoint == from_folder
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (("--save", "x"), "give one source"),
+        (("--load", "a", "--load-hf", "b", "--save", "x"), "give one source"),
+        (("--load-hf", "b"), "give a target"),
+        (("--load", "a", "--save", "x"), "give --save-hf DIR"),
+        (("--load", "a", "--save-hf", "x"), "--load a has no checkpoint"),
+    ],
+)
+def test_ends_that_make_no_conversion_are_refused(ends, message):
+    with pytest.raises(ValueError, match=message):
+        convert([*MODEL, *ends])
+
+
+def bytes_read(rank: int, *, flags: list[str]) -> int:
+    counted: list[int] = []
+
+    def counting(*args, **kwargs) -> int:
+        counted.append(load_hf_weights(*args, **kwargs))
+        return counted[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loongplug.convert.rank.load_hf_weights", counting)
+        convert(flags)
+    return sum(counted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [((), 1), ((), 4), (TP2, 4), ((*TP2, *PP2), 8), (VPP2, 4)],
+    ids=["one", "dp4", "tp2dp2", "tp2pp2dp2", "vpp2dp2"],
+)
+def test_each_byte_is_read_once(folder, tmp_path, layout, ranks):
+    """Over all ranks together, whatever the layout; no rank reads what another has read."""
+    flags = [*MODEL, *layout, "--load-hf", str(folder), "--save-hf", str(tmp_path / "out")]
+    read = run_ranks(bytes_read, ranks, flags=flags, timeout=120.0)
+    weights = load_file(folder / "model.safetensors")
+    assert sum(read) == sum(tensor.nbytes for tensor in weights.values())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+
+
+# Some 400 MB in bf16, so that what a conversion needs anyway is small beside it.
+LARGER = ("model.foundation.hidden_size=2048", "model.foundation.ffn_hidden_size=8192")
+
+
+def peak_of(rank: int, *, flags: list[str]) -> tuple[int, float]:
+    memory = _PeakMemory()
+    memory.start()
+    shares = convert(flags)
+    return memory.stop(), 1.2 * shares.shard_bytes + shares.largest_tensor_bytes
+
+
+@pytest.mark.slow
+def test_memory_is_the_shard_and_one_tensor(tmp_path):
+    source = tmp_path / "hf"
+    write_random_folder(source, model_name="qwen3_vl_tiny", overrides=LARGER)
+    checkpoint, back = str(tmp_path / "checkpoint"), str(tmp_path / "back")
+    fixed = 40 * 2**20  # modules imported on the way, buffers
+    for ends in (
+        ("--load-hf", str(source), "--save", checkpoint),
+        ("--load", checkpoint, "--save-hf", back),
+    ):
+        flags = [*MODEL, *LARGER, *TP2, *ends]
+        for peak, limit in run_ranks(peak_of, 2, flags=flags, timeout=200.0):
+            print(peak / 2**20, limit / 2**20)
+            assert limit > 4 * fixed  # else the test says nothing
+            assert peak < limit + fixed, (ends, peak / 2**20, limit / 2**20)
+
+
+def test_command_line(folder, tmp_path):
+    """The real command, with processes of its own; a failure is an exit code and one sentence."""
+    result = CliRunner().invoke(
+        app,
+        [
+            *("convert", *MODEL, "--ranks", "2", *TP2),
+            *("--load-hf", str(folder), "--save", str(tmp_path / "checkpoint")),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "checkpoint" / CARRIED_FOLDER / "tokenizer.json").is_file()
+    failed = CliRunner().invoke(app, ["convert", *MODEL, "--load-hf", str(folder)])
+    assert failed.exit_code == 1
+    assert "exit code" in failed.output

@@ -1,0 +1,260 @@
+"""Grids, patches and folders of video processors, and the cache of processed videos."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+from transformers import Qwen2VLVideoProcessor
+from video_reference import BLOCKS, Family, read_frames, row_of, video
+
+from loongplug.data.conversation import Video
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.media import MediaLoader
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, patch_times
+
+WHERE = "rows.jsonl:4"
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 9])
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [(32, 32), (41, 77), (20, 200), (9, 12), (300, 700)],
+)
+def test_the_grid_from_the_headers_is_transformers_grid(
+    family: Family,
+    tmp_path: Path,
+    write_frames: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    height: int,
+    width: int,
+) -> None:
+    """Few pixels in all, so that Qwen3-VL's limits depend on the number of frames."""
+    names = write_frames("f", count, height=height, width=width)
+    theirs = family.theirs.video_processor(
+        [read_frames(tmp_path, names)],
+        do_sample_frames=False,
+        size={"shortest_edge": 8 * 32 * 32, "longest_edge": 40 * 32 * 32},
+    )
+    videos = VideoProcessor(family.processor, family.style)
+    videos._loaded(where=WHERE).size = type(family.theirs.video_processor.size)(
+        shortest_edge=8 * 32 * 32, longest_edge=40 * 32 * 32
+    )
+    one = Video(tuple(tmp_path / name for name in names), fps=2.0)
+    pixels, grid = videos.patches(one, where=WHERE)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded a frame"))
+    assert videos.grid(one, where=WHERE) == grid
+    assert theirs["video_grid_thw"].tolist() == [list(grid)]
+    assert torch.equal(pixels, theirs["pixel_values_videos"])
+
+
+def test_limits_that_depend_on_the_number_of_frames_are_met(
+    processor: Processor, tmp_path: Path, write_frames: Callable[..., list[str]]
+) -> None:
+    names = write_frames("f", 12, height=320, width=320)
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    transform = videos._loaded(where=WHERE)
+    transform.size = type(transform.size)(shortest_edge=2048, longest_edge=4 * 320 * 320)
+    frames = tuple(tmp_path / name for name in names)
+    grids = [videos.grid(Video(frames[:n], fps=1.0), where=WHERE) for n in (2, 4, 6, 12)]
+    assert grids == [(1, 20, 20), (2, 20, 20), (3, 16, 16), (6, 10, 10)]
+
+
+def test_frames_are_turned_upright(
+    family: Family, tmp_path: Path, write_frames: Callable[..., list[str]]
+) -> None:
+    """Two frames of one size, one of them stored on its side."""
+    names = write_frames("f", 3, height=33, width=95)
+    upright = np.asarray(Image.open(tmp_path / names[1]))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = np.ascontiguousarray(upright.transpose(1, 0, 2)[::-1])
+    Image.fromarray(turned).save(tmp_path / "turned.webp", lossless=True, exif=exif)
+    videos = VideoProcessor(family.processor, family.style)
+    straight = Video(tuple(tmp_path / name for name in names), fps=2.0)
+    one = Video((straight.frames[0], tmp_path / "turned.webp", straight.frames[2]), fps=2.0)
+    assert videos.grid(one, where=WHERE) == videos.grid(straight, where=WHERE) == (2, 2, 6)
+    pixels, grid = videos.patches(one, where=WHERE)
+    assert grid == (2, 2, 6)
+    assert torch.equal(pixels, videos.patches(straight, where=WHERE)[0])
+
+
+def test_times_are_in_the_middle_of_a_patch() -> None:
+    assert patch_times(5, fps=2.5, temporal_patch_size=2) == pytest.approx([0.2, 1.0, 1.6])
+    assert patch_times(1, fps=2.0, temporal_patch_size=2) == [0.0]
+    assert patch_times(4, fps=1.0, temporal_patch_size=3) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 40_000, 2**30])
+def test_images_and_videos_come_in_order_whatever_is_cached(
+    family: Family,
+    tmp_path: Path,
+    write_image: Callable[..., str],
+    write_frames: Callable[..., list[str]],
+    cache_bytes: int,
+) -> None:
+    def paths(names: list[str]) -> tuple[Path, ...]:
+        return tuple(tmp_path / name for name in names)
+
+    media = [
+        tmp_path / write_image("a.png", height=32, width=64, seed=1),
+        Video(paths(write_frames("x", 3, height=32, width=32)), fps=2.0),
+        tmp_path / write_image("b.png", height=64, width=32, seed=2),
+        Video(paths(write_frames("y", 4, height=32, width=64)), fps=1.0),
+    ]
+    media.append(Video(media[1].frames[::-1], fps=2.0))  # the same files are another video
+    media.append(Video(media[1].frames, fps=9.0))  # the same pixels
+
+    def fresh(size: int = 2**30) -> MediaLoader:
+        videos = VideoProcessor(family.processor, family.style)
+        return MediaLoader(family.processor, videos=videos, cache_bytes=size)
+
+    alone = [fresh().load([medium], where=WHERE) for medium in media]
+    assert not torch.equal(alone[1].pixels, alone[4].pixels)
+    assert torch.equal(alone[1].pixels, alone[5].pixels)
+    loader = fresh(cache_bytes)
+    for order in ([0, 1, 2, 3], [3, 1, 3, 0, 4], [1, 1], [5, 4, 2, 0]):
+        vision = loader.load([media[i] for i in order], where=WHERE)
+        assert torch.equal(vision.pixels, torch.cat([alone[i].pixels for i in order]))
+        assert torch.equal(vision.grid_thw, torch.cat([alone[i].grid_thw for i in order]))
+
+
+def test_a_cached_video_is_decoded_once_and_anew_when_a_frame_changes(
+    processor: Processor,
+    tmp_path: Path,
+    write_image: Callable[..., str],
+    write_frames: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames = tuple(tmp_path / name for name in write_frames("f", 4, height=32, width=32))
+    loader = MediaLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))
+    one = Video(frames, fps=2.0)
+    before = loader.load([one, one], where=WHERE)
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded a frame"))
+        assert torch.equal(loader.load([one], where=WHERE).pixels, before.pixels[:8])
+    write_image("f2.png", height=32, width=32, seed=77)
+    after = loader.load([one], where=WHERE)
+    assert torch.equal(after.pixels[:4], before.pixels[:4])  # the first two frames
+    assert not torch.equal(after.pixels[4:], before.pixels[4:8])
+
+
+def load_copy(
+    processor: Processor, folder: Path, change: Callable[[Path], object]
+) -> tuple[Processor, Path]:
+    shutil.copytree(processor.folder, folder)
+    change(folder)
+    return load_processor(folder), folder
+
+
+def one_video(tmp_path: Path, names: list[str]) -> Video:
+    return Video(tuple(tmp_path / name for name in names), fps=2.0)
+
+
+def test_a_folder_without_a_video_processor_refuses_videos_only(
+    processor: Processor,
+    tmp_path: Path,
+    write_rows: Callable[..., Path],
+    write_frames: Callable[..., list[str]],
+) -> None:
+    frames = write_frames("f", 2, height=32, width=32)
+    rows = write_rows(row_of([{"type": "image", "image": frames[0]}]), row_of([video(frames, 2)]))
+    without, _ = load_copy(
+        processor, tmp_path / "hf", lambda f: (f / "video_preprocessor_config.json").unlink()
+    )
+    dataset = ChatDataset(rows, processor=without, seq_length=64, training_phase="sft")
+    assert len(dataset[0].grids) == 1
+    message = r"rows\.jsonl:2: .* no video processor in .*hf: copy video_preprocessor_config\.json"
+    with pytest.raises(ValueError, match=message):
+        dataset[1]
+
+
+def test_a_folder_written_by_transformers_5_gives_the_same(
+    family: Family, tmp_path: Path, write_frames: Callable[..., list[str]]
+) -> None:
+    family.theirs.save_pretrained(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "video_preprocessor_config.json").exists()
+    one = one_video(tmp_path, write_frames("f", 5, height=41, width=77))
+    saved = VideoProcessor(load_processor(tmp_path / "saved"), family.style)
+    pixels, grid = saved.patches(one, where=WHERE)
+    assert saved.grid(one, where=WHERE) == grid
+    expected = VideoProcessor(family.processor, family.style).patches(one, where=WHERE)
+    assert (grid, pixels.tolist()) == (expected[1], expected[0].tolist())
+
+
+def test_a_folder_of_qwen2_5_as_published_has_one_file_for_both(
+    block_processor: Processor, tmp_path: Path, write_frames: Callable[..., list[str]]
+) -> None:
+    def change(folder: Path) -> None:
+        (folder / "video_preprocessor_config.json").unlink()
+        path = folder / "preprocessor_config.json"
+        config = json.loads(path.read_text())
+        del config["size"]
+        path.write_text(json.dumps(config | {"min_pixels": 4096, "max_pixels": 9216}))
+
+    published, folder = load_copy(block_processor, tmp_path / "hf", change)
+    one = one_video(tmp_path, write_frames("f", 4, height=320, width=160))
+    videos = VideoProcessor(published, BLOCKS)
+    theirs = Qwen2VLVideoProcessor.from_pretrained(str(folder))(
+        [read_frames(tmp_path, [frame.name for frame in one.frames])], do_sample_frames=False
+    )
+    pixels, grid = videos.patches(one, where=WHERE)
+    assert theirs["video_grid_thw"].tolist() == [list(grid)]
+    assert grid == videos.grid(one, where=WHERE) == (2, 8, 4)
+    assert torch.equal(pixels, theirs["pixel_values_videos"])
+
+
+def test_the_processor_of_another_family_is_refused(
+    processor: Processor,
+    block_processor: Processor,
+    tmp_path: Path,
+    write_frames: Callable[..., list[str]],
+) -> None:
+    one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))
+    for other, style, given, expected in (
+        (processor, BLOCKS, "Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor"),
+        (block_processor, TIMESTAMPS, "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"),
+    ):
+        message = rf"^{WHERE}: .* is a {given}, but this model takes a {expected}"
+        with pytest.raises(ValueError, match=message):
+            VideoProcessor(other, style).grid(one, where=WHERE)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"patch_size": 14}', "patch_size is 14 for videos but 16 for images"),
+        ('{"temporal_patch_size": 4}', "temporal_patch_size is 4 for videos but 2 for images"),
+        ('{"merge_size": 1}', "merge_size is 1 for videos but 2 for images"),
+    ],
+)
+def test_a_video_processor_that_does_not_fit_the_images_is_refused(
+    processor: Processor,
+    tmp_path: Path,
+    write_frames: Callable[..., list[str]],
+    content: str,
+    message: str,
+) -> None:
+    name = "video_preprocessor_config.json"
+    other, _ = load_copy(processor, tmp_path / "hf", lambda f: (f / name).write_text(content))
+    one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))
+    with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
+        VideoProcessor(other, TIMESTAMPS).grid(one, where=WHERE)
+
+
+def test_a_config_that_is_no_json_is_named(
+    processor: Processor, tmp_path: Path, write_frames: Callable[..., list[str]]
+) -> None:
+    name = "video_preprocessor_config.json"
+    other, _ = load_copy(processor, tmp_path / "hf", lambda f: (f / name).write_text("{"))
+    one = one_video(tmp_path, write_frames("f", 2, height=32, width=32))
+    with pytest.raises(ValueError, match=rf"^{WHERE}: .*{name} is not JSON"):
+        VideoProcessor(other, TIMESTAMPS).grid(one, where=WHERE)

@@ -1,0 +1,102 @@
+"""Windows, their order and the angles in that order against transformers' own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2_5_VLConfig as HfConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+    Qwen2_5_VLVisionRotaryEmbedding,
+)
+from transformers.vision_utils import (
+    get_vision_attention_seqlens,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from loongplug.models.qwen2_5_vl import windows as windows_module
+from loongplug.models.qwen2_5_vl.windows import WindowGeometry, frame_windows, permute_blocks
+
+pytestmark = pytest.mark.quick
+
+PATCH = 14
+grids = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4
+)
+
+
+def geometry(side: int, merge: int, **options: int) -> WindowGeometry:
+    return WindowGeometry(side=side, head_dim=16, base=1e4, merge=merge, **options)
+
+
+@settings(deadline=None, max_examples=80)
+@given(grid=grids, side=st.integers(1, 5), merge=st.sampled_from([1, 2, 3]))
+def test_windows_are_those_of_transformers(grid, side, merge):
+    grid_thw = torch.tensor([[time, merge * h, merge * w] for time, h, w in grid])
+    plan = geometry(side, merge).plan(grid_thw)
+    index, boundaries = get_vision_window_index(
+        grid_thw, spatial_merge_size=merge, window_size=side * merge * PATCH, patch_size=PATCH
+    )
+    assert torch.equal(plan.order, index)
+    assert list(plan.window_lengths) == boundaries.diff().tolist()
+    frames, _ = get_vision_attention_seqlens(grid_thw, HfConfig().vision_config)
+    assert list(plan.frame_lengths) == frames.diff().tolist()
+    assert torch.equal(plan.order[plan.inverse], torch.arange(len(index)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(grid=grids, side=st.integers(1, 5))
+def test_angles_are_those_of_transformers_in_the_windows_order(grid, side):
+    grid_thw = torch.tensor([[time, 2 * h, 2 * w] for time, h, w in grid])
+    plan = geometry(side, 2).plan(grid_thw)
+    vision = HfConfig().vision_config
+    vision.hidden_size, vision.num_heads = 64, 4
+    reference = Qwen2_5_VLVisionRotaryEmbedding(vision)
+    tables = reference(torch.zeros(1), get_vision_position_ids(grid_thw, 2))
+    index, _ = get_vision_window_index(
+        grid_thw, spatial_merge_size=2, window_size=side * 2 * PATCH, patch_size=PATCH
+    )
+    angles = torch.cat([plan.angles, plan.angles], dim=1)
+    for ours, table in zip((angles.cos(), angles.sin()), tables, strict=True):
+        theirs = permute_blocks(table, index)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_blocks_are_permuted_whole_as_in_transformers():
+    patches, order = torch.randn(12, 5), torch.tensor([2, 0, 1])
+    permute = Qwen2_5_VisionTransformerPretrainedModel.permute_input_for_window_attn
+    stub = type("Stub", (), {"spatial_merge_unit": 4})()
+    assert torch.equal(permute_blocks(patches, order), permute(stub, patches, order, 12))
+
+
+def test_last_row_and_column_give_smaller_windows():
+    order, lengths = frame_windows(6, 10, merge=2, side=2)  # 3 x 5 tokens
+    assert lengths == (16, 16, 8, 8, 8, 4)
+    assert order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1500, 2**20])
+def test_kept_frames_change_nothing(cache_bytes):
+    kept = geometry(2, 2, cache_bytes=cache_bytes)
+    for grid in ([[1, 4, 6], [2, 6, 4]], [[1, 4, 6]], [[1, 10, 10], [1, 4, 6]]):
+        ours, fresh = (each.plan(torch.tensor(grid)) for each in (kept, geometry(2, 2)))
+        assert torch.equal(ours.order, fresh.order)
+        assert torch.equal(ours.angles, fresh.angles)
+        assert ours.window_lengths == fresh.window_lengths
+        assert ours.frame_lengths == fresh.frame_lengths
+
+
+def test_a_frame_size_is_planned_once(monkeypatch):
+    made = []
+
+    def counted(height, width, **options):
+        made.append((height, width))
+        return original(height, width, **options)
+
+    original = windows_module.frame_windows
+    monkeypatch.setattr(windows_module, "frame_windows", counted)
+    kept = geometry(2, 2)
+    for grid in ([[3, 4, 6]], [[1, 6, 4], [1, 4, 6]]):
+        kept.plan(torch.tensor(grid))
+    assert made == [(4, 6), (6, 4)]

@@ -1,0 +1,265 @@
+"""The launch scripts that people copy: their flags, their layouts, and whether these fit."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import write_tokenizer
+from megatron.core import parallel_state
+from ranks import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from loongplug.training.arguments import ParsedArguments, parse_arguments
+from loongplug.training.config import available_models
+from loongplug.training.sizes import build_on_meta
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+QWEN = {"<|image_pad|>": 151655, "<|video_pad|>": 151656}
+QWEN |= {"<|vision_start|>": 151652, "<|vision_end|>": 151653}
+DOCS = SCRIPTS.parent / "docs" / "models.md"
+FITS = 72e9  # bytes of weights, gradients and optimizer state; the rest of 80 GB is activations'
+ONE_NODE = {"NNODES": "1"}
+TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+FOUR_NODES = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A launch script, and the parallel sizes of its layouts."""
+
+    name: str
+    model: str
+    phase: str
+    tp: int
+    ep: int = 1
+    layers: int
+
+
+ALL = (
+    Script(name="sft_qwen3_vl_8b", model="qwen3_vl_8b", phase="sft", tp=4, layers=36),
+    Script(name="sft_qwen2_5_vl_7b", model="qwen2_5_vl_7b", phase="sft", tp=2, layers=28),
+    Script(
+        name="sft_qwen3_vl_30b_a3b", model="qwen3_vl_30b_a3b", phase="sft", tp=2, ep=8, layers=48
+    ),
+    Script(
+        name="pretrain_qwen3_vl_30b_a3b",
+        model="qwen3_vl_30b_a3b",
+        phase="pretrain",
+        tp=2,
+        ep=8,
+        layers=48,
+    ),
+)
+
+
+def of_a_known_model(script: Script) -> object:
+    # TODO: without the mark once the families of all scripts are there.
+    known = script.model in available_models()
+    mark = pytest.mark.skipif(not known, reason=f"{script.model} is not there yet")
+    return pytest.param(script, id=script.name, marks=mark)
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a script gives torchrun: its own arguments, and those of train.py."""
+
+    launcher: dict[str, str]
+    argv: list[str]
+
+    @property
+    def world_size(self) -> int:
+        return int(self.launcher["--nnodes"]) * int(self.launcher["--nproc_per_node"])
+
+
+def launch(script: str, folder: Path, *more: str, **environment: str) -> Launch:
+    model = folder / "model"
+    write_tokenizer(model, tokens=QWEN)
+    (model / "config.json").write_text("{}")
+    (folder / "data.jsonl").write_text("{}\n")
+    stub = folder / "bin" / "torchrun"
+    stub.parent.mkdir(exist_ok=True)
+    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    said = subprocess.run(
+        [SCRIPTS / f"{script}.sh", "--device", "cpu", *more],
+        env={
+            "PATH": f"{stub.parent}:{os.environ['PATH']}",
+            "MODEL_DIR": str(model),
+            "TRAIN_DATA": str(folder / "data.jsonl"),
+            "OUTPUT_DIR": str(folder / "out"),
+            **environment,
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    ).stdout.splitlines()
+    at = said.index(str(SCRIPTS.parent / "loongplug" / "train.py"))
+    return Launch(launcher=dict(zip(said[:at:2], said[1:at:2], strict=True)), argv=said[at + 1 :])
+
+
+def parse(launched: Launch) -> ParsedArguments:
+    """Parse and check in this process, in the first rank's environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(launched.world_size))
+        return parse_arguments(launched.argv)
+
+
+def state_bytes(rank: int, *, launched: Launch) -> list[int]:
+    """Weights, gradients and optimizer state of the first rank of every stage, built on meta."""
+    dist.destroy_process_group()  # the harness's, which has one rank
+    os.environ["WORLD_SIZE"] = str(launched.world_size)
+    parsed = parse_arguments(launched.argv)
+    args = parsed.args
+    stages = args.pipeline_model_parallel_size
+    found = []
+    for stage in range(stages):
+        dist.init_process_group(
+            "fake",
+            store=FakeStore(),
+            rank=stage * launched.world_size // stages,
+            world_size=launched.world_size,
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=stages,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        chunk = build_on_meta(
+            parsed.model,
+            parsed.family,
+            args,
+            pre_process=stage == 0,
+            post_process=stage == stages - 1,
+        )
+        found.append(sum(_state_bytes(weight, args) for weight in chunk.parameters()))
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return found
+
+
+def _state_bytes(weight: torch.nn.Parameter, args: object) -> int:
+    assert weight.is_meta
+    if not weight.requires_grad:
+        return 2 * weight.numel()
+    is_expert = not getattr(weight, "allreduce", True)
+    replicas = (
+        parallel_state.get_expert_data_parallel_world_size()
+        if is_expert
+        else parallel_state.get_data_parallel_world_size()
+    )
+    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
+    return weight.numel() * (2 + gradient) + weight.numel() * 12 // replicas
+
+
+# Every script.
+
+
+def test_all_scripts_are_tested() -> None:
+    launching = {file.stem for file in SCRIPTS.glob("*.sh") if "exec torchrun" in file.read_text()}
+    assert launching == {script.name for script in ALL}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
+def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) -> None:
+    file = SCRIPTS / f"{script.name}.sh"
+    subprocess.run(["bash", "-n", str(file)], check=True, timeout=20)
+    environment = {"PATH": os.environ["PATH"]}
+    for name, value in (
+        ("MODEL_DIR", "model"),
+        ("TRAIN_DATA", "data.jsonl"),
+        ("NODE_RANK", "1"),
+        ("MASTER_ADDR", "node0"),
+    ):
+        ended = subprocess.run(
+            [file], env={**environment, "NNODES": "2"}, capture_output=True, text=True, timeout=20
+        )
+        assert ended.returncode != 0
+        assert f"set {name} to " in ended.stderr
+        environment[name] = value
+
+
+@pytest.mark.parametrize("script", map(of_a_known_model, ALL))
+@pytest.mark.parametrize(
+    ("nodes", "more"),
+    [
+        (ONE_NODE, {}),
+        (TWO_NODES, {}),
+        (FOUR_NODES, {"PP": "2", "VALID_DATA": "data.jsonl"}),
+    ],
+    ids=["one-node", "two-nodes", "four-nodes-pp2"],
+)
+def test_script_s_run_is_accepted_and_fits(
+    script: Script, nodes: dict[str, str], more: dict[str, str], tmp_path: Path
+) -> None:
+    more = dict(more)
+    if "VALID_DATA" in more:
+        more["VALID_DATA"] = str(tmp_path / more["VALID_DATA"])
+    launched = launch(script.name, tmp_path, **nodes, **more)
+    assert launched.launcher["--nnodes"] == nodes["NNODES"]
+    assert launched.launcher["--node_rank"] == nodes.get("NODE_RANK", "0")
+    assert launched.launcher["--master_addr"] == nodes.get("MASTER_ADDR", "localhost")
+    assert launched.world_size == 8 * int(nodes["NNODES"])
+    parsed = parse(launched)
+    args, pp = parsed.args, int(more.get("PP", "1"))
+    assert args.training_phase == script.phase
+    assert parsed.family.name == available_models()[script.model].parent.name
+    assert args.num_layers == script.layers
+    assert args.data_parallel_size * script.tp * pp == launched.world_size
+    assert args.expert_model_parallel_size == script.ep
+    assert args.bf16
+    assert args.sequence_parallel
+    assert args.use_distributed_optimizer
+    assert args.load == args.save
+    assert args.load_hf == args.tokenizer_model == str(tmp_path / "model")
+    assert args.save_hf == str(tmp_path / "out" / "hf")
+    assert parsed.model.image_encoder.freeze is (script.phase == "sft")
+    if more:
+        assert (args.eval_iters, args.eval_interval) == (10, 200)
+    if script.ep > 1:
+        assert args.expert_tensor_parallel_size == 1
+        assert args.moe_token_dispatcher_type == "alltoall"
+        assert bool(args.moe_aux_loss_coeff) == (script.phase == "pretrain")
+    (stages,) = run_ranks(state_bytes, 1, launched=launched, timeout=120.0)
+    assert len(stages) == pp
+    assert max(stages) < FITS, stages
+    (line,) = (
+        line for line in DOCS.read_text().splitlines() if line.startswith(f"| `{script.name}`")
+    )
+    cell = {8: 3, 16: 4, 32: 5}[launched.world_size]
+    assert line.split("|")[cell].strip().startswith(f"{max(stages) / 1e9:.1f} GB"), stages
+
+
+# What is given to a script wins over what it says.
+
+
+@pytest.mark.quick
+def test_flags_and_overrides_behind_the_script_win(tmp_path: Path) -> None:
+    parsed = parse(
+        launch("sft_qwen3_vl_8b", tmp_path, "--lr", "3e-6", "model.image_encoder.freeze=false")
+    )
+    assert parsed.args.lr == 3e-6
+    assert not parsed.model.image_encoder.freeze
+    assert not parse(
+        launch("sft_qwen3_vl_8b", tmp_path, FREEZE_ENCODER="false")
+    ).model.image_encoder.freeze
+
+
+def test_world_that_the_layout_does_not_fit_is_refused(tmp_path: Path) -> None:
+    launched = launch("sft_qwen3_vl_8b", tmp_path, **TWO_NODES, GPUS_PER_NODE="10", PP="2")
+    assert launched.world_size == 20
+    with pytest.raises(ValueError, match=r"20 ranks do not divide by tp 4 x pp 2"):
+        parse(launched)

@@ -1,0 +1,102 @@
+"""Every model of the YAML files on the meta device: its parameters are those of transformers."""
+
+import re
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import model_parallel, run_ranks
+
+from loongplug.models.hf_model import HuggingFaceModel, hf_config
+from loongplug.training import sizes
+from loongplug.training.config import available_models, compose_model
+from loongplug.training.sizes import ModelSize, with_placeholder_ids
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+def hugging_face(name: str) -> HuggingFaceModel:
+    composed = compose_model(model_name=name)
+    return composed.family.load_hugging_face(with_placeholder_ids(composed))
+
+
+def reference_counts(name: str) -> tuple[int, int]:
+    """Parameters in all, and those a token meets, by transformers' own modules and config."""
+    model = hugging_face(name)
+    config = hf_config(model)
+    with torch.device("meta"):
+        reference = getattr(transformers, model.architecture)(config)
+    reference.tie_weights()
+    parameters = dict(reference.named_parameters())  # tied ones once
+    total = sum(parameter.numel() for parameter in parameters.values())
+    text: Any = config.get_text_config()
+    experts = getattr(text, "num_experts", None)
+    if not experts:
+        return total, total
+    in_experts = sum(p.numel() for key, p in parameters.items() if ".experts." in key)
+    assert in_experts
+    return total, total - in_experts * (experts - text.num_experts_per_tok) // experts
+
+
+def sizes_and_devices(rank: int) -> list[tuple[ModelSize, set[str]]]:
+    devices: list[set[str]] = []
+    build = sizes.build_on_meta
+
+    def build_and_look(*args: Any) -> torch.nn.Module:
+        model = build(*args)
+        devices.append({tensor.device.type for tensor in [*model.parameters(), *model.buffers()]})
+        return model
+
+    sizes.build_on_meta = build_and_look
+    with model_parallel():
+        names = available_models()
+        found = [sizes.model_size(name, compose_model(model_name=name)) for name in names]
+    return list(zip(found, devices, strict=True))
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, tuple[ModelSize, set[str]]]:
+    (found,) = run_ranks(sizes_and_devices, 1, timeout=120.0)
+    return {size.name: (size, devices) for size, devices in found}
+
+
+@pytest.mark.parametrize("name", available_models())
+def test_parameters_are_those_of_transformers(
+    built: dict[str, tuple[ModelSize, set[str]]], name: str
+) -> None:
+    size, devices = built[name]
+    assert devices == {"meta"}  # nothing was allocated
+    assert (size.parameters, size.active) == reference_counts(name)
+    assert sum(size.modules.values()) == size.parameters
+    # What an export writes, tensor by tensor.
+    sources = hugging_face(name).mapping.sources()
+    assert sum(map(prod, sources.values())) == size.parameters
+
+
+def test_docs_show_the_sizes_as_they_are(built: dict[str, tuple[ModelSize, set[str]]]) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    match = re.search(r"<!-- sizes: begin -->\n(.*?)\n<!-- sizes: end -->", text, re.DOTALL)
+    assert match is not None
+    expected = sizes.markdown_table([size for size, _ in built.values()])
+    assert match[1] == expected, (
+        "docs/models.md is stale: put the output of `python -m loongplug.training.sizes` "
+        "between its marks"
+    )
+
+
+@pytest.mark.slow
+def test_command_prints_the_table() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "loongplug.training.sizes"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.strip() in DOCS.read_text(encoding="utf-8")
+    assert ended.stdout.startswith("| model ")
