@@ -44,6 +44,7 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         "pipeline_model_parallel_size",
         "context_parallel_size",
         "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "seq_length",
         "micro_batch_size",
         "global_batch_size",
@@ -267,12 +268,6 @@ def context_parallel(args: Namespace, model: Any) -> str | None:
     """No context parallelism."""
     size = args.context_parallel_size
     return f"--context-parallel-size {size}" if size > 1 else None
-
-
-def expert_parallel(args: Namespace, model: Any) -> str | None:
-    """Expert parallelism comes with experts only."""
-    size = args.expert_model_parallel_size
-    return f"--expert-model-parallel-size {size}" if size > 1 and not args.num_experts else None
 
 
 def precision(args: Namespace, model: Any) -> str | None:

@@ -16,11 +16,14 @@ def apply_defaults(args: Namespace, *, given: Collection[str], backend: str) -> 
     for name, value in defaults.items():
         if name not in given:
             setattr(args, name, value)
+    if args.num_experts and "moe_grouped_gemm" not in given:
+        args.moe_grouped_gemm = args.transformer_impl == "transformer_engine"
 
 
 def _common(args: Namespace) -> dict[str, Any]:
     return {
         "dataloader_type": "external",
+        "moe_token_dispatcher_type": "alltoall",  # allgather sends every token to every rank
         "calculate_per_token_loss": True,  # the same loss under any split of the batch
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
