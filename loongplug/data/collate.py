@@ -48,14 +48,8 @@ def collate(
         loss_mask=torch.from_numpy(loss_mask),  # [b, s]
         tokens=sum(lengths),
         vision=None if media is None else _vision(samples, media),
-        segments=_segments(lengths, seq_length=seq_length) if packed else None,
+        segments=tuple(lengths) if packed else None,
     )
-
-
-def _segments(lengths: Sequence[int], *, seq_length: int) -> tuple[int, ...]:
-    """What attends to itself: each sample, and the padding, since kernels want every token."""
-    padding = seq_length - sum(lengths)
-    return (*lengths, padding) if padding else tuple(lengths)
 
 
 def _vision(samples: Sequence[Sample], loader: MediaLoader) -> VisionInput:

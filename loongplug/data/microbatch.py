@@ -31,9 +31,8 @@ class Microbatch:
     The labels are already shifted: ``labels[:, t]`` is the token that follows
     ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
 
-    In a pack, b is 1 and several samples follow each other in the row. ``segments`` are then the
-    tokens of each sample, on the host, and behind them those of the padding, if any: together
-    they cover the row, and each attends to itself only.
+    In a pack, b is 1 and the samples follow each other in the row, each attending to itself
+    only; ``segments`` are then the tokens of each, on the host. Padding stands behind the last.
     """
 
     input_ids: Tensor  # [b, s] int64
@@ -46,8 +45,8 @@ class Microbatch:
 
     def __post_init__(self) -> None:
         if self.segments is not None:
-            covered = (1, sum(self.segments))
-            assert self.input_ids.shape == covered, (self.input_ids.shape, self.segments)
+            assert len(self.input_ids) == 1, self.input_ids.shape
+            assert sum(self.segments) == self.tokens, (self.segments, self.tokens)
 
     @property
     def capacity(self) -> int:

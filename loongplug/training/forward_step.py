@@ -43,7 +43,11 @@ def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
     """A pack's segments as the decoder takes them, on the microbatch's device; else None."""
     if microbatch.segments is None:
         return None
-    return pack_segments(microbatch.segments, device=microbatch.input_ids.device)
+    return pack_segments(
+        microbatch.segments,
+        device=microbatch.input_ids.device,
+        padding=microbatch.capacity - microbatch.tokens,
+    )
 
 
 class ForwardStep:
@@ -73,6 +77,7 @@ class ForwardStep:
             microbatch.position_ids,
             vision=microbatch.vision,
             labels=microbatch.labels,
+            loss_mask=microbatch.loss_mask,
             packed_seq_params=packed_segments(microbatch),
         )
         return output, partial(token_loss, microbatch.loss_mask)
