@@ -49,6 +49,11 @@ class PackPlanner:
             self._read = state.read
 
     @property
+    def read(self) -> int:
+        """The position whose length is next to be added."""
+        return self._read
+
+    @property
     def state(self) -> PackingState:
         """What a planner needs to go on from here."""
         return PackingState(read=self._read, held=tuple(self._held.items()))
