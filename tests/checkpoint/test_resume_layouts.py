@@ -10,6 +10,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+EP = "--expert-model-parallel-size"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ()),
     "dp2": (2, ()),
@@ -17,6 +18,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-vpp2": (2, (PP, "2", "--num-virtual-stages-per-pipeline-rank", "2")),
     "tp2-dp2": (4, (TP, "2", "--sequence-parallel")),
     "tp4": (4, (TP, "4")),
+    "ep2": (2, (EP, "2")),
+    "ep2-tp2": (4, (EP, "2", TP, "2", "--sequence-parallel")),
+    "ep4-pp2": (8, (EP, "4", PP, "2")),
 }
 
 
@@ -47,6 +51,13 @@ JOURNEYS = {
     ),
     "plain": Journey(layouts=("tp2-pp2", "single", "pp2-vpp2", "tp4", "dp2"), flags=MODEL),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
+    "experts-distributed": Journey(
+        layouts=("ep2", "single", "ep2-tp2", "ep4-pp2"),
+        flags=("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer"),
+    ),
+    "experts-plain": Journey(
+        layouts=("ep2-tp2", "single", "ep2", "dp2"), flags=("--model-name", "qwen3_vl_moe_tiny")
+    ),
     "frozen-tied": Journey(
         layouts=("pp2-vpp2", "tp2-dp2", "single"),
         flags=(
