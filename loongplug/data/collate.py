@@ -48,7 +48,7 @@ def collate(
         loss_mask=torch.from_numpy(loss_mask),  # [b, s]
         tokens=sum(lengths),
         vision=None if media is None else _vision(samples, media),
-        segments=tuple(lengths) if packed else None,
+        segments=tuple(length for length in lengths if length) if packed else None,
     )
 
 

@@ -1,6 +1,7 @@
 """The iterator that training pulls microbatches from."""
 
 from collections.abc import Iterator
+from itertools import count
 
 from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset, Sample
@@ -8,6 +9,7 @@ from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder, microbatch_positions
 from loongplug.data.pack_stream import PackStream
+from loongplug.data.packing import PackPlanner
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -47,11 +49,8 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._order = SampleOrder(
             len(dataset), seed=seed, restart_after=restart_after if look_ahead is None else None
         )
+        self._look_ahead = look_ahead
         self._packs: PackStream | None = None
-        if look_ahead is not None:
-            self._packs = PackStream(
-                self._sample_at, seq_length=dataset.seq_length, look_ahead=look_ahead
-            )
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
 
     def __next__(self) -> Microbatch:
@@ -67,17 +66,27 @@ class MicrobatchLoader(Iterator[Microbatch]):
             pad_token_id=self._dataset.processor.pad_token_id,
             seq_length=self._dataset.seq_length,
             media=self._media,
-            packed=self._packs is not None,
+            packed=self._look_ahead is not None,
         )
         self.consumed_samples += self._micro_batch_size * self._dp_size
         return microbatch
 
     def _samples(self, rows: range) -> list[Sample]:
         """The samples of these rows of the stream; of packs, there is one."""
-        if self._packs is None:
+        if self._look_ahead is None:
             return [self._sample_at(position) for position in rows]
         (row,) = rows
-        return self._packs.pack(row % self._restart_after if self._restart_after else row)
+        row = row % self._restart_after if self._restart_after else row
+        return self._pack(row, look_ahead=self._look_ahead)
+
+    def _pack(self, number: int, *, look_ahead: int) -> list[Sample]:
+        """Pack ``number`` of the stream, which is planned from its beginning on."""
+        if self._packs is None or number < self._packs.given:
+            planner = PackPlanner(seq_length=self._dataset.seq_length, look_ahead=look_ahead)
+            self._packs = PackStream(map(self._sample_at, count()), planner)
+        while self._packs.given < number:
+            next(self._packs)
+        return next(self._packs)
 
     def _sample_at(self, position: int) -> Sample:
         (index,) = self._order.indices((position,))

@@ -1,45 +1,42 @@
-"""The packs of a stream of samples, by number."""
+"""The packs of a stream of samples."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from loongplug.data.dataset import Sample
-from loongplug.data.packing import PackPlanner
+from loongplug.data.packing import PackingState, PackPlanner
 
 
-class PackStream:
-    """Endless packs, the same on every rank, whatever part of them it trains on.
+class PackStream(Iterator[list[Sample]]):
+    """Pack after pack, each with its samples; the same on every rank that reads the same samples.
 
-    The stream is planned from its first sample on: a pack in the middle takes the lengths, and so
-    the text, of all samples before it. At most ``look_ahead`` samples are kept. No collectives.
+    A rank that trains on some of the packs still takes the lengths of all. At most the planner's
+    look-ahead of samples is kept. No collectives.
     """
 
-    def __init__(
-        self, sample_at: Callable[[int], Sample], *, seq_length: int, look_ahead: int
-    ) -> None:
-        """``sample_at`` gives the sample at a position of the stream."""
-        self._sample_at = sample_at
-        self._seq_length = seq_length
-        self._look_ahead = look_ahead
-        self._restart()
+    def __init__(self, samples: Iterator[Sample], planner: PackPlanner) -> None:
+        """``samples`` are those that ``planner`` holds back already, by position, and then those
+        from ``planner.read`` on.
+        """
+        self._samples = samples
+        self._planner = planner
+        self._held = {position: next(samples) for position, _ in planner.state.held}
+        self.given = 0  # packs so far
 
-    def pack(self, number: int) -> list[Sample]:
-        """Pack ``number``, counted from 0; going back plans the stream anew."""
-        if number < self._next:
-            self._restart()
-        while self._next < number:
-            self._plan()
-        return self._plan()
+    @property
+    def state(self) -> PackingState:
+        """The planner's, for a stream that begins with the next pack."""
+        return self._planner.state
 
-    def _restart(self) -> None:
-        self._next = 0
-        self._planner = PackPlanner(seq_length=self._seq_length, look_ahead=self._look_ahead)
-        self._held: dict[int, Sample] = {}
-
-    def _plan(self) -> list[Sample]:
-        while (pack := self._planner.next_pack()) is None:
-            position = self._planner.read
-            sample = self._sample_at(position)
-            self._planner.add(len(sample.input_ids))
-            self._held[position] = sample
-        self._next += 1
+    def __next__(self) -> list[Sample]:
+        """The next pack. Ends, when the samples do, with what is left of them in packs."""
+        ended = False
+        while (pack := self._planner.next_pack(ended=ended)) is None:
+            if ended:
+                raise StopIteration
+            sample = next(self._samples, None)
+            ended = sample is None
+            if sample is not None:
+                self._held[self._planner.read] = sample
+                self._planner.add(len(sample.input_ids))
+        self.given += 1
         return [self._held.pop(position) for position in pack]

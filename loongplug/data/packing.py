@@ -59,10 +59,10 @@ class PackPlanner:
         return PackingState(read=self._read, held=tuple(self._held.items()))
 
     def add(self, length: int) -> None:
-        """Take the next sample, of ``length`` tokens.
+        """Take the next sample, of ``length`` tokens; one of 0, say one left out, takes no room.
 
         Raises:
-            ValueError: it is longer than a pack, or has no tokens.
+            ValueError: it is longer than a pack.
         """
         self._hold(self._read, length)
         self._read += 1
@@ -86,9 +86,9 @@ class PackPlanner:
         return tuple(sorted(pack))
 
     def _hold(self, position: int, length: int) -> None:
-        if not 1 <= length <= self._seq_length:
+        if not 0 <= length <= self._seq_length:
             raise ValueError(
-                f"The sample at position {position} has {length} tokens: expected 1 to "
+                f"The sample at position {position} has {length} tokens: expected 0 to "
                 f"{self._seq_length} (--seq-length)."
             )
         self._held[position] = length

@@ -13,7 +13,8 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
-from loongplug.data.packing import plan
+from loongplug.data.pack_stream import PackStream
+from loongplug.data.packing import PackingState, PackPlanner, plan
 from loongplug.data.processor import Processor
 
 pytestmark = pytest.mark.quick
@@ -101,6 +102,27 @@ def test_a_full_row_has_no_padding(dataset: ChatDataset) -> None:
     full = sum(len(sample.input_ids) for sample in samples)
     pack = collate(samples, pad_token_id=0, seq_length=full, media=None, packed=True)
     assert pack.tokens == pack.capacity == full
+
+
+def test_a_stream_of_packs_goes_on_from_its_state(dataset: ChatDataset) -> None:
+    samples = [dataset[i] for i in range(ROWS)]
+
+    def planner(state: PackingState | None = None) -> PackPlanner:
+        return PackPlanner(seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD, state=state)
+
+    def wheres(packs: PackStream) -> list[list[str]]:
+        return [[sample.where for sample in pack] for pack in packs]
+
+    whole = wheres(PackStream(iter(samples), planner()))
+    assert sorted(where for pack in whole for where in pack) == sorted(s.where for s in samples)
+    stream = PackStream(iter(samples), planner())
+    for given in range(1, len(whole)):
+        next(stream)
+        assert stream.given == given
+        state = stream.state
+        held = [samples[position] for position, _ in state.held]
+        resumed = PackStream(iter([*held, *samples[state.read :]]), planner(state))
+        assert wheres(resumed) == whole[given:]
 
 
 def contents(pack: Microbatch) -> list[list[int]]:
