@@ -106,7 +106,8 @@ def _damaged(path: Path, error: Exception, *, where: str) -> ValueError:
 def _unreadable(path: Path, error: OSError, *, where: str) -> ValueError:
     if isinstance(error, FileNotFoundError):
         return ValueError(
-            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder."
+            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder or"
+            " at --media-root."
         )
     return ValueError(f"{where}: image {path} cannot be opened: {error}.")
 

@@ -2,11 +2,11 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 
+from loongplug.data.blend import open_rows
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
@@ -55,22 +55,22 @@ class DatasetProvider:
             spatial_merge_size=model.image_encoder.spatial_merge_size,
         )
 
-        def open_dataset(paths: Sequence[str] | None) -> ChatDataset | None:
-            if not paths:
+        def open_dataset(files: Sequence[str] | None, *, flag: str) -> ChatDataset | None:
+            if not files:
                 return None
-            (path,) = paths
             return ChatDataset(
-                Path(path),
+                open_rows(files, flag=flag, seed=args.seed, media_root=args.media_root),
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
                 video_style=model.video_style(),
+                video_fps=args.video_fps,
             )
 
-        train = open_dataset(args.data_path or args.train_data_path)
+        train = open_dataset(args.data_path or args.train_data_path, flag="--train-data-path")
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
-        self._valid = open_dataset(args.valid_data_path)
+        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
         """Iterators for one chunk of this rank, from the consumed samples on."""
