@@ -62,5 +62,6 @@ class ForwardStep:
             microbatch.position_ids,
             vision=microbatch.vision,
             labels=microbatch.labels,
+            loss_mask=microbatch.loss_mask,
         )
         return output, partial(token_loss, microbatch.loss_mask)

@@ -8,15 +8,17 @@ from typing import TextIO
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.global_vars import set_global_variables
 
-from loongplug.checkpoint.architecture import check_architecture, write_architecture
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import synchronous_save_table
 from loongplug.training.arguments import parse_arguments
+from loongplug.training.checkpoints import (
+    check_checkpoint_folders,
+    has_checkpoint,
+    use_whole_checkpoints,
+)
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.log import LogTap, megatron_output
@@ -40,13 +42,9 @@ def run(
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
-    if not args.async_save:
-        platform.use(synchronous_save_table())
+    use_whole_checkpoints(platform, asynchronous=args.async_save)
     datasets = DatasetProvider(args, parsed.model)
-    if _has_checkpoint(args):
-        check_architecture(Path(args.load), parsed.model_yaml)
-    if args.save:
-        write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+    check_checkpoint_folders(args, parsed.model_yaml)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     if args.save_hf:
         check_hf_export(
@@ -56,7 +54,7 @@ def run(
         parsed.model,
         parsed.family,
         backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
-        hf_folder=Path(args.load_hf) if args.load_hf and not _has_checkpoint(args) else None,
+        hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform)
     with megatron_output(args) as terminal:
@@ -117,11 +115,6 @@ def _pretrain(
                     Path(args.metrics_json), summarize(tap.reports, valid_loss=tap.valid_loss)
                 )
     return tap.reports
-
-
-def _has_checkpoint(args: Namespace) -> bool:
-    """Whether --load names a folder with a checkpoint, which then wins over --load-hf."""
-    return bool(args.load) and checkpoint_exists(args.load)
 
 
 def _speaks_for_replica() -> bool:

@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(
 ) -> None:
     make = module.tempfile.mkstemp
 
-    def refuse(dir: Path, prefix: str) -> tuple[int, str]:  # noqa: A002
+    def refuse(dir: Path, prefix: str) -> tuple[int, str]:
         if dir == path.parent:
             raise PermissionError("read-only")
         return make(dir=dir, prefix=prefix)
