@@ -17,6 +17,7 @@ from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.video_files import decode_frames, video_header
 
+_USUAL_FPS = 2.0
 _COMBINED_FILE = "processor_config.json"  # as transformers 5 writes it: a section each
 _OWN_FILE = "video_preprocessor_config.json"
 _IMAGE_FILE = "preprocessor_config.json"
@@ -100,8 +101,11 @@ class VideoProcessor:
 
         transform = self._loaded(where=where)
         metadata = VideoMetadata(total_num_frames=total, fps=file_fps)
+        fps = video.fps or self._fps
+        if fps is None and transform.fps is None and transform.num_frames is None:
+            fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
         try:
-            indices = transform.sample_frames(metadata, fps=video.fps or self._fps)
+            indices = transform.sample_frames(metadata, fps=fps)
         except ValueError as error:
             raise ValueError(f"{where}: {video.path} cannot be sampled: {error}.") from error
         return [int(index) for index in indices]
