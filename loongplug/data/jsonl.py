@@ -43,7 +43,7 @@ class JsonlIndex:
             line = file.readline()
         try:
             row = json.loads(line)
-        except ValueError as error:  # also bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
             raise ValueError(
                 f"{self.where(index)}: not JSON ({error}). Each line must be one JSON object."
             ) from error

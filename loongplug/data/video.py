@@ -49,6 +49,23 @@ class VideoStyle:
 TIMESTAMPS = VideoStyle(timestamps=True)
 
 
+def video_style_of(processor: Processor) -> VideoStyle:
+    """The style that a model's folder is for, by its video processor; timestamps without one.
+
+    Good for counting tokens; how fast a block's time axis counts stands in the model's config.
+    """
+    folder, where = processor.folder, str(processor.folder)
+    config = _read_json(folder / _COMBINED_FILE, where=where).get("video_processor")
+    config = config or _read_json(folder / _OWN_FILE, where=where)
+    # A folder of Qwen2.5-VL may have the file for images alone, which serves both.
+    images = _read_json(folder / _IMAGE_FILE, where=where)
+    if config:
+        blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
+    else:
+        blocks = images.get("processor_class") == "Qwen2_5_VLProcessor"
+    return VideoStyle(timestamps=False) if blocks else TIMESTAMPS
+
+
 def patch_times(times: Sequence[float], *, temporal_patch_size: int) -> list[float]:
     """The middle between the times of each temporal patch's first and last frame, in seconds.
 
