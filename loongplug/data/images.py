@@ -113,6 +113,8 @@ def _unreadable(path: Path, error: OSError, *, where: str) -> ValueError:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":  # Pillow turns these itself, and tells the upright size
+        return 1
     # Asking a PNG for EXIF data it has not met yet decodes the whole file.
     if image.format == "PNG" and "exif" not in image.info:
         return 1
