@@ -8,6 +8,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
@@ -26,6 +27,8 @@ _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 def image_size(path: Path, *, where: str) -> tuple[int, int]:
     """Height and width of the image once it is upright; reads the file's header only."""
+    if (plain := plain_size(path)) is not None:
+        return plain
     with _opened(path, where=where) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
