@@ -1,4 +1,4 @@
-"""Samples into one microbatch."""
+"""Samples into one microbatch: a padded batch, or a pack."""
 
 from collections.abc import Sequence
 
@@ -11,31 +11,44 @@ from loongplug.data.microbatch import Microbatch, VisionInput
 
 
 def collate(
-    samples: Sequence[Sample], *, pad_token_id: int, seq_length: int, media: MediaLoader | None
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    seq_length: int,
+    media: MediaLoader | None,
+    packed: bool = False,
 ) -> Microbatch:
-    """Pad the samples on the right to ``seq_length`` and load their images and videos.
+    """Pad to ``seq_length`` on the right and load the samples' images and videos.
 
+    Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
     Padding has position 0 and mask 0. Without a media loader, no image file is opened and the
     microbatch's vision is None.
     """
-    shape = (len(samples), seq_length)
+    rows = [list(samples)] if packed else [[sample] for sample in samples]
+    shape = (len(rows), seq_length)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, pad_token_id, dtype=np.int64)
     loss_mask = np.zeros(shape, dtype=np.float32)
     position_ids = np.zeros((3, *shape), dtype=np.int64)
-    for row, sample in enumerate(samples):
-        length = len(sample.input_ids)
-        input_ids[row, :length] = sample.input_ids
-        labels[row, :length] = sample.labels
-        loss_mask[row, :length] = sample.loss_mask
-        position_ids[:, row, :length] = sample.position_ids
+    for row, members in enumerate(rows):
+        start = 0
+        for sample in members:
+            end = start + len(sample.input_ids)
+            assert end <= seq_length, (end, seq_length)
+            input_ids[row, start:end] = sample.input_ids
+            labels[row, start:end] = sample.labels
+            loss_mask[row, start:end] = sample.loss_mask
+            position_ids[:, row, start:end] = sample.position_ids
+            start = end
+    lengths = [len(sample.input_ids) for sample in samples]
     return Microbatch(
         input_ids=torch.from_numpy(input_ids),  # [b, s]
         position_ids=torch.from_numpy(position_ids),  # [3, b, s]
         labels=torch.from_numpy(labels),  # [b, s]
         loss_mask=torch.from_numpy(loss_mask),  # [b, s]
-        tokens=sum(len(sample.input_ids) for sample in samples),
+        tokens=sum(lengths),
         vision=None if media is None else _vision(samples, media),
+        segments=tuple(length for length in lengths if length) if packed else None,
     )
 
 

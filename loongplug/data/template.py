@@ -90,8 +90,10 @@ def _encode(texts: Sequence[str], processor: Processor) -> list[list[int]]:
     tokenizer = processor.tokenizer
     if not tokenizer.is_fast:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    encode = tokenizer.backend_tokenizer.encode
-    return [encode(text, add_special_tokens=False).ids for text in texts]
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()  # which a tokenizer's file may ask for
+    backend.no_truncation()
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def _plain_segments(

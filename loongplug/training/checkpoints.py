@@ -45,17 +45,28 @@ def has_checkpoint(args: Namespace) -> bool:
 
 
 def check_checkpoint_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:
-    """Mend what a killed save left in ``--load`` and ``--save``, and note the architecture.
+    """As :func:`check_source_folders`, and note the architecture in ``--save``.
 
     For all ranks; no collectives.
 
     Raises:
         ValueError: a folder holds checkpoints of another model, or none that is complete.
     """
+    check_source_folders(args, model_yaml)
+    if args.save:
+        write_architecture(Path(args.save), model_yaml, rank=args.rank)
+
+
+def check_source_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:
+    """Mend what a killed save left in ``--load`` and ``--save``; look at what will be loaded.
+
+    For all ranks; no collectives.
+
+    Raises:
+        ValueError: ``--load`` holds checkpoints of another model, or none that is complete.
+    """
     for folder in {args.load, args.save} - {None}:
         recover(Path(folder))
     if has_checkpoint(args):
         check_latest(Path(args.load), step=args.ckpt_step)
         check_architecture(Path(args.load), model_yaml)
-    if args.save:
-        write_architecture(Path(args.save), model_yaml, rank=args.rank)

@@ -46,6 +46,7 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "seq_length",
+        "packing_look_ahead",
         "micro_batch_size",
         "global_batch_size",
         "train_iters",

@@ -81,6 +81,7 @@ class DatasetProvider:
             "dp_rank": parallel_state.get_data_parallel_rank(),
             "dp_size": parallel_state.get_data_parallel_world_size(),
             "with_images": encodes,
+            "look_ahead": args.packing_look_ahead if args.packing else None,
         }
         train = MicrobatchLoader(
             self._train, seed=args.seed, consumed_samples=args.consumed_train_samples, **common

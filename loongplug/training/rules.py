@@ -4,7 +4,13 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from loongplug.training import checks, data_checks, expert_checks, model_checks
+from loongplug.training import (
+    checks,
+    data_checks,
+    expert_checks,
+    model_checks,
+    packing_checks,
+)
 from loongplug.training.checks import Check
 
 
@@ -138,6 +144,13 @@ RULES: tuple[Rule, ...] = (
         check=checks.sequence_parallel,
         reason="each rank of the group holds an equal slice of the sequence",
         cure="give a multiple of tp",
+    ),
+    Rule(
+        name="packing-rows",
+        refuses="`--packing` with a `--micro-batch-size` above 1",
+        check=packing_checks.one_row,
+        reason="a pack is a microbatch of several samples already",
+        cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
     ),
     Rule(
         name="pipeline-layers",
@@ -322,6 +335,13 @@ RULES: tuple[Rule, ...] = (
         check=expert_checks.balancing,
         reason="the others choose experts in another way than the published models",
         cure="give one coefficient for each type",
+    ),
+    Rule(
+        name="packing-balancing",
+        refuses="`--packing` with `--moe-router-load-balancing-type seq_aux_loss`",
+        check=packing_checks.balancing_by_sample,
+        reason="it balances row by row, and would take a pack for one sample",
+        cure="use aux_loss or global_aux_loss, or drop --packing",
     ),
     Rule(
         name="dispatcher",

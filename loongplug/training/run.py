@@ -8,7 +8,7 @@ from typing import TextIO
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.global_vars import set_global_variables
+from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.models.layers.specs import pick_backend
@@ -98,7 +98,7 @@ def _pretrain(
             counts_tokens=_speaks_for_replica(),
             has_loss=_speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
-            on_report=on_report,
+            on_report=_also_in_tensorboard(on_report),
         )
     ) as tap:
         try:
@@ -115,6 +115,21 @@ def _pretrain(
                     Path(args.metrics_json), summarize(tap.reports, valid_loss=tap.valid_loss)
                 )
     return tap.reports
+
+
+def _also_in_tensorboard(
+    on_report: Callable[[StepReport], None] | None,
+) -> Callable[[StepReport], None]:
+    """Write what Megatron does not know of a step beside its own scalars."""
+
+    def noted(step: StepReport) -> None:
+        writer = get_tensorboard_writer()  # one rank has it
+        if writer is not None:
+            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
+        if on_report is not None:
+            on_report(step)
+
+    return noted
 
 
 def _speaks_for_replica() -> bool:

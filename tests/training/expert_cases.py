@@ -7,6 +7,7 @@ from typing import Any
 
 Cases = list[dict[str, Any]]
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PACKING = {"packing": True, "micro_batch_size": 1}
 EP = {"expert_model_parallel_size": 4}
 
 EXPERT_CASES: dict[str, tuple[Cases, Cases]] = {
@@ -53,6 +54,10 @@ EXPERT_CASES: dict[str, tuple[Cases, Cases]] = {
                 "moe_aux_loss_coeff": [0.1, 0.0],
             },
         ],
+    ),
+    "packing-balancing": (
+        [{**PACKING, "moe_router_load_balancing_type": ["seq_aux_loss"]}],
+        [{**PACKING, "moe_router_load_balancing_type": ["aux_loss"]}],
     ),
     "dispatcher": (
         [{"moe_token_dispatcher_type": "flex"}],

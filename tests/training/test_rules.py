@@ -91,7 +91,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"global_batch_size": None}],
     ),
     "positive-numbers": (
-        [{"seq_length": 0}, {"train_iters": 0}, {"tensor_model_parallel_size": -1}],
+        [
+            {"seq_length": 0},
+            {"train_iters": 0},
+            {"packing_look_ahead": 0},
+            {"tensor_model_parallel_size": -1},
+        ],
         [{"seq_length": 1}],
     ),
     "tokenizer-folder": ([{"tokenizer_model": None}, {"tokenizer_model": "/nowhere"}], []),
@@ -147,6 +152,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),
     "sequence-length": ([{"seq_length": 4097}], [{"seq_length": 4096}]),
+    "packing-rows": (
+        [{"packing": True, "micro_batch_size": 2}],
+        [{"packing": True, "micro_batch_size": 1}, {"micro_batch_size": 2}],
+    ),
     "sequence-parallel": (
         [{**TP, "sequence_parallel": True, "seq_length": 63}],
         [{**TP, "sequence_parallel": True}, {**TP, "seq_length": 63}],

@@ -10,6 +10,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from loongplug.models.layers.packed import PackedSegments
+
 
 def balances(config: TransformerConfig) -> bool:
     """Whether routers have a balancing loss or a z-loss."""
@@ -18,18 +20,26 @@ def balances(config: TransformerConfig) -> bool:
     return config.num_moe_experts is not None and bool(any(coefficients) or config.moe_z_loss_coeff)
 
 
-def token_kinds(position_ids: Tensor, loss_mask: Tensor) -> Tensor:
+def token_kinds(
+    position_ids: Tensor, loss_mask: Tensor, *, packed: PackedSegments | None = None
+) -> Tensor:
     """What routers have to know of a microbatch's tokens, [b, 2 * s] bool.
 
-    The first s columns mark padding (position 0 on all axes behind a sample's first token), the
-    others the tokens that count in the loss. As one tensor, it goes wherever upstream takes its
-    ``padding_mask``: through activation checkpoints to each router.
+    The first s columns mark padding, the others the tokens that count in the loss. As one tensor,
+    it goes wherever upstream takes its ``padding_mask``: through activation checkpoints to each
+    router.
 
     Args:
-        position_ids: [axes, b, s] int64. loss_mask: [b, s].
+        position_ids: [axes, b, s] int64; 0 on all axes behind a row's first token is padding.
+        loss_mask: [b, s].
+        packed: of a pack, where every sample begins at position 0, and which knows its padding.
     """
-    padding = (position_ids == 0).all(dim=0)  # [b, s]
-    padding[:, 0] = False
+    if packed is None:
+        padding = (position_ids == 0).all(dim=0)  # [b, s]
+        padding[:, 0] = False
+    else:
+        padding = torch.zeros_like(loss_mask, dtype=torch.bool)
+        padding[:, loss_mask.shape[1] - packed.padding :] = True
     return torch.cat([padding, loss_mask != 0], dim=1)
 
 

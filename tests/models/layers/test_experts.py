@@ -14,6 +14,7 @@ from ranks import model_parallel, run_ranks
 from loongplug.models.layers import specs
 from loongplug.models.layers.experts import ExpertLayer, LocalExperts
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.router import BalancedRouter, balances, token_kinds
 from loongplug.models.layers.specs import decoder_layer_spec
 
@@ -106,6 +107,17 @@ def test_token_kinds_are_padding_and_what_counts():
     positions = torch.tensor([[[0, 1, 2, 0, 0]], [[0, 0, 2, 0, 0]], [[0, 0, 0, 0, 0]]])
     kinds = token_kinds(positions, torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]]))
     assert kinds.int().tolist() == [[0, 0, 0, 1, 1, 0, 1, 0, 0, 0]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_pack_says_itself_what_its_padding_is(padding):
+    length = 5 + padding
+    positions = torch.tensor([0, 1, 0, 1, 2] + [0] * padding).expand(3, 1, length)
+    packed = pack_segments([2, 3], device="cpu", padding=padding)
+    kinds = token_kinds(positions, torch.zeros(1, length), packed=packed)
+    assert kinds[0, :length].int().tolist() == [0] * 5 + [1] * padding
+    assert not kinds[0, length:].any()
 
 
 @pytest.mark.quick
