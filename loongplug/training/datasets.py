@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.fingerprint import fingerprint
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.models.architecture import VisionLanguageArchitecture
@@ -67,9 +68,17 @@ class DatasetProvider:
                 video_style=model.video_style(),
             )
 
-        train = open_dataset(args.data_path or args.train_data_path)
+        train_paths = args.data_path or args.train_data_path
+        train = open_dataset(train_paths)
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
+        self.fingerprint = fingerprint(
+            [Path(path) for path in train_paths],
+            processor,
+            seed=args.seed,
+            seq_length=args.seq_length,
+            training_phase=args.training_phase,
+        )
         self._valid = open_dataset(args.valid_data_path)
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:

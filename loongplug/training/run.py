@@ -12,6 +12,7 @@ from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.global_vars import set_global_variables
 
 from loongplug.checkpoint.architecture import check_architecture, write_architecture
+from loongplug.checkpoint.data_note import check_data_note, write_data_note
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
@@ -45,8 +46,11 @@ def run(
     datasets = DatasetProvider(args, parsed.model)
     if _has_checkpoint(args):
         check_architecture(Path(args.load), parsed.model_yaml)
+        if not args.finetune:
+            check_data_note(Path(args.load), datasets.fingerprint)
     if args.save:
         write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+        write_data_note(Path(args.save), datasets.fingerprint, rank=args.rank)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     if args.save_hf:
         check_hf_export(
