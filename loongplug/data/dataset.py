@@ -1,12 +1,13 @@
 """Samples: what a row of a JSONL file becomes before it is put into a microbatch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Medium, Video, parse_conversation
 from loongplug.data.jsonl import JsonlIndex
@@ -32,6 +33,24 @@ class Sample:
     media: tuple[Medium, ...]  # in the order of their tokens
     grids: tuple[Grid, ...]  # of each medium
     where: str  # path:line
+
+    @classmethod
+    def blank(cls) -> "Sample":
+        """In the place of a sample that cannot be used: no tokens."""
+        tokens = np.zeros(0, dtype=np.int64)
+        return cls(
+            input_ids=tokens,
+            labels=tokens,
+            loss_mask=np.zeros(0, dtype=np.float32),
+            position_ids=np.zeros((3, 0), dtype=np.int64),
+            media=(),
+            grids=(),
+            where="",
+        )
+
+    def untrained(self) -> "Sample":
+        """The same sample with no token that counts."""
+        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
     @property
     def nbytes(self) -> int:
@@ -67,40 +86,62 @@ class ChatDataset:
         self.training_phase = training_phase
         self.videos = VideoProcessor(processor, video_style)
         self._rows = JsonlIndex(path)
+        self._cache_bytes = cache_bytes
         self._cache: ByteBoundedCache[int, Sample] = ByteBoundedCache(cache_bytes)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises ValueError with the row's place for a row that cannot be used."""
+        """Raises BadSampleError with the row's place for a row that cannot be used."""
         sample = self._cache.get(index)
         if sample is None:
             sample = self._make(index)
             self._cache.put(index, sample, size=sample.nbytes)
         return sample
 
+    def text_parts(self, indices: Sequence[int]) -> list[Sample | BadSample]:
+        """The samples, or why they cannot be used."""
+        parts: list[Sample | BadSample] = []
+        for index in indices:
+            try:
+                parts.append(self[index])
+            except BadSampleError as error:
+                parts.append(error.sample)
+            except Exception as error:  # no fault of the row, but it helps to know which
+                where = self._rows.where(index)
+                raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+        return parts
+
+    def share_cache(self, processes: int) -> None:
+        """Keep only so much that this many processes together keep what one would."""
+        self._cache = ByteBoundedCache(self._cache_bytes // processes)
+
     def _make(self, index: int) -> Sample:
         where, processor = self._rows.where(index), self.processor
-        conversation = parse_conversation(self._rows.read(index), where=where)
-        media = conversation.media(self._rows.path.parent)
-        grids = tuple(
-            medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
-        )
-        tokens = tokenize_conversation(
-            conversation,
-            processor,
-            phase=self.training_phase,
-            placeholders=[
-                placeholder(medium, grid, processor, videos=self.videos)
-                for medium, grid in zip(media, grids, strict=True)
-            ],
-        )
-        if len(tokens.ids) > self.seq_length:
-            raise ValueError(
-                f"{where}: the sample has {len(tokens.ids)} tokens, but --seq-length is"
-                f" {self.seq_length}: raise it, or shorten or drop the sample."
+        with bad_as("row"):
+            conversation = parse_conversation(self._rows.read(index), where=where)
+        with bad_as("media"):
+            media = conversation.media(self._rows.path.parent)
+            grids = tuple(
+                medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
             )
+        with bad_as("text"):
+            tokens = tokenize_conversation(
+                conversation,
+                processor,
+                phase=self.training_phase,
+                placeholders=[
+                    placeholder(medium, grid, processor, videos=self.videos)
+                    for medium, grid in zip(media, grids, strict=True)
+                ],
+            )
+        with bad_as("length"):
+            if len(tokens.ids) > self.seq_length:
+                raise ValueError(
+                    f"{where}: the sample has {len(tokens.ids)} tokens, but --seq-length is"
+                    f" {self.seq_length}: raise it, or shorten or drop the sample."
+                )
         return Sample(
             input_ids=tokens.ids,
             labels=np.append(tokens.ids[1:], tokens.ids[-1]),

@@ -37,6 +37,7 @@ def _on_cpu() -> dict[str, Any]:
     return {
         "transformer_impl": "local",
         "use_cpu_initialization": True,
+        "num_workers": 0,  # they would take the cores that train
         # Kernels that exist for CUDA only, and fusions by torch.compile that cost more than they
         # save in short CPU runs.
         "gradient_accumulation_fusion": False,

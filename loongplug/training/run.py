@@ -73,6 +73,7 @@ def run(
             terminal=terminal,
             on_report=on_report,
         )
+        datasets.close()
         if args.save_hf:
             save_hf_folder(
                 provider.chunks,

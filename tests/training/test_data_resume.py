@@ -23,7 +23,8 @@ def seen(rank: int, *, flags: list[str]) -> list[list[int]]:
     try:
         run(flags)
     except SystemExit as ended:
-        assert ended.code == 0
+        if ended.code:
+            raise
     return rows
 
 
