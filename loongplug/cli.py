@@ -138,6 +138,20 @@ def bench_attention(
         )
 
 
+@bench.command("packing")
+def bench_packing(
+    samples: Annotated[int, typer.Option(help="Samples of the length mix.", min=1)] = 100_000,
+    seq_length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 8192,
+    look_ahead: Annotated[int, typer.Option(help="As --packing-look-ahead.", min=1)] = 256,
+    json_path: Json = None,
+) -> None:
+    """Measure the time that packing takes to plan, and how full its sequences are."""
+    with _user_errors():
+        from loongplug.bench.packing import run
+
+        run(samples=samples, seq_length=seq_length, look_ahead=look_ahead, json_path=json_path)
+
+
 @bench.command(
     "convert",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -271,7 +271,12 @@ def _leave(folder: Path, rank: int, report: _Report) -> None:
 
 @contextmanager
 def model_parallel(
-    tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, cp: int = 1
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    cp: int = 1,
 ) -> Iterator[None]:
     """Megatron's parallel state and RNG tracker (seed 123) inside a rank; as before afterwards."""
     before = {
@@ -285,6 +290,7 @@ def model_parallel(
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
     try:
         model_parallel_cuda_manual_seed(123)

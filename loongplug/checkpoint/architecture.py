@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.tracker import TRACKER
+
 ARCHITECTURE_FILE = "loongplug_architecture.json"
-_MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 _NOT_THE_WEIGHTS = (
     "freeze",
     "initializer_range",
@@ -25,14 +26,16 @@ _SHOWN = 5
 def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: int) -> None:
     """Note the architecture of the checkpoints that will be saved in ``save_dir``.
 
-    ``model_yaml`` is the resolved model as plain data. For all ranks: rank 0 writes, every rank
-    checks. No collectives.
+    ``model_yaml`` is the resolved model as plain data. A folder that has checkpoints keeps its
+    note. For all ranks: rank 0 writes, every rank checks. No collectives.
 
     Raises:
         ValueError: the folder already has checkpoints of another architecture.
     """
-    if (save_dir / _MEGATRON_TRACKER).is_file():
+    if (save_dir / TRACKER).is_file():
+        # Checkpoints without a note are not ours to describe: nothing here has compared them.
         check_architecture(save_dir, model_yaml)
+        return
     if rank != 0:
         return
     save_dir.mkdir(parents=True, exist_ok=True)
@@ -45,7 +48,8 @@ def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: i
 def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
     """Refuse the checkpoints in ``load_dir`` when they are of another architecture.
 
-    A folder without a note (checkpoints from elsewhere) passes. No collectives.
+    A folder without a note (checkpoints from elsewhere) passes here; its tensors are compared
+    when it is loaded (:mod:`loongplug.checkpoint.same_tensors`). No collectives.
 
     Raises:
         ValueError: with the settings that differ, or for a note that cannot be read.
@@ -57,22 +61,43 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
         noted = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged ({error}); remove it to load the checkpoint unchecked."
+            f"{path} is damaged ({error}); remove it: the tensors are compared, too."
         ) from error
-    found, expected = dict(_flat(noted)), dict(_flat(_plain(model_yaml)))
+    refuse_differences(
+        _that_matter(dict(_flat(noted))),
+        _that_matter(dict(_flat(_plain(model_yaml)))),
+        folder=load_dir,
+    )
+
+
+def refuse_differences(
+    found: Mapping[str, Any], expected: Mapping[str, Any], *, folder: Path
+) -> None:
+    """Refuse the checkpoint in ``folder`` when what it has differs from what the model has.
+
+    Raises:
+        ValueError: with the first differences, in the model's order.
+    """
     differences = [
         f"{key} is {found.get(key, 'absent')} in the checkpoint, {expected.get(key, 'absent')} here"
-        for key in [*expected, *(found.keys() - expected.keys())]
-        if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
-        and (key not in found or key not in expected or found[key] != expected[key])
+        for key in [*expected, *(key for key in found if key not in expected)]
+        if key not in found or key not in expected or found[key] != expected[key]
     ]
     if differences:
         rest = len(differences) - _SHOWN
         shown = differences[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
         raise ValueError(
-            f"The checkpoint in {load_dir} is of another model: {'; '.join(shown)}. Use the "
+            f"The checkpoint in {folder} is of another model: {'; '.join(shown)}. Use the "
             "config it was trained with, or another checkpoint folder."
         )
+
+
+def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in settings.items()
+        if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
+    }
 
 
 def _plain(model_yaml: Mapping[str, Any]) -> Any:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.tracker import TRACKER
+
 DATA_FILE = "loongplug_data.json"
-_TRACKER = "latest_checkpointed_iteration.txt"
 _SHOWN = 5
 
 
@@ -24,7 +25,7 @@ def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int
     Raises:
         ValueError: the folder already has checkpoints of a run on other data.
     """
-    if (save_dir / _TRACKER).is_file():
+    if (save_dir / TRACKER).is_file():
         check_data_note(save_dir, fingerprint)
     if rank != 0:
         return

@@ -1,6 +1,7 @@
 """Fill a model's parameters from a Hugging Face folder; each byte of it is read by one rank."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def load_hf_weights(
         error = caught
     raise_together(error)
     holders, _ = all_holders(owned)
-    with replica_groups(holders) as groups, open_tensors(folder) as tensors:
+    with replica_groups(holders) as groups, _open(folder, model.mapping) as tensors:
         fill = partial(_fill, tensors=tensors, mapping=model.mapping)
         error = _fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
         bytes_read = tensors.bytes_read
@@ -59,10 +60,15 @@ def load_hf_weights(
     return bytes_read
 
 
+def _open(folder: Path, mapping: Mapping) -> AbstractContextManager[TensorFolder]:
+    # The published files and those that transformers writes differ in it; it reads both.
+    return open_tensors(folder, turnable=mapping.transposed_sources())
+
+
 def _checked(
     model_chunks: Sequence[nn.Module], folder: Path, *, model: HuggingFaceModel
 ) -> list[Owned]:
-    with open_tensors(folder) as tensors:
+    with _open(folder, model.mapping) as tensors:
         problems = [
             *hf_config_differences(folder, model),
             *_file_problems(tensors, model.mapping),

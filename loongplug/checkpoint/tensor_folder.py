@@ -1,9 +1,10 @@
 """The safetensors files of a Hugging Face folder, opened lazily and read slice by slice."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,18 +22,34 @@ FLOATS = {
     "BF16": torch.bfloat16,
 }
 
+_NONE: Mapping[str, Shape] = MappingProxyType({})
+
 
 class TensorFolder:
-    """All tensors of a folder by name; counts what is read of them."""
+    """All tensors of a folder by name; counts what is read of them.
 
-    def __init__(self, path: Path, slices: dict[str, Any]) -> None:
+    ``turnable`` are tensors whose last two axes may stand the other way round, with the shape that
+    they should have; those that do are turned as they are read.
+    """
+
+    def __init__(
+        self, path: Path, slices: dict[str, Any], *, turnable: Mapping[str, Shape] = _NONE
+    ) -> None:
         self.path = path
         self.slices = slices  # safetensors' lazy slices
         self.bytes_read = 0
+        self._turned: frozenset[str] = frozenset()
+        found = self.shapes()
+        self._turned = frozenset(
+            name
+            for name, shape in turnable.items()
+            if name in found and found[name] != shape and _swapped(found[name]) == shape
+        )
 
     def shapes(self) -> dict[str, Shape]:
-        """Name and shape of every tensor; reads headers only."""
-        return {name: tuple(view.get_shape()) for name, view in self.slices.items()}
+        """Name and shape (after turning) of every tensor; reads headers only."""
+        shapes = {name: tuple(view.get_shape()) for name, view in self.slices.items()}
+        return shapes | {name: _swapped(shapes[name]) for name in self._turned}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Name and dtype of every tensor that is plain floating point numbers."""
@@ -46,14 +63,21 @@ class TensorFolder:
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """One slice of a tensor, on the CPU; only that slice is read."""
-        tensor: Tensor = self.slices[name][where]
+        turned = name in self._turned
+        tensor: Tensor = self.slices[name][_swapped(where) if turned else where]
         self.bytes_read += tensor.nbytes
-        return tensor
+        return tensor.transpose(-1, -2) if turned else tensor
+
+
+def _swapped[T](axes: tuple[T, ...]) -> tuple[T, ...]:
+    return (*axes[:-2], *axes[:-3:-1])
 
 
 @contextmanager
-def open_tensors(folder: Path) -> Iterator[TensorFolder]:
+def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iterator[TensorFolder]:
     """Open the safetensors files of ``folder`` for as long as the context lasts.
+
+    ``turnable`` as in :class:`TensorFolder`.
 
     Raises:
         ValueError: there is no folder, no safetensors file in it, or a damaged one.
@@ -68,7 +92,7 @@ def open_tensors(folder: Path) -> Iterator[TensorFolder]:
                     f"{file} cannot be read as safetensors ({error}): copy the file anew."
                 ) from error
             slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118
-        yield TensorFolder(folder, slices)
+        yield TensorFolder(folder, slices, turnable=turnable)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from loongplug.checkpoint.architecture import check_architecture, write_architecture
 from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
 from loongplug.checkpoint.dtypes import (
     checkpoint_dtypes,
@@ -19,11 +18,15 @@ from loongplug.checkpoint.dtypes import (
 )
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.convert.progress import ByteProgress
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
 from loongplug.models.layers.specs import pick_backend
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.platform import current_platform
+from loongplug.platform.upstream import apply_upstream_replacements
 from loongplug.training.arguments import ParsedArguments, parse_arguments
+from loongplug.training.checkpoints import check_checkpoint_folders, use_whole_checkpoints
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.provider import ModelProvider
@@ -58,12 +61,10 @@ def convert(flags: Sequence[str]) -> Converted:
     args = parsed.args
     model = parsed.family.load_hugging_face(parsed.model)
     processor_folder = Path(args.tokenizer_model)
-    if args.load:
-        check_architecture(Path(args.load), parsed.model_yaml)
-    if args.save:
-        write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
+    check_checkpoint_folders(args, parsed.model_yaml)
     if args.save_hf:
         check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
+    use_whole_checkpoints(current_platform(), asynchronous=False)
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
         with ByteProgress(terminal, shown=args.rank == 0) as progress:
@@ -96,6 +97,7 @@ def convert(flags: Sequence[str]) -> Converted:
 
 def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype]]:
     """The arguments, completed by what the source tells, and the dtypes of its tensors."""
+    apply_upstream_replacements(current_platform())  # among them, that nothing is unpickled
     given = read_command_line(flags).args
     _check_ends(given)
     if given.load_hf:
@@ -123,18 +125,20 @@ def _check_ends(given: Namespace) -> None:
             "--load and --save are both checkpoints, which load into any layout as they are; "
             "give --save-hf DIR"
         )
+    if given.save and (Path(given.save) / TRACKER).is_file():
+        raise ValueError(
+            f"--save {given.save} has a checkpoint already, which training would then start from "
+            "no more; give a new folder"
+        )
 
 
 def _iteration_folder(load: Path) -> Path:
-    from megatron.training.checkpointing import (
-        get_checkpoint_name,
-        get_checkpoint_tracker_filename,
-        read_metadata,
-    )
+    from megatron.training.checkpointing import get_checkpoint_name, read_metadata
 
-    tracker = Path(get_checkpoint_tracker_filename(str(load)))
+    tracker = load / TRACKER
     if not tracker.is_file():
         raise ValueError(f"--load {load} has no checkpoint; give the folder that --save named")
+    check_latest(load)
     iteration, release = read_metadata(str(tracker))
     return Path(get_checkpoint_name(str(load), iteration, release, return_base_dir=True))
 

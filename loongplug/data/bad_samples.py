@@ -47,18 +47,19 @@ def bad_as(kind: BadKind) -> Iterator[None]:
 class BadSamples:
     """What training does with the bad samples it meets, and how many it met.
 
-    ``speaks``: this rank logs the samples that it leaves out; one rank per replica should.
+    The rank that loads a replica's vision parts meets them all, others only those with a bad text
+    part. Ranks for which ``speaks`` is set log what they leave out.
     """
 
-    def __init__(self, policy: BadSamplePolicy = "fatal", *, speaks: bool = True) -> None:
+    def __init__(self, policy: BadSamplePolicy = "fatal") -> None:
         self.skips = policy == "skip"
+        self.speaks = True
         self.counts: Counter[BadKind] = Counter()
-        self._speaks = speaks
 
     def meet(self, sample: BadSample) -> None:
         """Count and log a sample that is to be left out; BadSampleError where none may be."""
         if not self.skips:
             raise BadSampleError(sample)
         self.counts[sample.kind] += 1
-        if self._speaks:
+        if self.speaks:
             _LOG.warning("bad sample left out (%s): %s", sample.kind, sample.message)

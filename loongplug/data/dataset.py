@@ -33,10 +33,11 @@ class Sample:
     media: tuple[Medium, ...]  # in the order of their tokens
     grids: tuple[Grid, ...]  # of each medium
     where: str  # path:line
+    bad: BadSample | None = None  # why the sample cannot be used, and so has no tokens
 
     @classmethod
-    def blank(cls) -> "Sample":
-        """In the place of a sample that cannot be used: no tokens."""
+    def blank(cls, bad: BadSample) -> "Sample":
+        """What stands for a sample that cannot be used: no tokens."""
         tokens = np.zeros(0, dtype=np.int64)
         return cls(
             input_ids=tokens,
@@ -46,6 +47,7 @@ class Sample:
             media=(),
             grids=(),
             where="",
+            bad=bad,
         )
 
     def untrained(self) -> "Sample":
@@ -100,14 +102,14 @@ class ChatDataset:
             self._cache.put(index, sample, size=sample.nbytes)
         return sample
 
-    def text_parts(self, indices: Sequence[int]) -> list[Sample | BadSample]:
-        """The samples, or why they cannot be used."""
-        parts: list[Sample | BadSample] = []
+    def text_parts(self, indices: Sequence[int]) -> list[Sample]:
+        """The samples; those that cannot be used are blank and say why."""
+        parts: list[Sample] = []
         for index in indices:
             try:
                 parts.append(self[index])
             except BadSampleError as error:
-                parts.append(error.sample)
+                parts.append(Sample.blank(error.sample))
             except Exception as error:  # no fault of the row, but it helps to know which
                 where = self._rows.where(index)
                 raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error

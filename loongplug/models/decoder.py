@@ -12,6 +12,8 @@ from torch import Tensor
 
 from loongplug.models.deepstack import stack_features
 from loongplug.models.features import VisionFeatures, place, visual_positions
+from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.router import balances, token_kinds
 from loongplug.models.mrope import MultimodalRotary
 
 
@@ -110,6 +112,8 @@ class TextDecoder(GPTModel):
         *,
         features: VisionFeatures | None = None,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSegments | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """This stage's forward, as GPTModel's.
@@ -118,17 +122,24 @@ class TextDecoder(GPTModel):
             input_ids: [b, s] int64. position_ids: [3, b, s] int64, on every stage.
             features: the unit's vision features, on the first stage.
             labels: [b, s] int64, on the last stage.
+            loss_mask: [b, s] float32, on every stage; needed for the experts' balancing losses.
+            packed_seq_params: of a pack (b = 1), on every stage: the segments that cover the row.
 
         Returns:
             on the last stage the loss of every token [b, s] float32 (or logits [b, s, vocab / tp]
             without labels), elsewhere the hidden states for the next stage.
         """
         decoder_input = self.embed(input_ids, features) if self.pre_process else None
+        kinds = None
+        if loss_mask is not None and self.training and balances(self.config):
+            kinds = token_kinds(position_ids, loss_mask, packed=packed_seq_params)
         return super().forward(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=None,
             decoder_input=decoder_input,
             labels=labels,
+            padding_mask=kinds,
+            packed_seq_params=packed_seq_params,
             **kwargs,
         )

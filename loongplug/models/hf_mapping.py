@@ -180,6 +180,10 @@ class Mapping:
         """Name and shape of every Hugging Face tensor of the model."""
         return {s.name: s.shape for bundle in self.bundles() for s in bundle.sources}
 
+    def transposed_sources(self) -> dict[str, Shape]:
+        """Those of :meth:`sources` that are transposed."""
+        return {s.name: s.shape for b in self.bundles() for s in b.sources if s.transposed}
+
 
 def _fill(pattern: str, layer: int | None) -> str:
     return pattern if layer is None else pattern.replace("{}", str(layer))

@@ -22,6 +22,7 @@ import torch
 import torch.utils._device
 
 from loongplug.platform.base import PlatformBase
+from loongplug.platform.gloo import uneven_all_gather, uneven_reduce_scatter
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _HOST = torch.device("cpu")
@@ -238,6 +239,7 @@ _FACTORY = "upstream calls it with device='cuda' (or pinned, as a stop on the wa
 _DRIVER = "asks the CUDA driver, which is not there"
 _ONE_QUEUE = "streams and events order GPU work; a CPU has one queue"
 _RNG = "upstream's RNG tracker keeps the state of the device's generator: here the host's"
+_UNEVEN = "experts' tokens differ in number from rank to rank, and gloo wants equal sizes"
 
 CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.cuda.current_device", "upstream gives it as device=; answers the host's device",
@@ -271,6 +273,8 @@ CPU_ROWS: tuple[Replacement, ...] = (
          _tensor_pin_memory),
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
+    _row("torch.distributed.all_gather", _UNEVEN, wrapper=uneven_all_gather),
+    _row("torch.distributed.reduce_scatter", _UNEVEN, wrapper=uneven_reduce_scatter),
 )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from loongplug.platform.active import Platform
+from loongplug.platform.forked_save import forking_caller, no_worker, results_per_save
 from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.safe_reading import METADATA_PICKLE, weights_only
 
 
 def _prebuilt_helpers(original: Callable[[], None]) -> Callable[[], None]:
@@ -120,6 +122,21 @@ EVERYWHERE: tuple[Replacement, ...] = (
     ),
 )
 
+SAFE_READING: tuple[Replacement, ...] = (
+    Replacement(
+        target="torch.distributed.checkpoint.filesystem.pickle",
+        replacement=METADATA_PICKLE,
+        reason="a checkpoint's .metadata is a pickle, which may run any code",
+    ),
+    Replacement(
+        target="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes",
+        wrapper=weights_only,
+        signature="(self, read_item: torch.distributed.checkpoint.planner.ReadItem, "
+        "value: _io.BytesIO) -> None",
+        reason="unpickles whatever is no tensor without torch's weights-only rule",
+    ),
+)
+
 ON_CPU: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.training.initialize.initialize_megatron",
@@ -175,6 +192,91 @@ def synchronous_save_table() -> ReplacementTable:
     )
 
 
+def asynchronous_save_on_cpu_table() -> ReplacementTable:
+    """For CPU runs with ``--async-save``."""
+    strategies = "megatron.core.dist_checkpointing.strategies"
+    return ReplacementTable(
+        "asynchronous save on cpu",
+        (
+            Replacement(
+                target="megatron.training.async_utils.init_persistent_async_worker",
+                replacement=no_worker,
+                signature="(rank: int, mp_mode: str = 'spawn')",
+                reason="starts a process that asks for its CUDA device and ends; training then "
+                "waits for it forever",
+            ),
+            Replacement(
+                target=f"{strategies}.async_utils.AsyncCallsQueue._get_async_caller",
+                wrapper=forking_caller,
+                signature="(self)",
+                reason="hands the parameters themselves to that process, in shared memory: it "
+                "would write them while training changes them",
+            ),
+            Replacement(
+                target=f"{strategies}.filesystem_async.get_write_results_queue",
+                wrapper=results_per_save,
+                # Its signature names an object by its address, new in every process.
+                reason="starts another process for a queue that all saves share; the results of "
+                "two saves under way would be mixed up",
+            ),
+        ),
+    )
+
+
+def whole_checkpoints_table(
+    *,
+    save: Callable[[Any], Any],
+    load: Callable[[Any], Any],
+    common: Callable[[Any], Any],
+    tracker: Callable[[Any], Any],
+) -> ReplacementTable:
+    """Wrap the save and the load of one checkpoint, the load of its common part, and ``open``."""
+    return ReplacementTable(
+        "whole checkpoints",
+        (
+            Replacement(
+                target="megatron.core.dist_checkpointing.serialization.save",
+                wrapper=save,
+                signature="(sharded_state_dict: Dict[str, Any], checkpoint_dir: str, "
+                "sharded_strategy: megatron.core.dist_checkpointing.strategies.torch."
+                "TorchDistSaveShardedStrategy = None, validate_access_integrity: bool = True, "
+                "async_sharded_save: bool = False, preprocess_common_before_consistancy_check: "
+                "Optional[Callable[[Dict[str, Any]], Dict[str, Any]]] = None, content_metadata: "
+                "Optional[dict] = None, async_strategy: Optional[str] = 'nvrx', "
+                "verify_integrity: bool = False) -> Optional["
+                "megatron.core.dist_checkpointing.strategies.async_utils.AsyncRequest]",
+                reason="writes file by file into the checkpoint's own folder, over what is there",
+            ),
+            Replacement(
+                target="megatron.core.dist_checkpointing.serialization.load",
+                wrapper=load,
+                signature="(sharded_state_dict: Dict[str, Any], checkpoint_dir: str, "
+                "sharded_strategy: megatron.core.dist_checkpointing.strategies.torch."
+                "TorchDistLoadShardedStrategy = None, validate_access_integrity: bool = True, "
+                "strict: Union[str, megatron.core.dist_checkpointing.validation.StrictHandling] = "
+                "<StrictHandling.ASSUME_OK_UNEXPECTED: 'assume_ok_unexpected'>, "
+                "verify_integrity: bool = False, process_group: "
+                "Optional[torch.distributed.distributed_c10d.ProcessGroup] = None) -> "
+                "Union[Dict[str, Any], Tuple[Dict[str, Any], Set[str], Set[str]]]",
+                reason="ignores tensors that the model does not have, and tells of others by "
+                "shards and plans",
+            ),
+            Replacement(
+                target="megatron.core.dist_checkpointing.serialization.load_common_state_dict",
+                wrapper=common,
+                signature="(checkpoint_dir: Union[str, pathlib.Path]) -> Dict[str, Any]",
+                reason="the first that is read of a checkpoint; what follows fails without a "
+                "word of the optimizer when its state is of another kind",
+            ),
+            Replacement(
+                target="megatron.core.msc_utils.maybe_msc.open",
+                wrapper=tracker,  # of Python's own open
+                reason="empties the file that names the latest checkpoint before it is written",
+            ),
+        ),
+    )
+
+
 def apply_upstream_replacements(platform: Platform) -> None:
     """Replace what has to give way in Megatron, until the platform ends; idempotent.
 
@@ -184,6 +286,7 @@ def apply_upstream_replacements(platform: Platform) -> None:
     """
     rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
     platform.use(ReplacementTable("upstream", rows))
+    platform.use(ReplacementTable("safe reading", SAFE_READING))
 
 
 Losses = dict[str, torch.Tensor]

@@ -44,7 +44,9 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         "pipeline_model_parallel_size",
         "context_parallel_size",
         "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "seq_length",
+        "packing_look_ahead",
         "micro_batch_size",
         "global_batch_size",
         "train_iters",
@@ -269,12 +271,6 @@ def context_parallel(args: Namespace, model: Any) -> str | None:
     return f"--context-parallel-size {size}" if size > 1 else None
 
 
-def expert_parallel(args: Namespace, model: Any) -> str | None:
-    """Expert parallelism comes with experts only."""
-    size = args.expert_model_parallel_size
-    return f"--expert-model-parallel-size {size}" if size > 1 and not args.num_experts else None
-
-
 def precision(args: Namespace, model: Any) -> str | None:
     """The precision is fp32 or bf16."""
     given = [
@@ -292,6 +288,17 @@ def precision(args: Namespace, model: Any) -> str | None:
 def checkpoint_format(args: Namespace, model: Any) -> str | None:
     """Checkpoints are in the ``torch_dist`` format."""
     return f"--ckpt-format {args.ckpt_format}" if args.ckpt_format != "torch_dist" else None
+
+
+def asynchronous_save(args: Namespace, model: Any) -> str | None:
+    """Asynchronous saves are written by what the machine has."""
+    if not args.async_save or args.async_strategy == "mcore":
+        return None
+    if args.device == "cpu":
+        return f"--async-strategy {args.async_strategy} on cpu"
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        return f"--async-strategy {args.async_strategy} without nvidia-resiliency-ext"
+    return None
 
 
 def data_loading(args: Namespace, model: Any) -> str | None:

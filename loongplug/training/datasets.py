@@ -85,6 +85,7 @@ class DatasetProvider:
             seed=args.seed,
             seq_length=args.seq_length,
             training_phase=args.training_phase,
+            packing_look_ahead=args.packing_look_ahead if args.packing else None,
         )
         self._valid = open_dataset(args.valid_data_path)
         self._patch_dim = processor.patch_dim
@@ -103,11 +104,6 @@ class DatasetProvider:
         train, *valid = (streams.chunk(chunk) for streams in self._chunks)
         return train, valid[0] if valid else None, None
 
-    @property
-    def decoded(self) -> int:
-        """Images and videos that this rank has read and decoded."""
-        return sum(loader.decoded for loader in self._loaders)
-
     def close(self) -> None:
         """End the background processes."""
         for loader in self._loaders:
@@ -115,8 +111,13 @@ class DatasetProvider:
 
     def _start(self) -> None:
         args = self._args
-        skips = self.bad_samples.skips
-        replica = replica_group() if skips else None
+        replica = replica_group() if self.bad_samples.skips else None
+        valid_bad_samples = BadSamples(args.bad_sample)
+        for bad_samples in (self.bad_samples, valid_bad_samples):
+            bad_samples.speaks = (
+                parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+                and parallel_state.get_tensor_model_parallel_rank() == 0
+            )
         self._loaders.append(
             MicrobatchLoader(
                 self._train,
@@ -132,7 +133,7 @@ class DatasetProvider:
                     self._valid,
                     seed=None,
                     restart_after=args.eval_iters * args.global_batch_size,
-                    bad_samples=BadSamples(args.bad_sample, speaks=False),
+                    bad_samples=valid_bad_samples,
                     **self._common(replica, channel=1),
                 )
             )
@@ -156,4 +157,5 @@ class DatasetProvider:
             "workers": WorkerSettings(
                 processes=args.num_workers, pin_memory=platform.name == "cuda"
             ),
+            "look_ahead": args.packing_look_ahead if args.packing else None,
         }

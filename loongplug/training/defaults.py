@@ -16,11 +16,14 @@ def apply_defaults(args: Namespace, *, given: Collection[str], backend: str) -> 
     for name, value in defaults.items():
         if name not in given:
             setattr(args, name, value)
+    if args.num_experts and "moe_grouped_gemm" not in given:
+        args.moe_grouped_gemm = args.transformer_impl == "transformer_engine"
 
 
 def _common(args: Namespace) -> dict[str, Any]:
     return {
         "dataloader_type": "external",
+        "moe_token_dispatcher_type": "alltoall",  # allgather sends every token to every rank
         "calculate_per_token_loss": True,  # the same loss under any split of the batch
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -30,6 +33,10 @@ def _common(args: Namespace) -> dict[str, Any]:
         "eval_interval": 1000,  # upstream divides by it, also when nothing is evaluated
         "save_interval": args.train_iters if args.save else None,
         "split": "100,0,0" if args.data_path else None,  # held-out data have files of their own
+        # Resume in any layout; Megatron's own default loads under the same TP and PP only. It
+        # refuses to combine this with checkpoints in each node's local storage.
+        "dist_ckpt_optim_fully_reshardable": args.non_persistent_ckpt_type != "local",
+        "use_persistent_ckpt_worker": args.async_save,  # upstream saves in step without it
     }
 
 
@@ -38,6 +45,7 @@ def _on_cpu() -> dict[str, Any]:
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "num_workers": 0,  # they would take the cores that train
+        "async_strategy": "mcore",
         # Kernels that exist for CUDA only, and fusions by torch.compile that cost more than they
         # save in short CPU runs.
         "gradient_accumulation_fusion": False,
@@ -52,9 +60,11 @@ def _on_cpu() -> dict[str, Any]:
 
 def _on_cuda() -> dict[str, Any]:
     has_engine = importlib.util.find_spec("transformer_engine") is not None
+    has_nvrx = importlib.util.find_spec("nvidia_resiliency_ext") is not None
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "transformer_impl": "transformer_engine" if has_engine else "local",
+        "async_strategy": "nvrx" if has_nvrx else "mcore",
         "gradient_accumulation_fusion": has_apex,
         "no_persist_layer_norm": not has_engine,
     }

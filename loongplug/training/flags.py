@@ -117,6 +117,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--print-config", action="store_true", help="print the model's YAML and exit"
     )
+    _add_packing(group)
     group.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face folder")
     group.add_argument(
         "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
@@ -133,6 +134,21 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--enable-full-hetero-dp", action="store_true", help="full separation (not there yet)"
+    )
+
+
+def _add_packing(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--packing",
+        action="store_true",
+        help="fill sequences with several samples each; batch sizes then count sequences",
+    )
+    group.add_argument(
+        "--packing-look-ahead",
+        type=int,
+        default=256,
+        metavar="N",
+        help="a sequence is filled from the next N samples (default: 256)",
     )
 
 

@@ -10,6 +10,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
+from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.platform import Platform
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -38,12 +39,25 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
     )
 
 
+def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
+    """A pack's segments as the decoder takes them, on the microbatch's device; else None."""
+    if microbatch.segments is None:
+        return None
+    return pack_segments(
+        microbatch.segments,
+        device=microbatch.input_ids.device,
+        padding=microbatch.capacity - microbatch.tokens,
+    )
+
+
 class ForwardStep:
     """Take the next microbatch, run this rank's chunk on it, count its tokens."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self.tokens = 0  # before padding, of all training microbatches; first stage only
+        # Of all training microbatches, without padding and with it; first stage only.
+        self.tokens = 0
+        self.capacity = 0
         self.started: float | None = None  # when the first of them was asked for
 
     def __call__(
@@ -57,10 +71,13 @@ class ForwardStep:
         # Each of a rank's virtual chunks sees the same microbatch; only the first counts it.
         if model.training and get_attr_wrapped_model(model, "pre_process"):
             self.tokens += microbatch.tokens
+            self.capacity += microbatch.capacity
         output = model(
             microbatch.input_ids,
             microbatch.position_ids,
             vision=microbatch.vision,
             labels=microbatch.labels,
+            loss_mask=microbatch.loss_mask,
+            packed_seq_params=packed_segments(microbatch),
         )
         return output, partial(token_loss, microbatch.loss_mask)

@@ -24,6 +24,8 @@ def decoder_heads(args: Namespace, model: Any) -> str | None:
 
 def decoder_ffn(args: Namespace, model: Any) -> str | None:
     """The decoder's feed-forward width can be split over the tensor parallel ranks."""
+    if args.num_experts:  # no layer has that width
+        return None
     return indivisible("the decoder's ffn_hidden_size", args.ffn_hidden_size, args=args)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -19,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from loongplug.data.bad_samples import BAD_KINDS, BadKind
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -27,13 +29,25 @@ class StepReport:
     iteration: int
     loss: float  # mean over the iterations since the last report of each one's mean over tokens
     tokens: int  # tokens before padding since the last report, over all data parallel ranks
+    capacity: int  # the same with padding
     seconds: float  # wall time since the last report, evaluation and saving included
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens before padding."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def fill_rate(self) -> float:
+        """The share of the sequences that is no padding."""
+        return self.tokens / self.capacity if self.capacity > 0 else 0.0
 
 
 class TokenCounter(Protocol):
     """What this rank has trained on so far."""
 
     tokens: int  # before padding; counted by ranks of the first stage
+    capacity: int  # with padding
     started: float | None  # time.monotonic() of the first microbatch
 
 
@@ -55,8 +69,10 @@ class ProgressSink(Protocol):
 
 def describe(step: StepReport, *, total: int) -> str:
     """One plain line for one report."""
-    rate = step.tokens / step.seconds if step.seconds > 0 else 0.0
-    return f"iteration {step.iteration}/{total} | loss {step.loss:.4f} | {rate:,.0f} tokens/s"
+    return (
+        f"iteration {step.iteration}/{total} | loss {step.loss:.4f} | "
+        f"{step.tokens_per_second:,.0f} tokens/s | {step.fill_rate:.1%} full"
+    )
 
 
 class PlainLines:
@@ -100,7 +116,7 @@ class PlainLines:
 
 
 class RichBar:
-    """A progress bar with loss, tokens/s and the time that is left."""
+    """A progress bar with loss, tokens/s, fill rate and the time that is left."""
 
     def __init__(self, stream: TextIO, *, total: int) -> None:
         self._bar = Progress(
@@ -110,6 +126,7 @@ class RichBar:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[rate]} tokens/s"),
+            TextColumn("{task.fields[fill]} full"),
             TimeRemainingColumn(),
             console=Console(file=stream, force_terminal=True),
         )
@@ -119,13 +136,21 @@ class RichBar:
 
     def report(self, step: StepReport) -> None:
         """Move the bar."""
-        rate = step.tokens / step.seconds if step.seconds > 0 else 0.0
         if self._task is None:  # a resumed run starts where it was, which is no speed
             self._task = self._bar.add_task(
-                "training", total=self._total, completed=step.iteration, loss="-", rate="-"
+                "training",
+                total=self._total,
+                completed=step.iteration,
+                loss="-",
+                rate="-",
+                fill="-",
             )
         self._bar.update(
-            self._task, completed=step.iteration, loss=f"{step.loss:.4f}", rate=f"{rate:,.0f}"
+            self._task,
+            completed=step.iteration,
+            loss=f"{step.loss:.4f}",
+            rate=f"{step.tokens_per_second:,.0f}",
+            fill=f"{step.fill_rate:.1%}",
         )
 
     def say(self, line: str) -> None:
@@ -149,9 +174,11 @@ class TrainingMetrics:
     loss_first: float
     loss_last: float
     tokens_per_second: float
+    fill_rate: float  # tokens before padding, of all tokens
     train_seconds: float
     iterations: int
     valid_loss: float | None  # of the last evaluation
+    bad_samples: dict[str, int]  # left out in training, by kind
 
 
 class TrainingProgress:
@@ -159,7 +186,7 @@ class TrainingProgress:
 
     Collective: every rank calls :meth:`step` in every iteration; every ``interval`` iterations
     (and in the first and last one) one all-reduce over the default group brings the last stage's
-    loss and all ranks' token counts together.
+    loss and all ranks' counts of tokens and bad samples together.
     """
 
     def __init__(
@@ -173,10 +200,12 @@ class TrainingProgress:
         has_loss: bool,
         sink: ProgressSink | None,
         on_report: Callable[[StepReport], None] | None = None,
+        bad_samples: Mapping[BadKind, int] | None = None,
     ) -> None:
         """``counts_tokens``: this rank speaks for its data parallel replica (tp 0, stage 0).
         ``has_loss``: this rank speaks for the loss (the last stage's tp 0 of replica 0).
-        ``on_report`` is called on every rank.
+        ``on_report`` is called on every rank. ``bad_samples`` are those that this rank has met so
+        far, by kind; they are summed over the ranks that count tokens.
         """
         self._total = total
         self._interval = interval
@@ -186,10 +215,13 @@ class TrainingProgress:
         self._has_loss = has_loss
         self._sink = sink
         self._on_report = on_report
+        self._met: Mapping[BadKind, int] = {} if bad_samples is None else bad_samples
+        self.bad_samples: dict[str, int] = {}  # of all replicas, by kind; none that is 0
         self.valid_loss: float | None = None  # of the last evaluation
         self._iteration = 0
         self._losses: list[torch.Tensor] = []
         self._reported_tokens = 0
+        self._reported_capacity = 0
         self.reports: list[StepReport] = []
         self._last_time: float | None = None
 
@@ -203,33 +235,41 @@ class TrainingProgress:
 
     def evaluated(self, loss: torch.Tensor | None) -> None:
         """Take note of an evaluation; ``loss`` is set on the last stage. Every rank enters."""
-        self.valid_loss = self._sum(loss.item() if self._has_loss and loss is not None else 0.0, 0)[
-            0
-        ]
+        (self.valid_loss,) = self._sum(loss.item() if self._has_loss and loss is not None else 0.0)
         if self._sink is not None:
             self._sink.say(f"iteration {self._iteration} | validation loss {self.valid_loss:.4f}")
 
-    def _sum(self, loss: float, tokens: int) -> tuple[float, int]:
+    def _sum(self, *values: float) -> list[float]:
         """Sums over all ranks; float64 is exact for counts far beyond any run's."""
-        sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self._device)
+        sums = torch.tensor(values, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(sums)
-        return float(sums[0]), int(sums[1])
+        result: list[float] = sums.tolist()
+        return result
 
     def _report(self, iteration: int) -> None:
-        tokens = self._counter.tokens
+        tokens, capacity = self._counter.tokens, self._counter.capacity
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
-        all_loss, all_tokens = self._sum(
+        all_loss, all_tokens, all_capacity, *bad = self._sum(
             loss.item() if self._has_loss else 0.0,
             tokens - self._reported_tokens if self._counts_tokens else 0,
+            capacity - self._reported_capacity if self._counts_tokens else 0,
+            *(self._met.get(kind, 0) if self._counts_tokens else 0 for kind in BAD_KINDS),
         )
+        self.bad_samples = {
+            kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count
+        }
         now = time.monotonic()
         since = self._last_time if self._last_time is not None else self._counter.started
         assert since is not None, "a report comes after the first microbatch"
         report = StepReport(
-            iteration=iteration, loss=all_loss, tokens=all_tokens, seconds=now - since
+            iteration=iteration,
+            loss=all_loss,
+            tokens=int(all_tokens),
+            capacity=int(all_capacity),
+            seconds=now - since,
         )
         self._losses.clear()
-        self._reported_tokens = tokens
+        self._reported_tokens, self._reported_capacity = tokens, capacity
         self._last_time = now
         self.reports.append(report)
         if self._sink is not None:
@@ -239,11 +279,20 @@ class TrainingProgress:
 
     def close(self) -> None:
         """End the display."""
-        if self._sink is not None:
-            self._sink.close()
+        if self._sink is None:
+            return
+        if self.bad_samples:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in self.bad_samples.items())
+            self._sink.say(f"bad samples left out: {sum(self.bad_samples.values())} ({kinds})")
+        self._sink.close()
 
 
-def summarize(reports: Sequence[StepReport], *, valid_loss: float | None) -> TrainingMetrics:
+def summarize(
+    reports: Sequence[StepReport],
+    *,
+    valid_loss: float | None,
+    bad_samples: Mapping[str, int] | None = None,
+) -> TrainingMetrics:
     """The figures of a run with at least one report.
 
     The first report holds start-up costs; the rate is that of all others when there are any.
@@ -254,9 +303,11 @@ def summarize(reports: Sequence[StepReport], *, valid_loss: float | None) -> Tra
         loss_last=reports[-1].loss,
         tokens_per_second=sum(step.tokens for step in steady)
         / sum(step.seconds for step in steady),
+        fill_rate=sum(step.tokens for step in reports) / sum(step.capacity for step in reports),
         train_seconds=sum(step.seconds for step in reports),
         iterations=reports[-1].iteration,
         valid_loss=valid_loss,
+        bad_samples=dict(bad_samples or {}),
     )
 
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from loongplug.training import checks, model_checks
+from loongplug.training import checks, expert_checks, model_checks, packing_checks
 from loongplug.training.checks import Check
 
 
@@ -128,6 +128,13 @@ RULES: tuple[Rule, ...] = (
         check=checks.sequence_parallel,
         reason="each rank of the group holds an equal slice of the sequence",
         cure="give a multiple of tp",
+    ),
+    Rule(
+        name="packing-rows",
+        refuses="`--packing` with a `--micro-batch-size` above 1",
+        check=packing_checks.one_row,
+        reason="a pack is a microbatch of several samples already",
+        cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
     ),
     Rule(
         name="pipeline-layers",
@@ -263,10 +270,76 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="expert-parallel",
-        refuses="`--expert-model-parallel-size` above 1 with a dense model",
-        check=checks.expert_parallel,
+        refuses="`--expert-model-parallel-size` or `--expert-tensor-parallel-size` above 1 with a "
+        "dense model",
+        check=expert_checks.dense_with_expert_flags,
         reason="there are no experts to distribute",
         cure="drop the flag",
+    ),
+    Rule(
+        name="expert-world",
+        refuses="the number of ranks is no multiple of expert tp x ep x pp",
+        check=expert_checks.experts_world,
+        reason="each copy of the experts takes that many ranks",
+        cure="change the number of processes, or the parallel sizes (expert tp is tp unless "
+        "--expert-tensor-parallel-size is given)",
+    ),
+    Rule(
+        name="expert-count",
+        refuses="`num_experts` that ep does not divide",
+        check=expert_checks.experts_divide,
+        reason="every rank of an expert parallel group holds as many experts",
+        cure="choose another --expert-model-parallel-size",
+    ),
+    Rule(
+        name="expert-width",
+        refuses="an `expert_ffn_hidden_size` that expert tp does not divide",
+        check=expert_checks.expert_width,
+        reason="each rank holds an equal slice of an expert",
+        cure="choose another --expert-tensor-parallel-size",
+    ),
+    Rule(
+        name="experts-per-token",
+        refuses="`experts_per_token` below 2 or above `num_experts`",
+        check=expert_checks.experts_per_token,
+        reason="the weight of a single expert is always 1, and teaches the router nothing",
+        cure="correct model.foundation.experts_per_token",
+    ),
+    Rule(
+        name="expert-sequence-parallel",
+        refuses="experts with tp above 1 and no `--sequence-parallel`",
+        check=expert_checks.experts_sequence_parallel,
+        reason="the ranks of a tensor parallel group would all send the same tokens to the experts",
+        cure="add --sequence-parallel",
+    ),
+    Rule(
+        name="balancing",
+        refuses="a `--moe-router-load-balancing-type` other than `aux_loss`, `seq_aux_loss`, "
+        "`global_aux_loss` and `none`, or not one `--moe-aux-loss-coeff` (0 or more) for each",
+        check=expert_checks.balancing,
+        reason="the others choose experts in another way than the published models",
+        cure="give one coefficient for each type",
+    ),
+    Rule(
+        name="packing-balancing",
+        refuses="`--packing` with `--moe-router-load-balancing-type seq_aux_loss`",
+        check=packing_checks.balancing_by_sample,
+        reason="it balances row by row, and would take a pack for one sample",
+        cure="use aux_loss or global_aux_loss, or drop --packing",
+    ),
+    Rule(
+        name="dispatcher",
+        refuses="a `--moe-token-dispatcher-type` other than `alltoall` and `allgather`",
+        check=expert_checks.dispatcher,
+        reason="the others need kernels that are not tested here",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="grouped-gemm",
+        refuses="`--moe-grouped-gemm` without TransformerEngine",
+        check=expert_checks.grouped_gemm,
+        reason="it is TransformerEngine that has it",
+        cure="drop the flag: experts are grouped where they can be",
     ),
     Rule(
         name="precision",
@@ -281,6 +354,14 @@ RULES: tuple[Rule, ...] = (
         check=checks.checkpoint_format,
         reason="only torch_dist checkpoints load into another layout",
         cure="drop the flag",
+    ),
+    Rule(
+        name="asynchronous-save",
+        refuses="`--async-strategy nvrx` with `--async-save` on CPU, or without the package "
+        "nvidia-resiliency-ext",
+        check=checks.asynchronous_save,
+        reason="that writer needs a GPU and its package",
+        cure="drop the flag: the writer is chosen by what is there",
     ),
     Rule(
         name="data-loading",

@@ -8,16 +8,17 @@ from typing import TextIO
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.checkpointing import checkpoint_exists
-from megatron.training.global_vars import set_global_variables
+from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
-from loongplug.checkpoint.architecture import check_architecture, write_architecture
-from loongplug.checkpoint.data_note import check_data_note, write_data_note
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import synchronous_save_table
 from loongplug.training.arguments import parse_arguments
+from loongplug.training.checkpoints import (
+    check_checkpoint_folders,
+    has_checkpoint,
+    use_whole_checkpoints,
+)
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.log import LogTap, megatron_output
@@ -41,16 +42,9 @@ def run(
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
-    if not args.async_save:
-        platform.use(synchronous_save_table())
+    use_whole_checkpoints(platform, asynchronous=args.async_save)
     datasets = DatasetProvider(args, parsed.model)
-    if _has_checkpoint(args):
-        check_architecture(Path(args.load), parsed.model_yaml)
-        if not args.finetune:
-            check_data_note(Path(args.load), datasets.fingerprint)
-    if args.save:
-        write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
-        write_data_note(Path(args.save), datasets.fingerprint, rank=args.rank)
+    check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     if args.save_hf:
         check_hf_export(
@@ -60,7 +54,7 @@ def run(
         parsed.model,
         parsed.family,
         backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
-        hf_folder=Path(args.load_hf) if args.load_hf and not _has_checkpoint(args) else None,
+        hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform)
     with megatron_output(args) as terminal:
@@ -105,7 +99,8 @@ def _pretrain(
             counts_tokens=_speaks_for_replica(),
             has_loss=_speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
-            on_report=on_report,
+            on_report=_also_in_tensorboard(on_report),
+            bad_samples=datasets.bad_samples.counts,
         )
     ) as tap:
         try:
@@ -119,14 +114,25 @@ def _pretrain(
         finally:  # a run that SIGTERM ends leaves by SystemExit
             if tap.reports and args.metrics_json and args.rank == 0:
                 write_metrics(
-                    Path(args.metrics_json), summarize(tap.reports, valid_loss=tap.valid_loss)
+                    Path(args.metrics_json),
+                    summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
                 )
     return tap.reports
 
 
-def _has_checkpoint(args: Namespace) -> bool:
-    """Whether --load names a folder with a checkpoint, which then wins over --load-hf."""
-    return bool(args.load) and checkpoint_exists(args.load)
+def _also_in_tensorboard(
+    on_report: Callable[[StepReport], None] | None,
+) -> Callable[[StepReport], None]:
+    """Write what Megatron does not know of a step beside its own scalars."""
+
+    def noted(step: StepReport) -> None:
+        writer = get_tensorboard_writer()  # one rank has it
+        if writer is not None:
+            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
+        if on_report is not None:
+            on_report(step)
+
+    return noted
 
 
 def _speaks_for_replica() -> bool:

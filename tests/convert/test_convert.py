@@ -156,6 +156,13 @@ def test_ends_that_make_no_conversion_are_refused(ends, message):
         convert([*MODEL, *ends])
 
 
+@pytest.mark.quick
+def test_a_folder_with_checkpoints_is_no_target(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match="has a checkpoint already"):
+        convert([*MODEL, "--load-hf", "a", "--save", str(tmp_path)])
+
+
 def bytes_read(rank: int, *, flags: list[str]) -> int:
     counted: list[int] = []
 

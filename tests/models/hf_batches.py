@@ -78,6 +78,10 @@ class Batch:
     samples: tuple[Microbatch, ...]  # one sample each
     media: tuple[tuple[Medium, ...], ...]
 
+    @property
+    def seq_length(self) -> int:
+        return self.samples[0].input_ids.shape[1]
+
     def microbatch(self, first: int, size: int) -> Microbatch:
         """Samples ``first`` to ``first + size`` as one microbatch."""
         chosen = self.samples[first : first + size]
@@ -93,6 +97,51 @@ class Batch:
                 grid_thw=torch.cat([vision.grid_thw for vision in visions]),
             ),
         )
+
+
+class Packs(Batch):
+    """A global batch of packs: what takes the place of a sample is a pack."""
+
+    def microbatch(self, first: int, size: int) -> Microbatch:
+        assert size == 1
+        return self.samples[first]
+
+
+def packed(data: Batch, packs: Sequence[tuple[int, ...]], *, seq_length: int) -> Packs:
+    """The samples of ``data`` by number, several to a row of ``seq_length``."""
+    return Packs(
+        samples=tuple(
+            _pack([data.samples[number] for number in numbers], seq_length=seq_length)
+            for numbers in packs
+        ),
+        media=tuple(
+            tuple(m for number in numbers for m in data.media[number]) for numbers in packs
+        ),
+    )
+
+
+def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
+    lengths = [sample.tokens for sample in samples]
+
+    def joined(name: str, *, value: int) -> torch.Tensor:
+        pieces = [
+            getattr(sample, name)[..., :length]
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+        return F.pad(torch.cat(pieces, dim=-1), (0, seq_length - sum(lengths)), value=value)
+
+    return Microbatch(
+        input_ids=joined("input_ids", value=1),
+        position_ids=joined("position_ids", value=0),
+        labels=joined("labels", value=1),
+        loss_mask=joined("loss_mask", value=0),
+        tokens=sum(lengths),
+        vision=VisionInput(
+            pixels=torch.cat([sample.vision.pixels for sample in samples]),
+            grid_thw=torch.cat([sample.vision.grid_thw for sample in samples]),
+        ),
+        segments=tuple(lengths),
+    )
 
 
 def batch(

@@ -4,10 +4,11 @@ The families' tests bring their tiny architectures; the batches come from ``hf_b
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from loongplug.models.decoder import DecoderConfig
 from loongplug.models.hf_model import hf_config
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
-from loongplug.training.forward_step import ForwardStep
+from loongplug.training.forward_step import ForwardStep, packed_segments
 
 LIMIT = 1e-4
 
@@ -46,6 +47,9 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     dp: int = 1
+    ep: int = 1
+    etp: int | None = None  # as Megatron: tp
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     sequence_parallel: bool = False
     recompute: bool = False
     micro_batch_size: int = 1
@@ -60,6 +64,12 @@ class Layout:
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
         if self.vpp:
             parts.append(f"vpp{self.vpp}")
+        if self.ep > 1:
+            parts.append(f"ep{self.ep}")
+        if self.etp:
+            parts.append(f"etp{self.etp}")
+        if self.dispatcher != "alltoall":
+            parts.append(self.dispatcher)
         parts += [
             name
             for name in (
@@ -93,8 +103,13 @@ class Step:
     gradients: dict[str, torch.Tensor]
 
 
-def reference_step(model: Any, data: Batch) -> Step:
-    """The whole batch at once in transformers; positions come from transformers as well."""
+def reference_step(
+    model: Any, data: Batch, *, regularizer: Callable[[], torch.Tensor] | None = None
+) -> Step:
+    """The whole batch at once in transformers; positions come from transformers as well.
+
+    What ``regularizer`` gives after the forward is added to the loss that the gradients are of.
+    """
     whole = data.microbatch(0, len(data.samples))
     lengths = torch.tensor([sample.tokens for sample in data.samples])
     attention_mask = (torch.arange(SEQ_LENGTH)[None] < lengths[:, None]).long()
@@ -109,16 +124,22 @@ def reference_step(model: Any, data: Batch) -> Step:
         output.logits.flatten(0, 1), whole.labels.flatten(), reduction="none"
     ).view_as(whole.loss_mask)
     loss = (losses * whole.loss_mask).sum() / whole.loss_mask.sum()
-    loss.backward()
+    (loss if regularizer is None else loss + regularizer()).backward()
     return Step(
         loss=loss.item(),
         logits=output.logits.detach(),
         gradients={
-            name: parameter.grad.clone()
+            name: _as_saved(name, parameter.grad)
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         },
     )
+
+
+def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A copy in the orientation of the files: there, experts are (inputs, outputs) each."""
+    experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return (gradient.transpose(1, 2) if experts else gradient).clone()
 
 
 def _media_arguments(data: Batch) -> dict[str, Any]:
@@ -138,7 +159,9 @@ def _media_arguments(data: Batch) -> dict[str, Any]:
     return arguments
 
 
-def decoder_config(model: VisionLanguageArchitecture, layout: Layout) -> DecoderConfig:
+def decoder_config(
+    model: VisionLanguageArchitecture, layout: Layout, **options: Any
+) -> DecoderConfig:
     """The decoder's Megatron config for a layout, fp32."""
     names = {field.name for field in dataclasses.fields(DecoderConfig)}
     arguments = family_of(model).megatron_arguments(model)
@@ -153,6 +176,9 @@ def decoder_config(model: VisionLanguageArchitecture, layout: Layout) -> Decoder
         attention_dropout=0.0,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or layout.tp,
+        moe_token_dispatcher_type=layout.dispatcher,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
         sequence_parallel=layout.sequence_parallel,
@@ -165,6 +191,7 @@ def decoder_config(model: VisionLanguageArchitecture, layout: Layout) -> Decoder
         recompute_granularity="full" if layout.recompute else None,
         recompute_method="uniform" if layout.recompute else None,
         recompute_num_layers=1 if layout.recompute else None,
+        **options,
     )
 
 
@@ -188,11 +215,17 @@ def build_chunks(model: VisionLanguageArchitecture, config: DecoderConfig, layou
 
 
 def our_step(
-    rank: int, *, folder: Path, model: VisionLanguageArchitecture, layout: Layout, data: Batch
+    rank: int,
+    *,
+    folder: Path,
+    model: VisionLanguageArchitecture,
+    layout: Layout,
+    data: Batch,
+    options: dict[str, Any],
 ) -> Step | None:
     """One step of ``layout`` through Megatron's own schedule; the result is rank 0's."""
-    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp):
-        config = decoder_config(model, layout)
+    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp):
+        config = decoder_config(model, layout, **options)
         bare = build_chunks(model, config, layout)
         hugging_face = family_of(model).load_hugging_face(model)
         load_hf_weights(bare, folder, model=hugging_face)
@@ -229,18 +262,17 @@ def our_step(
             get_forward_backward_func(),
             model=chunks,
             num_microbatches=per_rank,
-            seq_length=SEQ_LENGTH,
+            seq_length=data.seq_length,
             micro_batch_size=size,
         )
-        logits = _gather_logits(
-            run(
+        with torch.no_grad():  # as in evaluation: it leaves no trace in the routers' statistics
+            parts = run(
                 forward_step_func=_logits_step,
                 data_iterator=[iter(microbatches) for _ in chunks],
                 forward_only=True,
                 collect_non_loss_data=True,
-            ),
-            layout,
-        )
+            )
+        logits = _gather_logits(parts, layout)
         reports = run(
             forward_step_func=ForwardStep(current_platform()),
             data_iterator=[iter(microbatches) for _ in chunks],
@@ -264,7 +296,12 @@ def our_step(
 
 def _logits_step(iterator, model):
     microbatch = next(iterator)
-    logits = model(microbatch.input_ids, microbatch.position_ids, vision=microbatch.vision)
+    logits = model(
+        microbatch.input_ids,
+        microbatch.position_ids,
+        vision=microbatch.vision,
+        packed_seq_params=packed_segments(microbatch),
+    )
     return logits, lambda output, non_loss_data: output
 
 
@@ -289,8 +326,23 @@ def _gather_logits(parts: list[torch.Tensor], layout: Layout) -> torch.Tensor | 
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest absolute difference over the tensor's largest absolute reference value."""
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    """Largest absolute difference over the tensor's largest absolute reference value.
+
+    Without a unit where the reference is zero all over, as for an expert without tokens.
+    """
+    scale = theirs.abs().max()
+    return ((ours - theirs).abs().max() / (scale if scale > 0 else 1.0)).item()
+
+
+def expert_by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``gradients`` with each expert by itself: among all, a large one would hide a small one."""
+    split: dict[str, torch.Tensor] = {}
+    for name, gradient in gradients.items():
+        if ".mlp.experts." in name:
+            split |= {f"{name}[{number}]": each for number, each in enumerate(gradient)}
+        else:
+            split[name] = gradient
+    return split
 
 
 def assert_agreement(
@@ -300,20 +352,29 @@ def assert_agreement(
     layout: Layout,
     data: Batch,
     expected: Step,
+    limit: float = LIMIT,
+    **options: Any,
 ) -> None:
-    """Loss, logits and every gradient of ``layout`` are those of transformers, within LIMIT."""
+    """Loss, logits and every gradient of ``layout`` are the expected ones, within ``limit``.
+
+    ``options`` are settings of the decoder's Megatron config.
+    """
     step = run_ranks(
-        our_step, layout.world_size, folder=folder, model=model, layout=layout, data=data
+        our_step,
+        layout.world_size,
+        folder=folder,
+        model=model,
+        layout=layout,
+        data=data,
+        options=options,
     )[0]
-    assert abs(step.loss - expected.loss) < LIMIT * expected.loss
+    assert abs(step.loss - expected.loss) < limit * expected.loss
     lengths = [sample.tokens for sample in data.samples]
     for sample, length in enumerate(lengths):  # behind a sample's end, the two pad differently
         error = relative_error(step.logits[sample, :length], expected.logits[sample, :length])
-        assert error < LIMIT, (sample, error)
-    assert set(step.gradients) == set(expected.gradients)
-    errors = {
-        name: relative_error(step.gradients[name], gradient)
-        for name, gradient in expected.gradients.items()
-    }
+        assert error < limit, (sample, error)
+    found, wanted = expert_by_expert(step.gradients), expert_by_expert(expected.gradients)
+    assert set(found) == set(wanted)
+    errors = {name: relative_error(found[name], gradient) for name, gradient in wanted.items()}
     worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] < LIMIT, (worst, errors[worst])
+    assert errors[worst] < limit, (worst, errors[worst])

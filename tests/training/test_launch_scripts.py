@@ -56,13 +56,6 @@ ALL = (
 )
 
 
-def of_a_known_model(script: Script) -> object:
-    # TODO: without the mark once the families of all scripts are there.
-    known = script.model in available_models()
-    mark = pytest.mark.skipif(not known, reason=f"{script.model} is not there yet")
-    return pytest.param(script, id=script.name, marks=mark)
-
-
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -192,7 +185,7 @@ def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) 
         environment[name] = value
 
 
-@pytest.mark.parametrize("script", map(of_a_known_model, ALL))
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
 @pytest.mark.parametrize(
     ("nodes", "more"),
     [

@@ -21,8 +21,10 @@ from loongplug.training.progress import (
 pytestmark = pytest.mark.quick
 
 
-def report(iteration: int, *, loss=1.0, tokens=100, seconds=2.0) -> StepReport:
-    return StepReport(iteration=iteration, loss=loss, tokens=tokens, seconds=seconds)
+def report(iteration: int, *, loss=1.0, tokens=100, capacity=400, seconds=2.0) -> StepReport:
+    return StepReport(
+        iteration=iteration, loss=loss, tokens=tokens, capacity=capacity, seconds=seconds
+    )
 
 
 def test_a_stream_that_is_no_terminal_gets_plain_lines():
@@ -33,8 +35,8 @@ def test_a_stream_that_is_no_terminal_gets_plain_lines():
         sink.report(report(iteration))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2  # the first and the last; five seconds did not pass between
-    assert lines[0] == "iteration 1/3 | loss 1.0000 | 50 tokens/s"
-    assert lines[1].startswith("iteration 3/3 | loss 1.0000 | 50 tokens/s | 0 s left")
+    assert lines[0] == "iteration 1/3 | loss 1.0000 | 50 tokens/s | 25.0% full"
+    assert lines[1].startswith("iteration 3/3 | loss 1.0000 | 50 tokens/s | 25.0% full | 0 s left")
 
 
 def test_a_terminal_gets_a_bar_with_loss_and_rate():
@@ -50,12 +52,14 @@ def test_a_terminal_gets_a_bar_with_loss_and_rate():
     assert "3/3" in stream.getvalue()
     assert "0.2500" in stream.getvalue()
     assert "50 tokens/s" in stream.getvalue()
+    assert "25.0% full" in stream.getvalue()
 
 
 def test_the_rate_leaves_out_the_first_report():
-    reports = [report(1, loss=4.0, seconds=100.0), report(5, loss=2.0), report(9)]
+    reports = [report(1, loss=4.0, capacity=200, seconds=100.0), report(5, loss=2.0), report(9)]
     metrics = summarize(reports, valid_loss=0.5)
     assert metrics.tokens_per_second == 50.0
+    assert metrics.fill_rate == 0.3
     assert (metrics.loss_first, metrics.loss_last) == (4.0, 1.0)
     assert (metrics.train_seconds, metrics.iterations) == (104.0, 9)
     assert metrics.valid_loss == 0.5
@@ -76,6 +80,7 @@ def test_a_new_run_s_metrics_replace_an_older_run_s(tmp_path):
 @dataclass
 class Counter:
     tokens: int = 0
+    capacity: int = 0
     started: float | None = 0.0
 
 
@@ -96,6 +101,7 @@ def collect(rank: int) -> list[StepReport]:
     )
     for iteration in range(1, 6):
         counter.tokens += 10 * (rank + 1)
+        counter.capacity += 20 * (rank + 1)
         progress.step(iteration, torch.tensor(float(iteration)) if rank >= 2 else None)
     progress.evaluated(torch.tensor(0.25) if rank >= 2 else None)
     assert told == progress.reports
@@ -109,3 +115,31 @@ def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
         assert [step.iteration for step in reports] == [1, 2, 4, 5]
         assert [step.loss for step in reports] == [1.0, 2.0, 3.5, 5.0]
         assert [step.tokens for step in reports] == [30, 30, 60, 30]
+        assert [step.capacity for step in reports] == [60, 60, 120, 60]
+
+
+def met(rank: int) -> tuple[dict[str, int], str]:
+    """Ranks 0 and 1 each speak for a replica; rank 2 is of a later stage."""
+    counts: dict[str, int] = {}  # it fills up while training runs
+    stream = io.StringIO()
+    progress = TrainingProgress(
+        total=1,
+        interval=1,
+        device=torch.device("cpu"),
+        counter=Counter(),
+        counts_tokens=rank in (0, 1),
+        has_loss=rank == 2,
+        sink=PlainLines(stream, total=1),
+        bad_samples=counts,
+    )
+    counts |= {"length": 3, "pixels": rank}
+    progress.step(1, None)
+    progress.close()
+    return progress.bad_samples, stream.getvalue()
+
+
+def test_bad_samples_are_summed_over_replicas_and_told_at_the_end():
+    for counts, said in run_ranks(met, 3):
+        assert counts == {"length": 6, "pixels": 1}
+        assert said.splitlines()[-1] == "bad samples left out: 7 (length 6, pixels 1)"
+    assert summarize([report(1)], valid_loss=None, bad_samples={"row": 1}).bad_samples == {"row": 1}

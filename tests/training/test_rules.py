@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from command_lines import command_line, write_tokenizer
+from expert_cases import EXPERT_CASES
 
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
@@ -29,6 +30,16 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A valid run's arguments and model as the rules get them."""
+    return prepare(tmp_path_factory.mktemp("run"), model="qwen3_vl_tiny")
+
+
+@pytest.fixture(scope="module")
+def prepared_experts(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same of a model with 8 experts, 2 per token."""
+    return prepare(tmp_path_factory.mktemp("experts"), model="qwen3_vl_moe_tiny")
+
+
+def prepare(folder: Path, *, model: str) -> Run:
     seen: list[Run] = []
 
     def capture(args: Namespace, model: Any, **options: Any) -> list[str]:
@@ -36,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return violated_rules(args, model, **options)
 
     with patch.object(arguments, "violated_rules", capture):
-        arguments.parse_arguments(command_line(tmp_path_factory.mktemp("run")))
+        arguments.parse_arguments(command_line(folder, model=model))
     return seen[0]
 
 
@@ -80,7 +91,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"global_batch_size": None}],
     ),
     "positive-numbers": (
-        [{"seq_length": 0}, {"train_iters": 0}, {"tensor_model_parallel_size": -1}],
+        [
+            {"seq_length": 0},
+            {"train_iters": 0},
+            {"packing_look_ahead": 0},
+            {"tensor_model_parallel_size": -1},
+        ],
         [{"seq_length": 1}],
     ),
     "tokenizer-folder": ([{"tokenizer_model": None}, {"tokenizer_model": "/nowhere"}], []),
@@ -118,6 +134,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),
     "sequence-length": ([{"seq_length": 4097}], [{"seq_length": 4096}]),
+    "packing-rows": (
+        [{"packing": True, "micro_batch_size": 2}],
+        [{"packing": True, "micro_batch_size": 1}, {"micro_batch_size": 2}],
+    ),
     "sequence-parallel": (
         [{**TP, "sequence_parallel": True, "seq_length": 63}],
         [{**TP, "sequence_parallel": True}, {**TP, "seq_length": 63}],
@@ -175,9 +195,25 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "encoder-layout": ([], []),
     "hetero-flags": ([{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}], []),
     "context-parallel": ([{**LAYOUT, "context_parallel_size": 2}], []),
-    "expert-parallel": ([{"expert_model_parallel_size": 2}], []),
+    "expert-parallel": (
+        [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}],
+        [{"expert_tensor_parallel_size": 1}],
+    ),
+    "grouped-gemm": ([{"moe_grouped_gemm": True}], []),
     "precision": ([{"fp16": True}, {"fp8": "e4m3"}, {"fp4": "e2m1"}], [{"bf16": True}]),
     "checkpoint-format": ([{"ckpt_format": "torch"}], []),
+    "asynchronous-save": (
+        [
+            {"async_save": True, "async_strategy": "nvrx"},
+            {
+                "device": "cuda",
+                "distributed_backend": "nccl",
+                "async_save": True,
+                "async_strategy": "nvrx",
+            },
+        ],
+        [{"async_save": True, "async_strategy": "mcore"}, {"async_strategy": "nvrx"}],
+    ),
     "data-loading": (
         [{"dataloader_type": "cyclic"}, {"tokenizer_type": "TikTokenizer"}],
         [{"tokenizer_type": "HuggingFaceTokenizer"}],
@@ -354,9 +390,19 @@ def fires_alone(prepared: Run, rule: str, *, model: Any, cases: ModelCases) -> N
             assert found == expected, (tp, overrides)
 
 
+@pytest.mark.parametrize("rule", EXPERT_CASES)
+def test_expert_rule_fires_alone_and_leaves_its_neighbours(
+    prepared_experts: Run, rule: str
+) -> None:
+    for cases, expected in zip(EXPERT_CASES[rule], ([rule], []), strict=True):
+        for changes in cases:
+            layout = {"world_size": 8, "global_batch_size": 16}
+            assert violated(prepared_experts, **(layout | changes)) == expected, changes
+
+
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
-    all_cases = CASES | QWEN2_5_CASES | MODEL_CASES
+    all_cases = CASES | QWEN2_5_CASES | MODEL_CASES | EXPERT_CASES
     with_bad_case = {name for name, (bad, _) in all_cases.items() if bad}
     assert {rule.name for rule in RULES} == with_bad_case
 

@@ -56,7 +56,6 @@ def _is_alone(linear: ColumnParallelLinear | RowParallelLinear) -> bool:
     return (
         linear.tp_group.size() == 1
         and linear.gtp_remat_size == 1
-        and not linear.is_expert
         and not linear.gradient_accumulation_fusion
         and not getattr(linear.config, "cpu_offloading", False)
     )

@@ -54,19 +54,24 @@ class PackedSegments(PackedSeqParams):
     """Megatron's packed-sequence parameters together with the host's plan of the segments."""
 
     layout: PackedLayout | None = None
+    padding: int = 0  # tokens of the last segment, where that is padding
 
 
-def pack_segments(lengths: Sequence[int], *, device: torch.device | str) -> PackedSegments:
+def pack_segments(
+    lengths: Sequence[int], *, device: torch.device | str, padding: int = 0
+) -> PackedSegments:
     """Packed-sequence parameters (``thd``) of segments that each attend to themselves only.
 
     Args:
         lengths: tokens of each segment, known on the host; none at all makes an empty pack.
         device: where ``cu_seqlens`` (int32, [segments + 1]) go, for kernels that read them.
+        padding: tokens behind the segments that are of no use. They become a segment as well,
+            since some kernels leave what no segment covers undefined, gradients included.
 
     Call it once per microbatch and hand the result to every layer: nothing in the layers then
     waits for the device to learn the lengths.
     """
-    layout = PackedLayout.of(lengths)
+    layout = PackedLayout.of([*lengths, padding] if padding else lengths)
     cu_seqlens = torch.tensor(tuple(accumulate(layout.lengths, initial=0)), dtype=torch.int32)
     cu_seqlens = cu_seqlens.to(device, non_blocking=True)  # [segments + 1]
     longest = max(layout.lengths, default=0)
@@ -77,6 +82,7 @@ def pack_segments(lengths: Sequence[int], *, device: torch.device | str) -> Pack
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         layout=layout,
+        padding=padding,
     )
 
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,10 +23,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.experts import ExpertLayer, LocalExperts
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
 from loongplug.models.layers.mlp import LocalMLP
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.rope import RotarySelfAttention
+from loongplug.models.layers.router import BalancedRouter
 from loongplug.platform import current_platform
 
 Backend = Literal["te", "local"]
@@ -47,6 +50,15 @@ class SDPASpecProvider(LocalSpecProvider):
     def row_parallel_linear(self) -> type:
         """The row-parallel linear class."""
         return LocalRowParallelLinear
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> ExpertsBuilder:
+        """The experts of a layer, sequential: a grouped GEMM needs TransformerEngine."""
+        if moe_use_grouped_gemm:
+            raise ValueError(
+                "moe_grouped_gemm needs TransformerEngine, and the backend is 'local': leave it "
+                "unset."
+            )
+        return functools.partial(LocalExperts, submodules=_linears(self))
 
     def core_attention(self) -> type:
         """The core attention class."""
@@ -132,16 +144,19 @@ def _layer_spec(
 
 
 def _mlp(config: TransformerConfig, provider: BackendSpecProvider) -> MlpBuilder:
-    if config.num_moe_experts is None and isinstance(provider, SDPASpecProvider):
-        linears = MLPSubmodules(
-            linear_fc1=provider.column_parallel_linear(),
-            linear_fc2=provider.row_parallel_linear(),
+    if config.num_moe_experts is not None:
+        experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
+        return functools.partial(
+            ExpertLayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter)
         )
-        return functools.partial(LocalMLP.as_mlp_submodule, submodules=linears)
-    return get_mlp_module_spec_for_backend(
-        backend=provider,
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+    if isinstance(provider, SDPASpecProvider):
+        return functools.partial(LocalMLP.as_mlp_submodule, submodules=_linears(provider))
+    return get_mlp_module_spec_for_backend(backend=provider)
+
+
+def _linears(provider: BackendSpecProvider) -> MLPSubmodules:
+    return MLPSubmodules(
+        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
     )
 
 

@@ -49,6 +49,15 @@ def test_parameters_say_the_same_as_the_plan(lengths: list[int]) -> None:
     assert layout_of(params) == PackedLayout.of(lengths)
 
 
+def test_padding_is_the_last_segment() -> None:
+    params = pack_segments([3, 5], device="cpu", padding=4)
+    assert params.padding == 4
+    assert params.cu_seqlens_q.tolist() == [0, 3, 8, 12]
+    assert layout_of(params).lengths == (3, 5, 4)
+    full = pack_segments([3, 5], device="cpu", padding=0)
+    assert layout_of(full).lengths == (3, 5)
+
+
 @given(lengths_of_packs)
 def test_plain_megatron_parameters_are_read_from_cu_seqlens(lengths: list[int]) -> None:
     ours = pack_segments(lengths, device="cpu")

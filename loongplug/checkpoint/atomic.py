@@ -1,0 +1,128 @@
+"""Checkpoints that appear whole: written beside their place, then moved into it.
+
+Megatron writes ``iter_0000002`` file by file into its final folder, over whatever an earlier run
+left there. Here it writes into ``.saving_iter_0000002_<token>``, which one rename puts in place
+when all ranks are done; only then does Megatron advance its tracker file.
+"""
+
+import functools
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.tracker import flush
+
+_SAVING = ".saving_"
+_REPLACED = ".replaced_"
+
+
+class AtomicSaves:
+    """Wraps Megatron's save of one checkpoint; knows which saves of this run are under way."""
+
+    def __init__(self) -> None:
+        self._under_way: set[Path] = set()
+
+    def wrap(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """``save(state, checkpoint_dir, ...)`` that leaves ``checkpoint_dir`` whole or untouched.
+
+        Collective: the default group. An asynchronous save (one that returns a request) moves
+        its folder when the request is finalized, before what its caller adds to that.
+        """
+
+        @functools.wraps(save)
+        def atomic_save(
+            sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+        ) -> Any:
+            final = Path(checkpoint_dir)
+            partial = self._begin(final)
+            request = save(sharded_state_dict, str(partial), *args, **kwargs)
+            if request is None:
+                self._finish(partial, final)
+            else:
+                request.add_finalize_fn(lambda: self._finish(partial, final))
+            return request
+
+        return atomic_save
+
+    def _begin(self, final: Path) -> Path:
+        """A new folder beside ``final``, the same on all ranks; what crashes left is removed.
+
+        A new name each time: a writer that outlived its run must not write into this one.
+        """
+        made: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                remove_left_overs(final.parent, keep=self._under_way)
+                partial = final.with_name(f"{_SAVING}{final.name}_{secrets.token_hex(4)}")
+                partial.mkdir(parents=True)
+                made = [str(partial), None]
+            except OSError as error:
+                made = [None, f"cannot make a folder for the checkpoint: {error}"]
+        dist.broadcast_object_list(made, src=0)
+        if made[0] is None:
+            raise RuntimeError(made[1])
+        self._under_way.add(Path(made[0]))
+        return Path(made[0])
+
+    def _finish(self, partial: Path, final: Path) -> None:
+        error = None
+        if dist.get_rank() == 0:
+            try:
+                put_in_place(partial, final)
+            except OSError as problem:
+                error = problem
+        raise_together(error)
+        self._under_way.discard(partial)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give the complete folder ``partial`` its name; what had that name before is removed.
+
+    Killed between the two renames, it leaves the old folder aside, for ``recover``.
+    """
+    for file in partial.iterdir():
+        if file.suffix != ".distcp":  # whoever wrote one of those has flushed it
+            flush(file)
+    flush(partial)
+    aside = final.with_name(_REPLACED + final.name)
+    if final.exists() and any(final.iterdir()):
+        _remove(aside)
+        final.rename(aside)
+    partial.rename(final)  # over an empty folder, too
+    flush(final.parent)
+    _remove(aside)
+
+
+def recover(folder: Path) -> None:
+    """Put back a checkpoint that was moved aside by a run that died before replacing it.
+
+    For all ranks, before they look at ``folder``; no collectives: whoever comes first does it.
+    """
+    for aside in folder.glob(f"{_REPLACED}*"):
+        final = folder / aside.name.removeprefix(_REPLACED)
+        with suppress(OSError):  # another rank was first
+            if not final.exists() or not any(final.iterdir()):
+                aside.rename(final)
+
+
+def remove_left_overs(folder: Path, *, keep: set[Path]) -> None:
+    """Remove what saves left that never ended, but for the folders in ``keep``."""
+    for partial in folder.glob(f"{_SAVING}*"):
+        if partial not in keep:
+            _remove(partial)
+    for aside in folder.glob(f"{_REPLACED}*"):
+        if (folder / aside.name.removeprefix(_REPLACED)).exists():
+            _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,89 @@
+"""The check that a checkpoint's weights are the model's, tensor by tensor.
+
+It needs no note beside the checkpoint, and sees what Megatron passes over: tensors that the
+model lacks, and vocabularies of another size.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.architecture import refuse_differences
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_MODEL_CHUNK = re.compile(r"model\d*")
+_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
+
+
+def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's load of one checkpoint, after the check.
+
+    ``--dist-ckpt-strictness`` with another value than its default leaves the check out: then the
+    user has said what to do about differences.
+
+    Collective: the default group. Raises ValueError, on every rank, with the first differences.
+    """
+
+    @functools.wraps(load)
+    def load_checked(
+        sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        strict = kwargs.get("strict", "assume_ok_unexpected")
+        if getattr(strict, "value", strict) == "assume_ok_unexpected":
+            _check(sharded_state_dict, Path(checkpoint_dir))
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return load_checked
+
+
+def _check(sharded_state_dict: Mapping[str, Any], folder: Path) -> None:
+    error: Exception | None = None
+    wanted: dict[str, tuple[int, ...]] = {}
+    try:
+        wanted = _model_shapes(sharded_state_dict)
+    except Exception as problem:  # told to the other ranks
+        error = problem
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, wanted)
+    if error is None and wanted:
+        try:
+            here = {name: shape for shapes in everyone for name, shape in shapes.items()}
+            refuse_differences(_saved_shapes(folder), here, folder=folder)
+        except Exception as problem:
+            error = problem
+    raise_together(error)
+
+
+def _model_shapes(sharded_state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and whole shapes of the tensors that this rank's model chunks are to be loaded from."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+    chunks = {
+        key: value for key, value in sharded_state_dict.items() if _MODEL_CHUNK.fullmatch(key)
+    }
+    preprocessed, *_ = load_preprocess(chunks)
+    return {
+        value.key: tuple(value.global_shape)
+        for value in nested_values(preprocessed)
+        if isinstance(value, ShardedTensor)
+    }
+
+
+def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = FileSystemReader(folder).read_metadata()
+    return {
+        name: tuple(described.size)
+        for name, described in metadata.state_dict_metadata.items()
+        if isinstance(described, TensorStorageMetadata) and not _OPTIMIZER.search(name)
+    }

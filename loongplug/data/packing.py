@@ -1,0 +1,107 @@
+"""Which samples share a sequence: best fit within a bounded look-ahead."""
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+Pack = tuple[int, ...]  # positions in the stream of samples, ascending
+
+
+@dataclass(frozen=True)
+class PackingState:
+    """All that a planner remembers: how far it has read, and what of that is in no pack yet."""
+
+    read: int  # positions 0 to read - 1 have been given
+    held: tuple[tuple[int, int], ...]  # (position, tokens) of the others, by position
+
+
+class PackPlanner:
+    """Deals a stream of samples out into packs of at most ``seq_length`` tokens.
+
+    A pack starts with the first sample p that is in none yet. It is filled up, longest first,
+    with samples that still fit, of those at positions p + 1 to p + look_ahead - 1. So no sample
+    waits behind more than that for its turn, and at most ``look_ahead`` samples are held back.
+
+    The packs follow from the lengths, ``seq_length`` and ``look_ahead`` alone. A planner made
+    from another one's :attr:`state` goes on with the same packs; it may also go on with another
+    ``look_ahead``. No collectives: ranks that give the same lengths get the same packs.
+    """
+
+    def __init__(
+        self, *, seq_length: int, look_ahead: int, state: PackingState | None = None
+    ) -> None:
+        """Start at the first sample, or where ``state`` was taken.
+
+        Raises:
+            ValueError: for sizes below 1, or a sample in ``state`` that does not fit any more.
+        """
+        for name, value in (("seq_length", seq_length), ("look_ahead", look_ahead)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: expected at least 1.")
+        self._seq_length = seq_length
+        self._look_ahead = look_ahead
+        self._held: dict[int, int] = {}  # position -> tokens, by position
+        self._by_length: list[tuple[int, int]] = []  # (tokens, -position) of the same, ascending
+        self._read = 0
+        if state is not None:
+            for position, length in state.held:
+                self._hold(position, length)
+            self._read = state.read
+
+    @property
+    def read(self) -> int:
+        """The position whose length is next to be added."""
+        return self._read
+
+    @property
+    def state(self) -> PackingState:
+        """What a planner needs to go on from here."""
+        return PackingState(read=self._read, held=tuple(self._held.items()))
+
+    def add(self, length: int) -> None:
+        """Take the next sample, of ``length`` tokens; one of 0, say one left out, takes no room.
+
+        Raises:
+            ValueError: it is longer than a pack.
+        """
+        self._hold(self._read, length)
+        self._read += 1
+
+    def next_pack(self, *, ended: bool = False) -> Pack | None:
+        """The next pack, or None when it takes more samples to say.
+
+        With ``ended``, no more samples come: then None says that all are in packs.
+        """
+        first = next(iter(self._held), self._read)
+        if not self._held or (self._read - first < self._look_ahead and not ended):
+            return None
+        pack = [first]
+        room = self._seq_length - self._held.pop(first)
+        self._by_length.pop(bisect_right(self._by_length, (self._seq_length - room, -first)) - 1)
+        while (found := bisect_right(self._by_length, (room, 1))) > 0:
+            length, negative = self._by_length.pop(found - 1)
+            del self._held[-negative]
+            pack.append(-negative)
+            room -= length
+        return tuple(sorted(pack))
+
+    def _hold(self, position: int, length: int) -> None:
+        if not 0 <= length <= self._seq_length:
+            raise ValueError(
+                f"The sample at position {position} has {length} tokens: expected 0 to "
+                f"{self._seq_length} (--seq-length)."
+            )
+        self._held[position] = length
+        # Of samples of one length, the one that has waited longest is taken first.
+        insort(self._by_length, (length, -position))
+
+
+def plan(lengths: Iterable[int], *, seq_length: int, look_ahead: int) -> Iterator[Pack]:
+    """The packs of a stream that ends, one after the other; ValueErrors are PackPlanner's."""
+    planner = PackPlanner(seq_length=seq_length, look_ahead=look_ahead)
+    for length in lengths:
+        planner.add(length)
+        if (pack := planner.next_pack()) is not None:
+            yield pack
+    while (pack := planner.next_pack(ended=True)) is not None:
+        yield pack

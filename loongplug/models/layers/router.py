@@ -1,0 +1,126 @@
+"""The router's balancing losses, weighted so that their coefficients mean what they say."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from loongplug.models.layers.packed import PackedSegments
+
+
+def balances(config: TransformerConfig) -> bool:
+    """Whether routers have a balancing loss or a z-loss."""
+    given = config.moe_aux_loss_coeff
+    coefficients = given if isinstance(given, Sequence) else [given]
+    return config.num_moe_experts is not None and bool(any(coefficients) or config.moe_z_loss_coeff)
+
+
+def token_kinds(
+    position_ids: Tensor, loss_mask: Tensor, *, packed: PackedSegments | None = None
+) -> Tensor:
+    """What routers have to know of a microbatch's tokens, [b, 2 * s] bool.
+
+    The first s columns mark padding, the others the tokens that count in the loss. As one tensor,
+    it goes wherever upstream takes its ``padding_mask``: through activation checkpoints to each
+    router.
+
+    Args:
+        position_ids: [axes, b, s] int64; 0 on all axes behind a row's first token is padding.
+        loss_mask: [b, s].
+        packed: of a pack, where every sample begins at position 0, and which knows its padding.
+    """
+    if packed is None:
+        padding = (position_ids == 0).all(dim=0)  # [b, s]
+        padding[:, 0] = False
+    else:
+        padding = torch.zeros_like(loss_mask, dtype=torch.bool)
+        padding[:, loss_mask.shape[1] - packed.padding :] = True
+    return torch.cat([padding, loss_mask != 0], dim=1)
+
+
+class BalancedRouter(TopKRouter):
+    """TopKRouter whose balancing losses leave padding out and are means over microbatches.
+
+    Upstream weights a microbatch's balancing loss by its number of tokens, though the step then
+    divides by the tokens *that count in the loss*: a coefficient would grow by the ratio of the
+    two, tenfold where one token in ten is trained on. Here the weight is the number of tokens that
+    count. It is the same on all ranks of the tensor parallel group, whatever part of the padding
+    each of them has, and the global loss is not divided by the number of data parallel replicas.
+    """
+
+    # Of the microbatch that forward is at: tokens that count, tokens that are no padding.
+    _counted: Tensor | None = None
+    _valid: Tensor | None = None
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and routing map, both [tokens, experts].
+
+        Args:
+            input: [s / tp, b, hidden].
+            padding_mask: [2 * s, b] bool, :func:`token_kinds` turned; None where there is nothing
+                to balance.
+        """
+        self._counted = self._valid = local = None
+        if padding_mask is not None:
+            padding, counted = padding_mask.chunk(2)  # [s, b] each
+            self._counted, self._valid = counted.sum(), (~padding).sum()
+            local = padding.chunk(self.tp_group.size())[self.tp_group.rank()]  # [s / tp, b]
+            assert local.shape == input.shape[:2], (local.shape, input.shape)
+        result: tuple[Tensor, Tensor] = super().forward(input, local)
+        return result
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: Any,
+        needs_dp_avg: bool = True,
+        valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        """As upstream's, with the weight that the class describes."""
+        if self._counted is not None and self.calculate_per_token_loss:
+            # Upstream multiplies by the size of tp_cp_group once more. The loss is this rank's
+            # share of the one over reduce_group: over the replicas as well, for the global loss.
+            valid_token_count = self._counted * reduce_group.size() / self.tp_cp_group.size() ** 2
+        attached: Tensor = super().attach_and_log_load_balancing_loss(
+            activation,
+            aux_loss_coeff,
+            aux_loss,
+            aux_loss_name,
+            reduce_group,
+            needs_dp_avg=needs_dp_avg,
+            valid_token_count=valid_token_count,
+        )
+        return attached
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """As upstream's, with the weight that the class describes.
+
+        Args:
+            logits: [tokens, experts]. padding_mask: [tokens] bool.
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if self._counted is None or self._valid is None or not self.calculate_per_token_loss:
+            plain: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
+            return plain
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits
+        assert padding_mask is not None
+        squares = torch.logsumexp(logits, dim=-1).square() * ~padding_mask
+        loss = squares.sum() / self._valid  # this rank's share of the mean over the microbatch
+        get_moe_metrics_tracker().record(
+            "z_loss",
+            loss,
+            self.layer_number,
+            self.config.num_layers,
+            reduce_group=self.tp_cp_group,
+        )
+        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, loss * coefficient * self._counted)
+        return attached

@@ -1,0 +1,70 @@
+"""How a run or a conversion deals with checkpoints: which folders are fit, how they are written."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.training.checkpointing import checkpoint_exists
+
+from loongplug.checkpoint.architecture import check_architecture, write_architecture
+from loongplug.checkpoint.atomic import AtomicSaves, recover
+from loongplug.checkpoint.data_note import check_data_note, write_data_note
+from loongplug.checkpoint.same_optimizer import checked_common_state
+from loongplug.checkpoint.same_tensors import checked_load
+from loongplug.checkpoint.tracker import check_latest, replaced_whole
+from loongplug.platform import Platform
+from loongplug.platform.upstream import (
+    asynchronous_save_on_cpu_table,
+    synchronous_save_table,
+    whole_checkpoints_table,
+)
+
+
+def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
+    """Have Megatron write checkpoints that are there whole or not at all, and check what it loads.
+
+    Lasts until the platform ends.
+    """
+    if not asynchronous:
+        platform.use(synchronous_save_table())
+    elif platform.name == "cpu":
+        platform.use(asynchronous_save_on_cpu_table())
+    platform.use(
+        whole_checkpoints_table(
+            save=AtomicSaves().wrap,
+            load=checked_load,
+            common=checked_common_state,
+            tracker=replaced_whole,
+        )
+    )
+
+
+def has_checkpoint(args: Namespace) -> bool:
+    """Whether --load names a folder with a checkpoint, which then wins over --load-hf."""
+    return bool(args.load) and checkpoint_exists(args.load)
+
+
+def check_checkpoint_folders(
+    args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any] | None = None
+) -> None:
+    """Mend what a killed save left in ``--load`` and ``--save``, and note architecture and data.
+
+    ``data`` is the fingerprint of the training data, None where there are none. For all ranks; no
+    collectives.
+
+    Raises:
+        ValueError: a folder holds checkpoints of another model or other data, or none that is
+            complete.
+    """
+    for folder in {args.load, args.save} - {None}:
+        recover(Path(folder))
+    if has_checkpoint(args):
+        check_latest(Path(args.load), step=args.ckpt_step)
+        check_architecture(Path(args.load), model_yaml)
+        if data is not None and not args.finetune:
+            check_data_note(Path(args.load), data)
+    if args.save:
+        write_architecture(Path(args.save), model_yaml, rank=args.rank)
+        if data is not None:
+            write_data_note(Path(args.save), data, rank=args.rank)

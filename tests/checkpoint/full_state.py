@@ -1,0 +1,112 @@
+"""A run's weights and optimizer state as full tensors by name, in any layout.
+
+The tensors are put together by the Hugging Face export, which shares nothing with Megatron's
+sharded checkpoints: a wrong offset there cannot cancel out here.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import loongplug.training.run as run_module
+from loongplug.training.run import run
+
+WEIGHTS = "weights"
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+State = dict[str, torch.Tensor]
+
+
+def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[float]:
+    """Run in this rank; leave its final state in ``folder``; returns the optimizer's steps."""
+    from megatron.training import training
+
+    made: dict[str, Any] = {}
+    original_setup = training.setup_model_and_optimizer
+    original_export = run_module.save_hf_folder
+
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        made["model"], made["optimizer"], scheduler = original_setup(*args, **kwargs)
+        return made["model"], made["optimizer"], scheduler
+
+    def export(chunks: Sequence[nn.Module], target: Path, **kwargs: Any) -> None:
+        original_export(chunks, folder / WEIGHTS, **kwargs)
+        for kind in KINDS:
+            _show(kind, chunks, made["optimizer"])
+            original_export(chunks, folder / kind, **kwargs)
+
+    training.setup_model_and_optimizer = setup
+    run_module.save_hf_folder = export
+    run([*flags, "--save-hf", str(folder / "unused")])
+    return sorted(
+        {
+            float(state["step"])
+            for optimizer in _optimizers(made["optimizer"])
+            for state in optimizer.optimizer.state.values()
+        }
+    )
+
+
+def read_state(folder: Path) -> dict[str, State]:
+    """What ``run_and_keep_state`` left: full tensors by kind and name."""
+    return {kind: dict(_read(folder / kind)) for kind in (WEIGHTS, *KINDS)}
+
+
+def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from load_file(file).items()
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _show(kind: str, chunks: Sequence[nn.Module], optimizer: Any) -> None:
+    """Put this rank's shards of one kind of state in the parameters' places, in fp32.
+
+    A parameter without an optimizer's state (frozen) shows zeros.
+    """
+    shown: dict[nn.Parameter, torch.Tensor] = {}
+    for each in _optimizers(optimizer):
+        shown |= _distributed(each, kind) if hasattr(each, "gbuf_ranges") else _plain(each, kind)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            state = shown.get(parameter)
+            zeros = torch.zeros(parameter.shape, dtype=torch.float32)
+            parameter.data = zeros if state is None else state.clone().view(parameter.shape)
+
+
+def _distributed(optimizer: Any, kind: str) -> State:
+    """Summed over the data parallel ranks: each element is one rank's, and zero elsewhere."""
+    shown = {}
+    for buffer in optimizer.buffers:
+        for parameter in buffer.param_index_map:
+            full = torch.zeros(parameter.numel(), dtype=torch.float32)
+            if parameter in optimizer.model_param_group_index_map:
+                range_ = optimizer._get_model_param_range_map(parameter)["param"]
+                state = optimizer._get_main_param_and_optimizer_states(parameter)[kind]
+                full[range_.start : range_.end] = state.detach()
+            dist.all_reduce(full, group=buffer.data_parallel_group)
+            shown[parameter] = full
+    return shown
+
+
+def _plain(optimizer: Any, kind: str) -> State:
+    shown = {}
+    for group in optimizer.optimizer.param_groups:
+        for main in group["params"]:
+            state = main if kind == "param" else optimizer.optimizer.state[main][kind]
+            shown[main] = state.detach()
+    for models, mains in zip(
+        getattr(optimizer, "float16_groups", ()),
+        getattr(optimizer, "fp32_from_float16_groups", ()),
+        strict=True,
+    ):
+        for model, main in zip(models, mains, strict=True):
+            shown[model] = shown.pop(main)
+    return shown

@@ -1,0 +1,137 @@
+"""The folder of a checkpoint: put in place, put back, and cleared of what crashes leave."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RankError, run_ranks
+
+from loongplug.checkpoint.atomic import AtomicSaves, put_in_place, recover, remove_left_overs
+
+
+def folder(path: Path, content: str | None = None) -> Path:
+    path.mkdir(parents=True)
+    if content is not None:
+        (path / "metadata.json").write_text(content)
+    return path
+
+
+def content(path: Path) -> str:
+    return (path / "metadata.json").read_text()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("before", ["nothing", "an empty folder", "a checkpoint"])
+def test_a_checkpoint_takes_its_place(tmp_path, before):
+    final = tmp_path / "iter_0000002"
+    if before != "nothing":
+        folder(final, None if before == "an empty folder" else "old")
+    put_in_place(folder(tmp_path / ".saving_iter_0000002_1", "new"), final)
+    assert content(final) == "new"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("killed_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("meanwhile", ["nothing", "an empty folder"])
+def test_the_old_or_the_new_checkpoint_is_there_whenever_it_is_killed(
+    tmp_path, monkeypatch, killed_at, meanwhile
+):
+    """A process that is killed does nothing more: each rename and removal may be the last."""
+    final = folder(tmp_path / "iter_0000002", "old")
+    partial = folder(tmp_path / ".saving_iter_0000002_1", "new")
+    done = 0
+
+    def step(original: Any, *args: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done >= killed_at:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", functools.partialmethod(step_of(Path.rename, step)))
+        patched.setattr(
+            "loongplug.checkpoint.atomic.shutil.rmtree", functools.partial(step, lambda path: None)
+        )
+        try:
+            put_in_place(partial, final)
+        except KeyboardInterrupt:
+            assert killed_at < 4
+    if meanwhile == "an empty folder" and not final.exists():
+        final.mkdir()  # as Megatron makes it at the start of the next save
+    recover(tmp_path)
+    recover(tmp_path)  # as every rank does
+    assert content(final) == ("old" if killed_at < 3 else "new")
+    remove_left_overs(tmp_path, keep=set())
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def step_of(original: Any, step: Any) -> Any:
+    return lambda self, *args: step(original, self, *args)
+
+
+@pytest.mark.quick
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    elsewhere = folder(tmp_path / "elsewhere", "old")
+    final = tmp_path / "run" / "iter_0000002"
+    final.parent.mkdir()
+    final.symlink_to(elsewhere)
+    put_in_place(folder(tmp_path / "run" / ".saving_iter_0000002_1", "new"), final)
+    assert (content(final), content(elsewhere)) == ("new", "old")
+    assert list(final.parent.iterdir()) == [final]
+
+
+@pytest.mark.quick
+def test_saves_under_way_are_no_left_overs(tmp_path):
+    mine, other = (folder(tmp_path / f".saving_iter_000000{n}_1", "part") for n in (1, 2))
+    aside = folder(tmp_path / ".replaced_iter_0000003", "the only one")
+    remove_left_overs(tmp_path, keep={mine})
+    assert mine.exists()
+    assert not other.exists()
+    assert aside.exists()
+    recover(tmp_path)
+    assert content(tmp_path / "iter_0000003") == "the only one"
+
+
+def save_twice(rank: int, *, save: Path, fail: bool) -> list[str]:
+    """Two asynchronous saves under way at once, finished in order; where each was written."""
+    written = []
+
+    class Request:
+        def __init__(self) -> None:
+            self.finalize_fns: list[Any] = []
+
+        def add_finalize_fn(self, function: Any) -> None:
+            self.finalize_fns.append(function)
+
+    def original(state: Any, checkpoint_dir: str) -> Request:
+        written.append(checkpoint_dir)
+        if rank == 0:
+            (Path(checkpoint_dir) / "metadata.json").write_text(str(state))
+        return Request()
+
+    if fail and rank == 0:
+        save.write_text("in the way")
+    wrapped = AtomicSaves().wrap(original)
+    requests = [wrapped(n, str(save / f"iter_000000{n}")) for n in (1, 2)]
+    assert not any((save / f"iter_000000{n}").exists() for n in (1, 2))
+    for request in requests:
+        for function in request.finalize_fns:
+            function()
+    return written
+
+
+def test_all_ranks_write_into_the_same_new_folder(tmp_path):
+    first, second = run_ranks(save_twice, 2, save=tmp_path / "run", fail=False)
+    assert first == second
+    assert len({Path(name).name for name in first}) == 2
+    assert [content(tmp_path / "run" / f"iter_000000{n}") for n in (1, 2)] == ["1", "2"]
+    assert len(list((tmp_path / "run").iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_told_to_all_ranks(tmp_path):
+    with pytest.raises(RankError, match="cannot make a folder for the checkpoint") as raised:
+        run_ranks(save_twice, 2, save=tmp_path / "run", fail=True)
+    assert len(raised.value.errors) == 2

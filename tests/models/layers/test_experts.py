@@ -1,0 +1,131 @@
+"""Experts and their router: specs, first weights, routing, and what routers know of tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layer_configs import decoder_config
+from megatron.core.extensions import transformer_engine_spec_provider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import build_module
+from ranks import model_parallel, run_ranks
+
+from loongplug.models.layers import specs
+from loongplug.models.layers.experts import ExpertLayer, LocalExperts
+from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.router import BalancedRouter, balances, token_kinds
+from loongplug.models.layers.specs import decoder_layer_spec
+
+
+def experts_config(**overrides):
+    values = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 20,
+        "use_cpu_initialization": True,
+    }
+    return decoder_config(**(values | overrides))
+
+
+def mlp_of(backend, **overrides):
+    return decoder_layer_spec(experts_config(**overrides), backend=backend).submodules.mlp
+
+
+@pytest.mark.quick
+def test_local_experts_are_sequential():
+    spec = mlp_of("local")
+    assert spec.func is ExpertLayer
+    experts = spec.keywords["submodules"].experts
+    assert experts.func is LocalExperts
+    assert experts.keywords["submodules"].linear_fc1 is LocalColumnParallelLinear
+    assert experts.keywords["submodules"].linear_fc2 is LocalRowParallelLinear
+
+
+@pytest.mark.quick
+def test_a_grouped_gemm_is_refused_without_te():
+    with pytest.raises(ValueError, match="moe_grouped_gemm needs TransformerEngine"):
+        mlp_of("local", moe_grouped_gemm=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("grouped", [True, False])
+def test_te_groups_experts_when_asked(monkeypatch, grouped):
+    for name in vars(transformer_engine_spec_provider):
+        if name.startswith("TE") and name not in ("TESpecProvider", "TEGroupedMLP"):
+            monkeypatch.setattr(transformer_engine_spec_provider, name, type(name, (), {}))
+    monkeypatch.setattr(transformer_engine_spec_provider, "is_te_min_version", lambda _: True)
+    monkeypatch.setattr(specs, "HAVE_TE", True)
+    submodules = mlp_of("te", moe_grouped_gemm=grouped).keywords["submodules"]
+    assert submodules.router is BalancedRouter
+    assert (submodules.experts.func is TEGroupedMLP) == grouped
+
+
+def layer_of(config):
+    spec = decoder_layer_spec(config, backend="local")
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return build_module(spec, config=config, layer_number=1, pg_collection=groups).mlp
+
+
+def first_weights(rank, *, ep):
+    with model_parallel(ep=ep):
+        layer = layer_of(experts_config(expert_model_parallel_size=ep))
+        assert not any(parameter.allreduce for parameter in layer.experts.parameters())
+        return [expert.linear_fc1.weight.detach().clone() for expert in layer.experts.local_experts]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_no_two_experts_start_alike_and_replicas_do(ep):
+    ranks = run_ranks(first_weights, 4, ep=ep)
+    experts = [weight for rank in ranks[:ep] for weight in rank]
+    assert len(experts) == 4
+    for number, weight in enumerate(experts):
+        assert not any(torch.equal(weight, other) for other in experts[:number])
+    for rank in range(4):
+        assert all(map(torch.equal, ranks[rank], ranks[rank % ep]))
+
+
+def route(rank, *, logits):
+    with model_parallel():
+        router = layer_of(experts_config()).router
+        return router.routing(logits[:, None])
+
+
+def test_the_k_most_probable_experts_are_weighted_by_their_share():
+    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    ((weights, chosen),) = run_ranks(route, 1, logits=logits)
+    probabilities = logits.softmax(-1)
+    top, experts = probabilities.topk(2)
+    expected = torch.zeros(50, 4).scatter(1, experts, top / top.sum(-1, keepdim=True))
+    torch.testing.assert_close(weights, expected)
+    assert torch.equal(chosen, expected > 0)
+
+
+@pytest.mark.quick
+def test_token_kinds_are_padding_and_what_counts():
+    positions = torch.tensor([[[0, 1, 2, 0, 0]], [[0, 0, 2, 0, 0]], [[0, 0, 0, 0, 0]]])
+    kinds = token_kinds(positions, torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]]))
+    assert kinds.int().tolist() == [[0, 0, 0, 1, 1, 0, 1, 0, 0, 0]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_pack_says_itself_what_its_padding_is(padding):
+    length = 5 + padding
+    positions = torch.tensor([0, 1, 0, 1, 2] + [0] * padding).expand(3, 1, length)
+    packed = pack_segments([2, 3], device="cpu", padding=padding)
+    kinds = token_kinds(positions, torch.zeros(1, length), packed=packed)
+    assert kinds[0, :length].int().tolist() == [0] * 5 + [1] * padding
+    assert not kinds[0, length:].any()
+
+
+@pytest.mark.quick
+def test_balances():
+    settings = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    assert not balances(SimpleNamespace(**settings))
+    assert not balances(SimpleNamespace(**settings | {"moe_aux_loss_coeff": [0.0, 0.0]}))
+    assert balances(SimpleNamespace(**settings | {"moe_aux_loss_coeff": [0.0, 0.1]}))
+    assert balances(SimpleNamespace(**settings | {"moe_aux_loss_coeff": 0.1}))
+    assert balances(SimpleNamespace(**settings | {"moe_z_loss_coeff": 0.1}))
+    assert not balances(SimpleNamespace(**settings | {"num_moe_experts": None}))

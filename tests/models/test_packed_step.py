@@ -1,0 +1,156 @@
+"""A step on packs against the same step on padded samples, in every family and layout.
+
+What is held against each other is our own: loss, logits of every token and every gradient, in
+fp32, within 1e-5 of the padded step at one rank. That one is held against transformers elsewhere.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import test_hf_agreement
+import test_qwen2_5_agreement
+import tiny_qwen2_5_vl
+import tiny_qwen3_vl_moe
+import torch
+from hf_batches import QWEN3, Batch, Packs, Style, batch, packed
+from hf_reference import Layout, Step, assert_agreement, our_step, reference_model
+from ranks import run_ranks
+
+from loongplug.models.architecture import VisionLanguageArchitecture
+
+LIMIT = 1e-5
+# Images and a video in a full pack; text alone; videos; one sample with much padding behind it.
+PACKS = ((0, 2, 3), (1, 4), (7, 5), (6,))
+PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+SP = {"tp": 2, "sequence_parallel": True}
+LAYOUTS = [
+    Layout(),
+    Layout(pp=2, **SP),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, recompute=True, **SP),
+]
+
+
+@dataclass(frozen=True)
+class Family:
+    model: VisionLanguageArchitecture
+    folder: Path  # its weights
+    data: Batch
+
+    @property
+    def seq_length(self) -> int:
+        """That of the first pack, which is full."""
+        return sum(self.data.samples[number].tokens for number in PACKS[0])
+
+    def step(self, *, data: Batch, layout: Layout, **options) -> Step:
+        return run_ranks(
+            our_step,
+            layout.world_size,
+            folder=self.folder,
+            model=self.model,
+            layout=layout,
+            data=data,
+            options=options,
+        )[0]
+
+    def packs(self, numbers: tuple[tuple[int, ...], ...] = PACKS) -> Packs:
+        return packed(self.data, numbers, seq_length=self.seq_length)
+
+
+def qwen2_5_batch() -> Batch:
+    style = Style(
+        patch_values=3 * 2 * 14 * 14,
+        frames_apart=False,
+        positions=test_qwen2_5_agreement.positions,
+    )
+    return batch(style, media=test_qwen2_5_agreement.MEDIA)
+
+
+FAMILIES = {
+    "qwen3_vl": (lambda: test_hf_agreement.architecture(tied=False), lambda: batch(QWEN3)),
+    "qwen2_5_vl": (lambda: tiny_qwen2_5_vl.tiny_config(tied=True), qwen2_5_batch),
+    "qwen3_vl_moe": (tiny_qwen3_vl_moe.architecture, lambda: batch(QWEN3)),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    architecture, data = (make() for make in FAMILIES[request.param])
+    folder = tmp_path_factory.mktemp("hf")
+    reference_model(architecture).save_pretrained(folder)
+    return Family(architecture, folder, data)
+
+
+@pytest.fixture(scope="module")
+def padded(family) -> Step:
+    return family.step(data=family.data, layout=Layout())
+
+
+def as_packs(step: Step, family: Family, packs: tuple[tuple[int, ...], ...] = PACKS) -> Step:
+    """The padded step with its logits in the order of the packs."""
+    rows = []
+    for numbers in packs:
+        pieces = [step.logits[number, : family.data.samples[number].tokens] for number in numbers]
+        row = step.logits.new_zeros(family.seq_length, step.logits.shape[-1])
+        row[: sum(map(len, pieces))] = torch.cat(pieces)
+        rows.append(row)
+    return dataclasses.replace(step, logits=torch.stack(rows))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_packs_train_as_padded_samples_do(family, padded, layout):
+    assert_agreement(
+        family.model,
+        family.folder,
+        layout=layout,
+        data=family.packs(),
+        expected=as_packs(padded, family),
+        limit=LIMIT,
+    )
+
+
+def test_attention_across_samples_would_show(family, padded):
+    """The same rows as one segment each: were the limits too wide, this would pass for packed."""
+    packs = family.packs()
+    merged = Packs(
+        samples=tuple(dataclasses.replace(pack, segments=(pack.tokens,)) for pack in packs.samples),
+        media=packs.media,
+    )
+    step = family.step(data=merged, layout=Layout())
+    assert abs(step.loss - padded.loss) > 100 * LIMIT * padded.loss
+
+
+def test_the_packs_are_what_the_test_needs(family):
+    packs = family.packs().samples
+    padding = [pack.capacity - pack.tokens for pack in packs]
+    assert padding[0] == 0
+    assert max(padding) > family.seq_length / 2
+    assert [len(pack.segments) for pack in packs] == [3, 2, 2, 1]
+    media = family.packs().media
+    assert [len(each) for each in media] == [7, 0, 3, 1]
+    assert [sum(medium.is_video for medium in each) for each in media] == [1, 0, 2, 0]
+
+
+BALANCING = {
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.5, 0.5],  # large, so that a wrong factor shows
+    "moe_z_loss_coeff": 0.02,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, **SP)], ids=str)
+def test_experts_balance_the_samples_of_a_pack_as_those_of_a_padded_microbatch(family, layout):
+    """A sample's first token, at position 0, is no padding; what stands behind the pack is."""
+    padded = family.step(data=family.data, layout=Layout(micro_batch_size=2), **BALANCING)
+    assert_agreement(
+        family.model,
+        family.folder,
+        layout=layout,
+        data=family.packs(PAIRS),
+        expected=as_packs(padded, family, PAIRS),
+        limit=LIMIT,
+        **BALANCING,
+    )

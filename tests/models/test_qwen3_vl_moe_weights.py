@@ -1,0 +1,130 @@
+"""Qwen3-VL-MoE's weights in and out of Hugging Face folders, in every layout."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from hf_reference import Layout, build_chunks, decoder_config, reference_model
+from ranks import RankError, model_parallel, run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_qwen3_vl_moe import SP, architecture
+
+from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.data.demo_processor import write_processor
+from loongplug.models.hf_model import hf_config
+from loongplug.models.qwen3_vl_moe.hf import hugging_face
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+LAYOUTS = [
+    Layout(),
+    Layout(dp=2),
+    Layout(dp=2, ep=2),
+    Layout(dp=2, ep=2, **SP),
+    Layout(**SP, etp=1),
+    Layout(**SP, etp=1, ep=2),
+    Layout(dp=2, etp=2),
+    Layout(pp=2, **SP),
+    Layout(pp=2, vpp=2, dp=2, ep=2),
+]
+
+
+def turned(tensors):
+    """Experts the other way round, all else as it is."""
+    return {
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(EXPERTS) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The model as transformers writes it: experts are (outputs, inputs)."""
+    folder = tmp_path_factory.mktemp("saved")
+    reference_model(architecture()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(saved, tmp_path_factory):
+    """The same as the published files are: experts are (inputs, outputs)."""
+    folder = tmp_path_factory.mktemp("published")
+    tensors = turned(load_file(saved / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processor")
+    write_processor(folder)
+    return folder
+
+
+def in_and_out(rank, *, layout, source, target, processor):
+    model = hugging_face(architecture())
+    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp):
+        chunks = build_chunks(architecture(), decoder_config(architecture(), layout), layout)
+        bytes_read = load_hf_weights(chunks, source, model=model)
+        save_hf_folder(chunks, target, model=model, processor_folder=processor)
+        return bytes_read
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_there_and_back_to_the_same_bits(published, processor, tmp_path, layout):
+    target = tmp_path / "out"
+    arguments = {"source": published, "target": target, "processor": processor}
+    bytes_read = run_ranks(in_and_out, layout.world_size, layout=layout, **arguments)
+    before = load_file(published / "model.safetensors")
+    after = load_file(target / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert sum(bytes_read) == sum(tensor.nbytes for tensor in before.values())
+
+
+def test_what_transformers_writes_is_read_as_well_and_written_as_published(
+    saved, published, processor, tmp_path
+):
+    target = tmp_path / "out"
+    layout = Layout(dp=2, ep=2, **SP)
+    arguments = {"source": saved, "target": target, "processor": processor}
+    run_ranks(in_and_out, 4, layout=layout, **arguments)
+    before = load_file(published / "model.safetensors")
+    after = load_file(target / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    model, report = transformers.AutoModelForImageTextToText.from_pretrained(
+        target, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert type(model) is transformers.Qwen3VLMoeForConditionalGeneration
+    found, expected = model.state_dict(), reference_model(architecture()).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_names_and_shapes_are_those_of_transformers(published):
+    expected = hugging_face(architecture()).mapping.sources()
+    found = load_file(published / "model.safetensors")
+    assert expected == {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def test_an_expert_too_few_is_named_with_both_shapes(published, processor, tmp_path):
+    tensors = load_file(published / "model.safetensors")
+    name = "model.language_model.layers.2.mlp.experts.down_proj"
+    tensors[name] = tensors[name][:7].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    arguments = {"source": tmp_path, "target": tmp_path / "out", "processor": processor}
+    with pytest.raises(RankError, match=r"\(7, 48, 64\), expected \(8, 48, 64\)"):
+        run_ranks(in_and_out, 2, layout=Layout(dp=2, ep=2), **arguments)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ffn", [32, 64])
+def test_square_experts_are_not_written(ffn):
+    """transformers could not tell inputs from outputs."""
+    model = architecture()
+    square = dataclasses.replace(model.foundation, expert_ffn_hidden_size=ffn)
+    with pytest.raises(ValueError, match="square matrices"):
+        hf_config(hugging_face(dataclasses.replace(model, foundation=square)))

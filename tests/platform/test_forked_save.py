@@ -1,0 +1,56 @@
+"""How forked writers of asynchronous saves answer, and that they are what a CPU run gets."""
+
+import multiprocessing
+import os
+import queue
+from typing import Any
+
+import pytest
+
+from loongplug.platform.forked_save import ForkedResults
+from loongplug.platform.upstream import asynchronous_save_on_cpu_table
+
+pytestmark = pytest.mark.quick
+
+
+def answer_of(function: Any) -> Any:
+    results = ForkedResults()
+    process = multiprocessing.get_context("fork").Process(target=function, args=(results,))
+    process.start()
+    process.join()
+    return results.get_nowait()
+
+
+def test_an_answer_of_any_size_waits_for_the_writer_s_end():
+    assert answer_of(lambda results: results.put("x" * 1_000_000)) == "x" * 1_000_000
+
+
+def test_a_writer_that_died_has_left_none():
+    with pytest.raises(queue.Empty):
+        answer_of(lambda results: os._exit(1))
+
+
+def test_half_an_answer_is_none():
+    def half(results: ForkedResults) -> None:
+        results._file.write(b"\x80\x04\x95")
+        results._file.flush()
+        os._exit(1)
+
+    with pytest.raises(queue.Empty):
+        answer_of(half)
+
+
+def test_each_save_on_the_cpu_has_a_writer_and_an_answer_of_its_own():
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+    from megatron.training import initialize
+
+    table = asynchronous_save_on_cpu_table()
+    table.apply()
+    try:
+        assert initialize.init_persistent_async_worker(0, "forkserver") is None
+        calls = async_utils.AsyncCallsQueue(persistent=True)
+        assert isinstance(calls._get_async_caller(), async_utils.TemporalAsyncCaller)
+        first, second = (filesystem_async.get_write_results_queue() for _ in range(2))
+        assert first is not second
+    finally:
+        table.undo()

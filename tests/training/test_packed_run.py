@@ -1,0 +1,95 @@
+"""Whole training runs with packing against padded ones on the same samples."""
+
+import json
+
+import pytest
+import torch
+from ranks import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from loongplug.training.progress import StepReport
+from loongplug.training.run import run
+
+
+def reports(rank: int, *, flags: list[str]) -> list[StepReport]:
+    try:
+        return run(flags)
+    except SystemExit:  # a run that was told to stop early
+        return []
+
+
+def train(flags: list[str], *more: str, ranks: int = 1) -> list[StepReport]:
+    return run_ranks(reports, ranks, flags=[*flags, *more], timeout=120.0)[0]
+
+
+def losses(steps: list[StepReport]) -> list[float]:
+    return [step.loss for step in steps]
+
+
+# The look-ahead makes each pack of two samples that follow each other, so that four packs hold
+# the eight samples of the padded run's global batch.
+PAIRS = (
+    *("--packing", "--packing-look-ahead", "2", "--seq-length", "160"),
+    *("--micro-batch-size", "1", "--global-batch-size", "4"),
+)
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen3_vl_moe_tiny"])
+def padded(request, flags, tmp_path_factory):
+    """A model's flags, its weights, and the padded run's steps."""
+    flags = [*flags, "--model-name", request.param]
+    weights = str(tmp_path_factory.mktemp("weights") / "hf")
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", weights)
+    flags += ["--load-hf", weights]
+    return flags, train(flags)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("--use-distributed-optimizer",), 2),
+        ((*TP2_PP2, "--sequence-parallel", *SELECTIVE), 4),
+        (VIRTUAL, 2),
+    ],
+    ids=["dp2", "tp2-pp2-selective", "pp2-vpp2"],
+)
+def test_a_packed_run_trains_as_the_padded_run_on_the_same_samples(padded, layout, ranks):
+    flags, expected = padded
+    found = train(flags, *PAIRS, *layout, ranks=ranks)
+    assert len(found) == 4
+    torch.testing.assert_close(losses(found), losses(expected), rtol=2e-5, atol=0)
+    assert [step.tokens for step in found] == [step.tokens for step in expected]
+    assert [step.capacity for step in found] == [4 * 160] * 4
+    assert losses(expected)[-1] < 0.95 * losses(expected)[0]
+
+
+def test_packs_are_fuller_than_padded_rows_and_a_run_says_so(flags, tmp_path):
+    packing = (
+        *("--packing", "--seq-length", "160", "--micro-batch-size", "1", "--train-iters", "2"),
+        *("--metrics-json", str(tmp_path / "metrics.json")),
+        *("--tensorboard-dir", str(tmp_path / "tensorboard")),
+    )
+    steps = train(flags, *packing, *TP2_PP2, ranks=4)
+    assert all(step.fill_rate > 0.9 for step in steps)
+    assert all(step.fill_rate < 0.6 for step in train(flags, "--train-iters", "2"))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    tokens = sum(step.tokens for step in steps)
+    assert metrics["fill_rate"] == tokens / (2 * 8 * 160)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    written = [(event.step, event.value) for event in board.Scalars("fill rate")]
+    assert written == [(i + 1, pytest.approx(step.fill_rate)) for i, step in enumerate(steps)]
+
+
+@pytest.mark.slow
+def test_a_packed_run_resumes_with_the_same_packs(flags, tmp_path):
+    packing = ("--packing", "--packing-look-ahead", "5", "--micro-batch-size", "1")
+    layout = [*flags, *packing, "--global-batch-size", "4", "--use-distributed-optimizer"]
+    save = ("--save", str(tmp_path / "stopped"))
+    whole = train(layout, "--save", str(tmp_path / "whole"), ranks=2)
+    assert train(layout, *save, "--exit-interval", "2", ranks=2) == []
+    rest = train(layout, *save, "--load", str(tmp_path / "stopped"), ranks=2)
+    assert losses(rest) == losses(whole)[2:]
+    assert [step.tokens for step in rest] == [step.tokens for step in whole][2:]

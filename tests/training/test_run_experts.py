@@ -1,0 +1,102 @@
+"""Whole training runs of a model with experts: layouts, balancing, resume in another layout."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
+
+from loongplug.training.run import run
+
+MODEL = ("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer")
+EP2 = ("--expert-model-parallel-size", "2")
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+BALANCED = (
+    *("--moe-router-load-balancing-type", "aux_loss", "global_aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "1e-2", "--moe-z-loss-coeff", "1e-3"),
+)
+
+
+def losses(rank: int, *, flags: list[str]) -> list[float]:
+    return [step.loss for step in run(flags)]
+
+
+def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
+    try:
+        run(flags)
+    except SystemExit as ended:
+        return ended.code
+    return "ran to the end"
+
+
+def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
+    return run_ranks(losses, ranks, flags=[*flags, *MODEL, *more], timeout=120.0)[0]
+
+
+@pytest.fixture(scope="module")
+def single(flags, tmp_path_factory):
+    """Weights and losses of the single-rank run that all layouts are held against."""
+    weights = tmp_path_factory.mktemp("weights") / "hf"
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    return weights, train(flags, "--load-hf", str(weights))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (EP2, 2),
+        ((*EP2, "--moe-token-dispatcher-type", "allgather", "--overlap-grad-reduce"), 2),
+        ((*EP2, *TP2), 4),
+        ((*EP2, *TP2, "--expert-tensor-parallel-size", "1", "--overlap-grad-reduce"), 4),
+        (
+            (
+                *("--pipeline-model-parallel-size", "2", "--recompute-granularity", "selective"),
+                *("--recompute-modules", "moe", *EP2),
+            ),
+            4,
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
+    weights, expected = single
+    found = train(flags, "--load-hf", str(weights), *layout, ranks=ranks)
+    assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+
+
+def test_bf16_trains(flags, single):
+    weights, expected = single
+    layout = (*EP2, *TP2, "--bf16", "--load-hf", str(weights))
+    torch.testing.assert_close(train(flags, *layout, ranks=4), expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [(EP2, (), 1), (TP2, EP2, 2), ((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"), 2)],
+    ids=["ep2-single", "tp2-ep2", "dp2-tp2-ep2"],
+)
+def test_a_checkpoint_goes_on_with_other_expert_parallelism(
+    flags, single, tmp_path, before, after, ranks
+):
+    weights, expected = single
+    save = ("--save", str(tmp_path))
+    resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
+    stop = [*flags, *MODEL, *before, *save, *resharded, "--load-hf", str(weights)]
+    codes = run_ranks(exit_code, 2, flags=[*stop, "--exit-interval", "2"], timeout=120.0)
+    assert codes == [0, 0]
+    found = train(flags, *save, *resharded, "--load", str(tmp_path), *after, ranks=ranks)
+    torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
+
+
+def test_balanced_training_is_the_same_in_any_layout_and_exports(flags, single, tmp_path):
+    weights, unbalanced = single
+    each = ("--micro-batch-size", "1", "--load-hf", str(weights), *BALANCED)
+    expected = train(flags, *each)
+    layout = (*TP2, *EP2, "--expert-tensor-parallel-size", "1", "--save-hf", str(tmp_path / "hf"))
+    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    more = (*layout, *recompute, "--recompute-num-layers", "1")
+    found = train(flags, *each, *more, ranks=2)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+    assert abs(expected[-1] - unbalanced[-1]) > 1e-4  # it did something
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
+    assert isinstance(model, Qwen3VLMoeForConditionalGeneration)
