@@ -8,7 +8,7 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.microbatch import Microbatch, VisionInput
-from loongplug.data.text_stream import PackedTexts, PaddedTexts
+from loongplug.data.text_stream import PackedTexts, PaddedTexts, ResumePoint
 from loongplug.data.units import EncodesAll, EncodesNone, LoadedUnit, Unit, UnitLoader, UnitRoles
 from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
 
@@ -21,6 +21,7 @@ class _Planned:
 
     samples: list[Sample]
     unit: Unit
+    resume: ResumePoint | None  # the place of it and its neighbours in a stream of packs
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -38,7 +39,8 @@ class MicrobatchLoader(Iterator[Microbatch]):
     left out, its row stays empty, or, when only its pixels are bad, untrained and without them.
 
     With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
-    whatever counts samples here counts packs: a microbatch is one of them.
+    whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
+    given, packs are planned from the first sample on, however many are consumed.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         consumed_samples: int = 0,
         restart_after: int | None = None,
         look_ahead: int | None = None,
+        resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
         workers: WorkerSettings = IN_PROCESS,
     ) -> None:
@@ -93,6 +96,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
                 seed=seed,
                 consumed_packs=consumed_samples,
                 restart_after=restart_after,
+                resume=resume,
                 workers=workers,
             )
         load = UnitLoader(
@@ -127,6 +131,12 @@ class MicrobatchLoader(Iterator[Microbatch]):
         vision = VisionInput(pixels=pixels, grid_thw=planned.unit.grid_thw())
         return replace(microbatch, vision=vision)
 
+    def resume_point(self) -> ResumePoint | None:
+        """Where a loader of packs goes on that has consumed as many; None without packs."""
+        if self._packed and not self._planned:
+            self._plan()
+        return self._planned[0].resume if self._planned else None
+
     def close(self) -> None:
         """End the background processes."""
         self._texts.close()
@@ -154,6 +164,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         samples = next(self._texts)
         unit = Unit.of(self._next_unit, samples)
         self._next_unit += 1
-        self._planned.append(_Planned(samples, unit))
+        place = self._texts.before if isinstance(self._texts, PackedTexts) else None
+        self._planned.append(_Planned(samples, unit, place))
         if self._roles.loads(unit.index):
             self._to_load.append(unit)

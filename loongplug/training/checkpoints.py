@@ -19,6 +19,7 @@ from loongplug.platform.upstream import (
     synchronous_save_table,
     whole_checkpoints_table,
 )
+from loongplug.training.packing_place import with_packing_place
 
 
 def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
@@ -34,7 +35,7 @@ def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
         whole_checkpoints_table(
             save=AtomicSaves().wrap,
             load=checked_load,
-            common=checked_common_state,
+            common=lambda read: with_packing_place(checked_common_state(read)),
             tracker=replaced_whole,
         )
     )

@@ -20,6 +20,7 @@ from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
 from loongplug.training.chunk_streams import ChunkStreams
 from loongplug.training.first_stage_units import FirstStageUnits, replica_group
+from loongplug.training.packing_place import note_packing_place, packing_place
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 
@@ -124,6 +125,7 @@ class DatasetProvider:
                 seed=args.seed,
                 consumed_samples=args.consumed_train_samples,
                 bad_samples=self.bad_samples,
+                resume=packing_place(args),
                 **self._common(replica, channel=0),
             )
         )
@@ -138,7 +140,9 @@ class DatasetProvider:
                 )
             )
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        self._chunks = [ChunkStreams(loader, chunks=chunks) for loader in self._loaders]
+        train, *valid = self._loaders
+        noted = note_packing_place(train, args) if args.packing else train
+        self._chunks = [ChunkStreams(each, chunks=chunks) for each in (noted, *valid)]
 
     def _common(self, replica: ProcessGroup | None, *, channel: int) -> dict[str, Any]:
         """What training and validation share."""

@@ -1,5 +1,6 @@
 """Packs as the loader gives them: what a row holds, on which rank, and after a resume."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from loongplug.data.order import SampleOrder
 from loongplug.data.pack_stream import PackStream
 from loongplug.data.packing import PackingState, PackPlanner, plan
 from loongplug.data.processor import Processor
+from loongplug.data.text_stream import ResumePoint
+from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
 
@@ -160,6 +163,40 @@ def test_a_resumed_run_goes_on_with_the_next_pack(dataset: ChatDataset) -> None:
         resumed = loader(dataset, consumed_samples=consumed, dp_rank=1, dp_size=2)
         assert contents(next(resumed)) == expected[consumed + 1]
         assert contents(next(resumed)) == expected[consumed + 3]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_noted_place_is_gone_on_from_without_reading_what_is_before(
+    dataset: ChatDataset, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = expected_packs(dataset)
+    workers = WorkerSettings(processes=processes)
+    whole = loader(dataset, dp_rank=1, dp_size=2, workers=workers)
+    for _ in range(3):
+        next(whole)
+    place = whole.resume_point()
+    assert [contents(next(whole)) for _ in range(2)] == [expected[7], expected[9]]
+    whole.close()
+    assert place is not None
+    assert place.packs == whole.consumed_samples - 4 == 6
+    assert ResumePoint.of_plain(json.loads(json.dumps(place.plain()))) == place
+    reads: list[int] = []
+    text_parts = ChatDataset.text_parts
+    monkeypatch.setattr(
+        ChatDataset, "text_parts", lambda self, i: reads.extend(i) or text_parts(self, i)
+    )
+    ranks = [
+        loader(dataset, dp_rank=rank, dp_size=3, consumed_samples=6, resume=place)
+        for rank in range(3)
+    ]
+    assert [contents(next(rank)) for rank in ranks] == expected[6:9]
+    first = dataset_order(place.state.read)
+    assert len(reads) <= 3 * 32
+    assert reads[: len(place.state.held)] == [first[position] for position, _ in place.state.held]
+
+
+def dataset_order(count: int) -> list[int]:
+    return SampleOrder(ROWS, seed=5).indices(range(count))
 
 
 def test_evaluation_sees_the_same_packs_each_time(dataset: ChatDataset) -> None:

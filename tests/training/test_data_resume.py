@@ -1,8 +1,11 @@
 """Going on in the data: other data are refused, other layouts and workers see the same samples."""
 
+from collections.abc import Sequence
+
 import pytest
 from ranks import RankError, run_ranks
 
+from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.training.run import run
 
@@ -75,3 +78,45 @@ def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
         run_ranks(seen, 4, flags=[*again, "--seed", "7"], timeout=120.0)
     anew = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "anew")]
     assert len(run_ranks(seen, 4, flags=anew, timeout=120.0)[0]) == 32
+
+
+def made(rank: int, *, flags: list[str]) -> int:
+    """How many text parts this rank makes in a run."""
+    asked: list[int] = []
+    original = ChatDataset.text_parts
+
+    def text_parts(self: ChatDataset, indices: Sequence[int]):
+        asked.extend(indices)
+        return original(self, indices)
+
+    ChatDataset.text_parts = text_parts
+    run(flags)
+    return len(asked)
+
+
+@pytest.mark.slow
+def test_packs_go_on_from_the_checkpoint_s_place(flags, tmp_path):
+    """In another layout, without making anew the samples that were consumed."""
+    packing = ("--packing", "--seq-length", "160", "--train-iters", "4")
+    flags = [*flags, "--global-batch-size", "4", *packing]
+    whole = stream(flags, ranks=1, micro=1)
+    assert len(whole) == 16
+    save = ("--save", str(tmp_path), "--use-distributed-optimizer")
+    first = stream(flags, *save, "--exit-interval", "3", ranks=2, micro=1)
+    assert first == whole[:12]
+    assert stream(flags, *save, "--load", str(tmp_path), ranks=1, micro=1) == whole[12:]
+    few = ("--packing-look-ahead", "8", "--seq-length", "80", "--save", str(tmp_path / "few"))
+    few += ("--micro-batch-size", "1", "--global-batch-size", "8", "--save-interval", "3")
+    (all_of_them,) = run_ranks(made, 1, flags=[*flags, *few], timeout=120.0)
+    (rest,) = run_ranks(
+        made,
+        1,
+        flags=[*flags, *few, "--load", str(tmp_path / "few"), "--ckpt-step", "3"],
+        timeout=120.0,
+    )
+    assert all_of_them > 50
+    assert rest < all_of_them // 2
+    resumed = [*flags, *save, "--load", str(tmp_path), "--micro-batch-size", "1"]
+    resumed += ["--packing-look-ahead", "4"]
+    with pytest.raises(RankError, match="settings packing_look_ahead was"):
+        run_ranks(seen, 1, flags=resumed, timeout=120.0)
