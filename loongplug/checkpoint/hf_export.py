@@ -1,5 +1,6 @@
 """Export a model as a Hugging Face folder that ``transformers`` loads."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +17,7 @@ from loongplug.checkpoint.carried_files import (
     TOKENIZER_FILES,
     copy_carried_files,
 )
+from loongplug.checkpoint.dtypes import usual_dtype
 from loongplug.checkpoint.hf_gather import WholeTensors
 from loongplug.checkpoint.holders import own_rank
 from loongplug.checkpoint.progress import OnBytes, ignore_bytes
@@ -95,7 +97,13 @@ def save_hf_folder(
         (_planned(bundle, tensors.dtype(bundle)) for bundle in tensors.bundles),
         max_bytes=max_file_bytes,
     )
-    dtype = tensors.dtype(tensors.bundles[0])
+    dtype = usual_dtype(
+        {
+            source.name: tensors.dtype(bundle)
+            for bundle in tensors.bundles
+            for source in bundle.sources
+        }
+    )
     with replaced_folder(folder, rank=own_rank()) as building:
 
         def finish() -> None:
@@ -178,16 +186,29 @@ def _write_configs(
     from transformers import GenerationConfig
 
     copy_carried_files(processor_folder, folder)
-    exported = hf_config(model)
     carried = folder / CONFIG_FILE
     if carried.is_file() and not hf_config_differences(processor_folder, model):
-        exported = type(exported).from_pretrained(folder, local_files_only=True)
-    exported.dtype = dtype
-    exported.save_pretrained(folder)
+        _note_dtype(carried, dtype)
+    else:
+        exported = hf_config(model)
+        exported.dtype = dtype
+        exported.save_pretrained(folder)
     if not (folder / GENERATION_CONFIG_FILE).is_file():
         end, pad = _end_and_pad_ids(processor_folder)
         generation = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=False)
         generation.save_pretrained(folder)
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Change a carried config's dtype, under whichever of its names; else not a byte of it."""
+    text = path.read_text(encoding="utf-8")
+    config, name = json.loads(text), str(dtype).removeprefix("torch.")
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        section |= {key: name for key in ("dtype", "torch_dtype") if key in section}
+    if not {"dtype", "torch_dtype"} & config.keys():
+        config["dtype"] = name
+    if config != json.loads(text):
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _end_and_pad_ids(processor_folder: Path) -> tuple[int, int]:

@@ -103,6 +103,9 @@ class WholeTensors:
 
     def _put_together(self, bundle: Bundle, index: int) -> Tensor:
         shape, dtype = bundle.sources[index].shape, self.dtype(bundle)
+        as_it_is = self._as_it_is(bundle, index)
+        if as_it_is is not None:
+            return as_it_is
         whole = torch.empty(shape, dtype=dtype, device=self._device)
         for piece, entry in self._pieces_and_entries(bundle):
             holder = self._holders[piece][0]
@@ -118,6 +121,16 @@ class WholeTensors:
                     dist.recv(part, src=holder)
                 whole[where].copy_(part)
         return whole
+
+    def _as_it_is(self, bundle: Bundle, index: int) -> Tensor | None:
+        """The tensor where this rank has it in one piece, and no copy is needed."""
+        pieces = list(self._pieces_and_entries(bundle))
+        if len(pieces) > 1 or self._holders[pieces[0][0]][0] != own_rank():
+            return None
+        ((piece, entry),) = pieces
+        parts = _parts(entry, self._tensors[piece], piece, index)
+        shape = bundle.sources[index].shape
+        return parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else None
 
     def _send(self, bundle: Bundle, index: int, *, target: int) -> None:
         for piece, entry in self._pieces_and_entries(bundle):
@@ -142,7 +155,7 @@ def gather_full_tensors(
     Collective: the default group. Other ranks get None.
     """
     gathered = {
-        source.name: tensor.cpu()
+        source.name: tensor.to("cpu", copy=True)
         for _, source, tensor in WholeTensors(model_chunks, mapping, what=what).collect(lambda _: 0)
     }
     return gathered if own_rank() == 0 else None

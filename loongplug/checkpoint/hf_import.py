@@ -1,7 +1,7 @@
 """Fill a model's parameters from a Hugging Face folder; each byte of it is read by one rank."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from loongplug.checkpoint.progress import OnBytes, ignore_bytes
 from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors
 from loongplug.models.hf_mapping import Mapping, Where, local_shape, read_local
 from loongplug.models.hf_model import HuggingFaceModel, hf_config_differences
+from loongplug.platform import current_platform
 
 
 def load_hf_weights(
@@ -46,18 +47,19 @@ def load_hf_weights(
     """
     error: Exception | None = None
     owned: list[Owned] = []
-    try:
-        owned = _checked(model_chunks, folder, model=model)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
+    with ExitStack() as stack:
+        try:
+            tensors = stack.enter_context(_open(folder, model.mapping))
+            owned = _checked(model_chunks, tensors, model=model)
+        except Exception as caught:  # whatever it is, the other ranks are waiting
+            error = caught
+        raise_together(error)
+        holders, _ = all_holders(owned)
+        with replica_groups(holders) as groups:
+            fill = partial(_fill, tensors=tensors, mapping=model.mapping)
+            error = _fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
     raise_together(error)
-    holders, _ = all_holders(owned)
-    with replica_groups(holders) as groups, _open(folder, model.mapping) as tensors:
-        fill = partial(_fill, tensors=tensors, mapping=model.mapping)
-        error = _fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
-        bytes_read = tensors.bytes_read
-    raise_together(error)
-    return bytes_read
+    return tensors.bytes_read
 
 
 def _open(folder: Path, mapping: Mapping) -> AbstractContextManager[TensorFolder]:
@@ -66,16 +68,16 @@ def _open(folder: Path, mapping: Mapping) -> AbstractContextManager[TensorFolder
 
 
 def _checked(
-    model_chunks: Sequence[nn.Module], folder: Path, *, model: HuggingFaceModel
+    model_chunks: Sequence[nn.Module], tensors: TensorFolder, *, model: HuggingFaceModel
 ) -> list[Owned]:
-    with _open(folder, model.mapping) as tensors:
-        problems = [
-            *hf_config_differences(folder, model),
-            *_file_problems(tensors, model.mapping),
-        ]
+    problems = [
+        *model.inexpressible,
+        *hf_config_differences(tensors.path, model),
+        *_file_problems(tensors, model.mapping),
+    ]
     if problems:
         raise ValueError(
-            f"The model in {folder} is not the one in the config:\n  " + "\n  ".join(problems)
+            f"The model in {tensors.path} is not the one in the config:\n  " + "\n  ".join(problems)
         )
     owned = owned_parameters(model_chunks, model.mapping)
     problems = [problem for own in owned if (problem := _shape_problem(own))]
@@ -131,6 +133,9 @@ def _fill_all(
                 error = caught
         if ranks in groups:
             dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])
+            # NCCL only queues: without a stop, ranks that read nothing would run ahead of the disk
+            # until their broadcasts time out.
+            current_platform().synchronize()
         done += own.parameter.nbytes
         on_bytes(done, total)
     return error

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from loongplug.checkpoint.owned import Owned, Piece, sort_key
+from loongplug.platform import current_platform
 
 Holders = dict[Piece, tuple[int, ...]]
 
@@ -36,16 +38,26 @@ def all_holders(owned: Sequence[Owned]) -> tuple[Holders, dict[Piece, torch.dtyp
 def replica_groups(holders: Holders) -> Iterator[Mapping[tuple[int, ...], Any]]:
     """A process group for every set of several ranks that hold the same piece.
 
-    The groups last as long as the context. Collective: the default group.
+    The groups last as long as the context and have the default group's time limit. Collective:
+    the default group.
     """
     sets = [ranks for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1]
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sets}
+    groups = {ranks: dist.new_group(list(ranks), timeout=_time_limit()) for ranks in sets}
     try:
         yield groups
     finally:
         for ranks, group in groups.items():
             if dist.get_rank() in ranks:
                 dist.destroy_process_group(group)
+
+
+def _time_limit() -> timedelta | None:
+    """``--distributed-timeout-minutes``, which torch does not hand on to new groups."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(current_platform().device), "options", None)
+    limit: timedelta | None = getattr(options, "_timeout", None)
+    return limit
 
 
 def own_rank() -> int:

@@ -36,13 +36,17 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         strict = kwargs.get("strict", "assume_ok_unexpected")
         if getattr(strict, "value", strict) == "assume_ok_unexpected":
-            _check(sharded_state_dict, Path(checkpoint_dir))
+            check_same_tensors(sharded_state_dict, Path(checkpoint_dir))
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load_checked
 
 
-def _check(sharded_state_dict: Mapping[str, Any], folder: Path) -> None:
+def check_same_tensors(sharded_state_dict: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint's folder whose weights differ in name or shape from the model's.
+
+    Collective: the default group. Raises ValueError, on every rank, with the first differences.
+    """
     error: Exception | None = None
     wanted: dict[str, tuple[int, ...]] = {}
     try:

@@ -84,38 +84,52 @@ def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iter
     """
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
-        for file in _weight_files(folder):
+        places = _index(folder)
+        for file in _weight_files(folder, places):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(
                     f"{file} cannot be read as safetensors ({error}): copy the file anew."
                 ) from error
-            slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118
+            for name in handle.keys():  # noqa: SIM118
+                if places is not None and places.get(name) != file.name:
+                    raise ValueError(
+                        f"{file} has a tensor {name}, which {INDEX_FILE} has in "
+                        f"{places.get(name, 'no file')}: copy index and files anew, together."
+                    )
+                slices[name] = handle.get_slice(name)
         yield TensorFolder(folder, slices, turnable=turnable)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"No Hugging Face model at {folder}: give the path of a local folder.")
+def _index(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor by the index; None where the folder has none."""
     index = folder / INDEX_FILE
     if not index.is_file():
-        single = folder / WEIGHTS_FILE
-        if not single.is_file():
-            raise ValueError(
-                f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not "
-                "read. Save the model with transformers' save_pretrained, which writes them."
-            )
-        return [single]
+        return None
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{index} is no index of safetensors files ({error!r}): copy the file anew."
         ) from error
-    for name in names:
+    for name in places.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{index} points outside its folder, to {name!r}: it must not.")
         if not (folder / name).is_file():
             raise ValueError(f"{index} lists {name}, which is not in {folder}: copy it there.")
-    return [folder / name for name in names]
+    return places
+
+
+def _weight_files(folder: Path, places: dict[str, str] | None) -> list[Path]:
+    if places is not None:
+        return [folder / name for name in sorted(set(places.values()))]
+    if not folder.is_dir():
+        raise ValueError(f"No Hugging Face model at {folder}: give the path of a local folder.")
+    single = folder / WEIGHTS_FILE
+    if not single.is_file():
+        raise ValueError(
+            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not "
+            "read. Save the model with transformers' save_pretrained, which writes them."
+        )
+    return [single]

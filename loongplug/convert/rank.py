@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from loongplug.checkpoint.architecture import write_architecture
 from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
 from loongplug.checkpoint.dtypes import (
     checkpoint_dtypes,
@@ -26,7 +27,7 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
 from loongplug.training.arguments import ParsedArguments, parse_arguments
-from loongplug.training.checkpoints import check_checkpoint_folders, use_whole_checkpoints
+from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.provider import ModelProvider
@@ -61,7 +62,7 @@ def convert(flags: Sequence[str]) -> Converted:
     args = parsed.args
     model = parsed.family.load_hugging_face(parsed.model)
     processor_folder = Path(args.tokenizer_model)
-    check_checkpoint_folders(args, parsed.model_yaml)
+    check_source_folders(args, parsed.model_yaml)
     if args.save_hf:
         check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
     use_whole_checkpoints(current_platform(), asynchronous=False)
@@ -76,9 +77,10 @@ def convert(flags: Sequence[str]) -> Converted:
                 give_checkpoint_dtypes(chunks, dtypes)
                 load_in_place(chunks, _iteration_folder(Path(args.load)))
             if args.save:
-                _save_checkpoint(chunks)
+                write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
                 if args.rank == 0:
                     copy_carried_files(processor_folder, Path(args.save) / CARRIED_FOLDER)
+                _save_checkpoint(chunks)  # whose last act makes it a checkpoint
             if args.save_hf:
                 save_hf_folder(
                     chunks,

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch import nn
 
 from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.same_tensors import check_same_tensors
 
 
 class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
@@ -47,23 +48,28 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
 
 
 def load_in_place(model_chunks: Sequence[nn.Module], folder: Path) -> None:
-    """Fill the parameters from a checkpoint's folder; no collectives but for an error.
+    """Fill the parameters from a checkpoint's folder, after a look at names and shapes.
 
     Upstream loads the halves of a gated projection and puts them together afterwards; here they
-    are views of the parameter, so that nothing is left to do.
+    are views of the parameter, so that nothing is left to do. Collective: the default group.
 
     Raises:
-        ValueError: on all ranks alike, where the checkpoint lacks a parameter.
+        ValueError: on all ranks alike, where the checkpoint is of another model.
     """
-    error: Exception | None = None
-    try:
-        metadata = load_content_metadata(str(folder))
-        shards: dict[str, Any] = {
+
+    def shards() -> dict[str, Any]:
+        return {
             f"model{number}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
             for number, chunk in enumerate(model_chunks)
         }
-        apply_factories(shards)
-        TorchDistLoadShardedStrategy().load(shards, folder)
+
+    metadata = load_content_metadata(str(folder))
+    check_same_tensors(shards(), folder)
+    error: Exception | None = None
+    try:
+        in_place = shards()
+        apply_factories(in_place)
+        TorchDistLoadShardedStrategy().load(in_place, folder)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)

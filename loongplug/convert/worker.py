@@ -7,7 +7,7 @@ from loongplug.train import started
 
 def main() -> None:
     """Convert as the command line says. Every rank enters."""
-    flags = sys.argv[1:]
+    flags = ["--device", "cpu", *sys.argv[1:]]  # what weights pass through is the host's memory
     with started(flags):
         from loongplug.convert.rank import convert
 

@@ -47,25 +47,34 @@ def has_checkpoint(args: Namespace) -> bool:
 
 
 def check_checkpoint_folders(
-    args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any] | None = None
+    args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any]
 ) -> None:
-    """Mend what a killed save left in ``--load`` and ``--save``, and note architecture and data.
+    """As :func:`check_source_folders`, and note architecture and data in ``--save``.
 
-    ``data`` is the fingerprint of the training data, None where there are none. For all ranks; no
-    collectives.
+    ``data`` is the fingerprint of the training data. For all ranks; no collectives.
 
     Raises:
         ValueError: a folder holds checkpoints of another model or other data, or none that is
             complete.
+    """
+    check_source_folders(args, model_yaml)
+    if has_checkpoint(args) and not args.finetune:
+        check_data_note(Path(args.load), data)
+    if args.save:
+        write_architecture(Path(args.save), model_yaml, rank=args.rank)
+        write_data_note(Path(args.save), data, rank=args.rank)
+
+
+def check_source_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:
+    """Mend what a killed save left in ``--load`` and ``--save``; look at what will be loaded.
+
+    For all ranks; no collectives.
+
+    Raises:
+        ValueError: ``--load`` holds checkpoints of another model, or none that is complete.
     """
     for folder in {args.load, args.save} - {None}:
         recover(Path(folder))
     if has_checkpoint(args):
         check_latest(Path(args.load), step=args.ckpt_step)
         check_architecture(Path(args.load), model_yaml)
-        if data is not None and not args.finetune:
-            check_data_note(Path(args.load), data)
-    if args.save:
-        write_architecture(Path(args.save), model_yaml, rank=args.rank)
-        if data is not None:
-            write_data_note(Path(args.save), data, rank=args.rank)

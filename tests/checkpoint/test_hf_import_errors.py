@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_qwen3_vl import build_chunks, save_random_hf_model, tiny_config
 
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.tensor_folder import INDEX_FILE, open_tensors
 from loongplug.models.qwen3_vl.hf import hugging_face
 
 GATE = "model.language_model.layers.1.mlp.gate_proj.weight"
@@ -201,3 +202,18 @@ def load_into_another_model(rank, *, folder):
 def test_parameters_without_a_row_are_named(folder):
     for message in run_ranks(load_into_another_model, 4, folder=folder):
         assert "text_decoder.decoder.layers.2.adapter.weight (3, 2)" in message
+
+
+@pytest.mark.quick
+def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path):
+    """A second copy of it in another file is an error, whichever comes last."""
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.safetensors")
+    places = {"a": "one.safetensors", "b": "two.safetensors"}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+    refused = pytest.raises(ValueError, match=r"two.safetensors has a tensor a, which .* one.safe")
+    with refused, open_tensors(tmp_path):
+        pass
+    save_file({"b": torch.ones(2)}, tmp_path / "two.safetensors")
+    with open_tensors(tmp_path) as tensors:
+        assert tensors.read("a", (slice(0, 2),)).tolist() == [0.0, 0.0]

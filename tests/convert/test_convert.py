@@ -67,11 +67,9 @@ def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, bac
     assert (result / "model.safetensors").read_bytes() == (
         folder / "model.safetensors"
     ).read_bytes()
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+    assert '"bos_token_id": 7' in (folder / "config.json").read_text()
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (result / name).read_bytes() == (folder / name).read_bytes(), name
-    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, result))
-    assert after["text_config"]["bos_token_id"] == 7
-    assert after["dtype"] == before["dtype"] == "bfloat16"
 
 
 def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
@@ -112,6 +110,42 @@ def test_dtypes_that_no_checkpoint_can_hold_are_refused(folder, tmp_path):
     flags = [*MODEL, "--load-hf", str(odd), "--save", str(tmp_path / "out")]
     with pytest.raises(RankError, match=r"layers.1.self_attn.k_proj.weight is torch.float32"):
         run_ranks(converted, 1, flags=flags, timeout=120.0)
+
+
+def test_a_checkpoint_of_another_model_is_refused_without_its_note(folder, tmp_path):
+    """Megatron would fill up or cut off a vocabulary of another size without a word."""
+    checkpoint = tmp_path / "checkpoint"
+    flags = [*MODEL, "--load-hf", str(folder), "--save", str(checkpoint)]
+    run_ranks(converted, 1, flags=flags, timeout=120.0)
+    (checkpoint / "loongplug_architecture.json").unlink()
+    for size in ("256", "120"):
+        back = [*MODEL, "--load", str(checkpoint), "--save-hf", str(tmp_path / "out")]
+        with pytest.raises(RankError, match="word_embeddings"):
+            run_ranks(
+                converted,
+                2,
+                flags=[*back, *TP2, f"model.foundation.vocab_size={size}"],
+                timeout=120.0,
+            )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_in_another_precision_says_so(flags, folder, tmp_path):
+    """Carried configs keep all but the dtype."""
+    out = tmp_path / "out"
+    training = [*flags, "--train-iters", "1", "--tokenizer-model", str(folder)]
+    run_ranks(
+        losses,
+        1,
+        flags=[*training, "--load-hf", str(folder), "--save-hf", str(out)],
+        timeout=120.0,
+    )
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, out))
+    assert (before.pop("dtype"), after.pop("dtype")) == ("bfloat16", "float32")
+    for config in (before, after):
+        for section in ("text_config", "vision_config"):
+            config[section].pop("dtype", None)
+    assert after == before
 
 
 def losses(rank: int, *, flags: list[str]) -> list[float]:

@@ -100,3 +100,59 @@ def test_command_prints_the_table() -> None:
     )
     assert ended.stdout.strip() in DOCS.read_text(encoding="utf-8")
     assert ended.stdout.startswith("| model ")
+
+
+# As published in the models' config.json, beside what all of the family share.
+PUBLISHED_EXPERTS: dict[str, tuple[dict[str, int], int]] = {
+    "qwen3_vl_30b_a3b": (
+        {
+            "num_hidden_layers": 48,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+        },
+        31_070_754_032,
+    ),
+    "qwen3_vl_235b_a22b": (
+        {
+            "num_hidden_layers": 94,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_attention_heads": 64,
+        },
+        235_670_022_896,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_EXPERTS)
+def test_models_with_experts_have_the_published_sizes(name: str) -> None:
+    """Held against numbers written down here, which no change of a YAML moves."""
+    text, total = PUBLISHED_EXPERTS[name]
+    text = text | {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+    vision = {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "out_hidden_size": text["hidden_size"],
+    }
+    described = hugging_face(name)
+    for section, published in (("text_config", text), ("vision_config", vision)):
+        ours = described.sections[section]
+        assert {key: ours[key] for key in published} == published
+    assert described.top["tie_word_embeddings"] is False
+    rope = described.sections["text_config"]["rope_parameters"]
+    assert (rope["rope_theta"], rope["mrope_section"]) == (5e6, [24, 20, 20])
+    assert reference_counts(name)[0] == total
