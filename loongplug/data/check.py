@@ -3,14 +3,13 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from rich.console import Console
 
+from loongplug.data.bad_samples import BadSample
 from loongplug.data.blend import parse_blend
 from loongplug.data.conversation import Conversation, Medium, Video, VideoFile
 from loongplug.data.formats import parse_conversation
@@ -26,16 +25,6 @@ from loongplug.data.video import VideoProcessor, video_style_of
 from loongplug.data.video_files import decode_frames
 
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
-
-Kind = Literal["row", "media", "text", "length"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong with a row; the message begins with the row's place."""
-
-    kind: Kind
-    message: str
 
 
 class RowChecker:
@@ -55,25 +44,26 @@ class RowChecker:
         self._videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
         self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
-    def check(self, rows: Rows, index: int) -> list[Finding]:
+    def check(self, rows: Rows, index: int) -> list[BadSample]:
         """Decodes the row's images and videos, too, each file once while it is remembered."""
         where = rows.where(index)
         try:
             conversation = parse_conversation(rows.read(index), where=where)
         except ValueError as error:
-            return [Finding("row", str(error))]
-        findings: list[Finding] = []
+            return [BadSample("row", str(error))]
+        findings: list[BadSample] = []
         media: list[Medium] = []
         grids: list[Grid] = []
         for medium in conversation.media(rows.media_root(index)):
             try:
                 opened, grid = self._opened(medium, where=where)
-                if (fault := self._fault(opened)) is not None:
-                    raise ValueError(f"{where}: {fault}")
-                media.append(opened)
-                grids.append(grid)
             except ValueError as error:
-                findings.append(Finding("media", str(error)))
+                findings.append(BadSample("media", str(error)))
+                continue
+            if (fault := self._fault(opened)) is not None:
+                findings.append(BadSample("pixels", f"{where}: {fault}"))
+            media.append(opened)
+            grids.append(grid)
         if not findings:
             findings += self._text(conversation, media, grids)
         return findings
@@ -84,7 +74,7 @@ class RowChecker:
 
     def _text(
         self, conversation: Conversation, media: Sequence[Medium], grids: Sequence[Grid]
-    ) -> list[Finding]:
+    ) -> list[BadSample]:
         try:
             tokens = tokenize_conversation(
                 conversation,
@@ -96,14 +86,14 @@ class RowChecker:
                 ],
             )
         except ValueError as error:
-            return [Finding("text", str(error))]
+            return [BadSample("text", str(error))]
         if (length := len(tokens.ids)) <= self._seq_length:
             return []
         message = (
             f"{conversation.where}: the sample has {length} tokens, but --seq-length is"
             f" {self._seq_length}: raise it, or shorten or drop the sample."
         )
-        return [Finding("length", message)]
+        return [BadSample("length", message)]
 
 
 def _fault(medium: Medium) -> str | None:
@@ -153,7 +143,7 @@ def check(
     )
     ends = np.cumsum([len(source) for source in sources])
 
-    def check_row(row: int) -> list[Finding]:
+    def check_row(row: int) -> list[BadSample]:
         source = int(np.searchsorted(ends, row, side="right"))
         return checker.check(sources[source], row - int(ends[source]) + len(sources[source]))
 
@@ -172,5 +162,6 @@ def check(
         f"{total} rows in {seconds:.1f} s: "
         + (f"{bad} cannot be used ({found})." if bad else "all can be used."),
         highlight=False,
+        soft_wrap=True,
     )
     return bad

@@ -71,6 +71,7 @@ class MediaLoader:
         self._processor = processor
         self._videos = videos
         self._cache: ByteBoundedCache[_Version, _Patches] = ByteBoundedCache(cache_bytes)
+        self.decoded = 0  # images and videos so far; those found in the cache do not count
 
     def load(self, media: Sequence[Medium], *, where: str) -> VisionInput:
         """Images and videos in order; none give the zero-length unit.
@@ -101,6 +102,7 @@ class MediaLoader:
     def _process(
         self, media: dict["_Version", Medium], *, where: str
     ) -> dict["_Version", "_Patches"]:
+        self.decoded += len(media)
         images = {
             version: decode_image(medium, where=where)
             for version, medium in media.items()

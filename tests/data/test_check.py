@@ -46,14 +46,14 @@ def bad_file(
     (tmp_path / "text.png").write_text("no image")
     turns = [{"from": "human", "value": "<image>\nRead"}, {"from": "gpt", "value": "1"}]
     cases: list[tuple[Any, list[tuple[str, str]]]] = [
-        (row("Read", "1", images=("cut.png",)), [("media", r"cut\.png is damaged")]),
+        (row("Read", "1", images=("cut.png",)), [("pixels", r"cut\.png is damaged")]),
         (row("Read", "1", images=("gone.png",)), [("media", r"no image file at .*gone\.png")]),
         (row("Read", "1", images=("text.png",)), [("media", r"text\.png is no image")]),
         (row("Read", "1", images=("bomb.png",)), [("media", r"bomb\.png has too many pixels")]),
         (row("Read", "1", images=("thin.png",)), [("media", "aspect ratio")]),
         (
             row("Read", "1", images=("gone.png", good, "cut.png", "text.png")),
-            [("media", r"gone\.png"), ("media", r"cut\.png"), ("media", r"text\.png")],
+            [("media", r"gone\.png"), ("pixels", r"cut\.png"), ("media", r"text\.png")],
         ),
         (row("Read", "1" * 60), [("length", r"has 71 tokens, but --seq-length is 40")]),
         (row("Read <|image_pad|>", "1"), [("text", "1 image tokens in the text for 0 images")]),
@@ -132,7 +132,7 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
     places = [line.split(": ")[0] for line in printed]
     assert places == [f"{path}:{fault.line}" for fault in faults] + [f"{second}:101"]
     assert f"{len(lines) + 100} rows in" in summary
-    assert "17 cannot be used (1 length, 8 media, 8 row, 2 text)." in summary.replace("\n", " ")
+    assert "17 cannot be used (1 length, 6 media, 2 pixels, 8 row, 2 text)." in summary
 
 
 def test_the_command_ends_with_0_when_all_is_well(
