@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Medium, Video, parse_conversation
+from loongplug.data.conversation import Medium
+from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.media import medium_grid, open_media, placeholder
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
+from loongplug.data.rows import Rows
 from loongplug.data.template import TrainingPhase, shortest_sample, tokenize_conversation
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
@@ -62,20 +64,22 @@ class Sample:
 
 
 class ChatDataset:
-    """The rows of a JSONL file as samples, by index, with a bounded cache of them.
+    """Rows (those of a JSONL file, or of a blend) as samples, by index, with a bounded cache.
 
     Reads image headers only: a sample's text, labels and positions come out the same on every
-    rank, whether that rank loads the images or not. ``video_style`` is the model family's.
+    rank, whether that rank loads the images or not. ``video_style`` is the model family's,
+    ``video_fps`` how many frames to take per second of video files whose row does not say.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        rows: str | Path | Rows,
         *,
         processor: Processor,
         seq_length: int,
         training_phase: TrainingPhase,
         video_style: VideoStyle = TIMESTAMPS,
+        video_fps: float | None = None,
         cache_bytes: int = 64 * 2**20,
     ) -> None:
         if seq_length < (least := shortest_sample(processor)):
@@ -86,8 +90,8 @@ class ChatDataset:
         self.processor = processor
         self.seq_length = seq_length
         self.training_phase = training_phase
-        self.videos = VideoProcessor(processor, video_style)
-        self._rows = JsonlIndex(path)
+        self.videos = VideoProcessor(processor, video_style, fps=video_fps)
+        self._rows = JsonlIndex(rows) if isinstance(rows, str | Path) else rows
         self._cache_bytes = cache_bytes
         self._cache: ByteBoundedCache[int, Sample] = ByteBoundedCache(cache_bytes)
 
@@ -124,7 +128,7 @@ class ChatDataset:
         with bad_as("row"):
             conversation = parse_conversation(self._rows.read(index), where=where)
         with bad_as("media"):
-            media = conversation.media(self._rows.path.parent)
+            media = open_media(conversation, self._rows.media_root(index), videos=self.videos)
             grids = tuple(
                 medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
             )
@@ -163,14 +167,14 @@ class ChatDataset:
         time_steps = [
             style.time_step(fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
             for video in media
-            if isinstance(video, Video)
+            if not isinstance(video, Path)
         ]
         return mrope_position_ids(
             ids,
             image_token_id=processor.image_token_id,
             video_token_id=processor.video_token_id,
-            image_grids=[grid for medium, grid in pairs if not isinstance(medium, Video)],
-            video_grids=[grid for medium, grid in pairs if isinstance(medium, Video)],
+            image_grids=[grid for medium, grid in pairs if isinstance(medium, Path)],
+            video_grids=[grid for medium, grid in pairs if not isinstance(medium, Path)],
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )

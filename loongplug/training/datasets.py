@@ -2,13 +2,13 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from loongplug.data.bad_samples import BadSamples
+from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.loader import MicrobatchLoader
@@ -64,31 +64,34 @@ class DatasetProvider:
             spatial_merge_size=model.image_encoder.spatial_merge_size,
         )
 
-        def open_dataset(paths: Sequence[str] | None) -> ChatDataset | None:
-            if not paths:
+        def open_dataset(files: Sequence[str] | None, *, flag: str) -> ChatDataset | None:
+            if not files:
                 return None
-            (path,) = paths
             return ChatDataset(
-                Path(path),
+                open_rows(files, flag=flag, seed=args.seed, media_root=args.media_root),
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
                 video_style=model.video_style(),
+                video_fps=args.video_fps,
             )
 
-        train_paths = args.data_path or args.train_data_path
-        train = open_dataset(train_paths)
+        train_files = args.data_path or args.train_data_path
+        train = open_dataset(train_files, flag="--train-data-path")
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
+        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
+        blend = parse_blend(train_files, flag="--train-data-path")
         self.fingerprint = fingerprint(
-            [Path(path) for path in train_paths],
+            blend.paths,
             processor,
+            weights=blend.weights,
             seed=args.seed,
             seq_length=args.seq_length,
             training_phase=args.training_phase,
+            video_fps=args.video_fps,
             packing_look_ahead=args.packing_look_ahead if args.packing else None,
         )
-        self._valid = open_dataset(args.valid_data_path)
         self._patch_dim = processor.patch_dim
         self._loaders: list[MicrobatchLoader] = []
         self._chunks: list[ChunkStreams] = []  # of training and, where there is one, validation
