@@ -76,22 +76,22 @@ class DatasetProvider:
                 video_fps=args.video_fps,
             )
 
-        files = args.data_path or args.train_data_path
-        train = open_dataset(files, flag="--train-data-path")
+        train_files = args.data_path or args.train_data_path
+        train = open_dataset(train_files, flag="--train-data-path")
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
-        blend = parse_blend(files, flag="--train-data-path")
+        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
+        blend = parse_blend(train_files, flag="--train-data-path")
         self.fingerprint = fingerprint(
             blend.paths,
             processor,
+            weights=blend.weights,
             seed=args.seed,
             seq_length=args.seq_length,
             training_phase=args.training_phase,
-            packing_look_ahead=args.packing_look_ahead if args.packing else None,
-            weights=None if blend.weights is None else list(blend.weights),
             video_fps=args.video_fps,
+            packing_look_ahead=args.packing_look_ahead if args.packing else None,
         )
-        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
         self._patch_dim = processor.patch_dim
         self._loaders: list[MicrobatchLoader] = []
         self._chunks: list[ChunkStreams] = []  # of training and, where there is one, validation
