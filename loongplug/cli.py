@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,8 +16,26 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+data = typer.Typer(help="Check training data, and look at them.", no_args_is_help=True)
+app.add_typer(data, name="data")
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Files = Annotated[
+    list[str], typer.Argument(help="JSONL files, as for --data-path: p1 p2 or w1 p1 w2 p2.")
+]
+TokenizerModel = Annotated[
+    Path, typer.Option(help="The folder of the model's tokenizer and processors.")
+]
+Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
+MediaRoot = Annotated[
+    Path | None, typer.Option(help="What paths of media are relative to; else the JSONL's folder.")
+]
+VideoFps = Annotated[
+    float | None, typer.Option(help="Frames taken per second of video files; else the folder's.")
+]
+Processes = Annotated[
+    int | None, typer.Option(help="Processes at a time; else one for each processor.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
@@ -183,3 +201,71 @@ def bench_convert(
             where=where,
             json_path=json_path,
         )
+
+
+@data.command("check")
+def data_check(
+    files: Files,
+    tokenizer_model: TokenizerModel,
+    seq_length: Annotated[int, typer.Option(help="The longest sample, in tokens.")],
+    training_phase: Phase = "sft",
+    media_root: MediaRoot = None,
+    video_fps: VideoFps = None,
+    processes: Processes = None,
+) -> None:
+    """Read every row as training would, decode its media, and print what is wrong.
+
+    One line for each fault, with file and line. Ends with exit code 1 when there is one.
+    """
+    with _user_errors():
+        from loongplug.data.check import check as run
+        from loongplug.data.parallel_rows import default_processes
+
+        bad = run(
+            files,
+            tokenizer_model=tokenizer_model,
+            seq_length=seq_length,
+            training_phase=_phase(training_phase),
+            media_root=media_root,
+            video_fps=video_fps,
+            processes=default_processes() if processes is None else processes,
+        )
+    raise typer.Exit(1 if bad else 0)
+
+
+@data.command("inspect")
+def data_inspect(
+    files: Files,
+    tokenizer_model: TokenizerModel,
+    training_phase: Phase = "sft",
+    media_root: MediaRoot = None,
+    video_fps: VideoFps = None,
+    samples: Annotated[int, typer.Option(help="How many to show, evenly chosen.")] = 3,
+    plots: Annotated[
+        Path | None, typer.Option(help="A folder for histograms of all rows as PNG.")
+    ] = None,
+    processes: Processes = None,
+) -> None:
+    """Show samples as the model will see them: tokens and which are trained, images and sizes."""
+    with _user_errors():
+        from loongplug.data.inspect import inspect as run
+        from loongplug.data.parallel_rows import default_processes
+
+        run(
+            files,
+            tokenizer_model=tokenizer_model,
+            training_phase=_phase(training_phase),
+            media_root=media_root,
+            video_fps=video_fps,
+            samples=samples,
+            plots=plots,
+            processes=default_processes() if processes is None else processes,
+        )
+
+
+def _phase(name: str) -> Literal["pretrain", "sft"]:
+    if name == "pretrain":
+        return "pretrain"
+    if name == "sft":
+        return "sft"
+    raise ValueError(f"--training-phase is {name!r}: expected pretrain or sft.")

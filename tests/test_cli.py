@@ -43,7 +43,10 @@ def test_importing_the_command_is_fast() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", [(), ("doctor",), ("eval",), ("bench", "step")])
+@pytest.mark.parametrize(
+    "command",
+    [(), ("doctor",), ("eval",), ("bench", "step"), ("data", "check"), ("data", "inspect")],
+)
 def test_help(command: tuple[str, ...]) -> None:
     code, printed = _run(*command, "--help")
     assert code == 0

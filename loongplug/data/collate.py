@@ -6,23 +6,16 @@ import numpy as np
 import torch
 
 from loongplug.data.dataset import Sample
-from loongplug.data.media import MediaLoader
-from loongplug.data.microbatch import Microbatch, VisionInput
+from loongplug.data.microbatch import Microbatch
 
 
 def collate(
-    samples: Sequence[Sample],
-    *,
-    pad_token_id: int,
-    seq_length: int,
-    media: MediaLoader | None,
-    packed: bool = False,
+    samples: Sequence[Sample], *, pad_token_id: int, seq_length: int, packed: bool = False
 ) -> Microbatch:
-    """Pad to ``seq_length`` on the right and load the samples' images and videos.
+    """Pad the samples' text parts to ``seq_length`` on the right; there is no vision part yet.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Padding has position 0 and mask 0. Without a media loader, no image file is opened and the
-    microbatch's vision is None.
+    Padding has position 0 and mask 0.
     """
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
@@ -47,19 +40,6 @@ def collate(
         labels=torch.from_numpy(labels),  # [b, s]
         loss_mask=torch.from_numpy(loss_mask),  # [b, s]
         tokens=sum(lengths),
-        vision=None if media is None else _vision(samples, media),
+        vision=None,
         segments=tuple(length for length in lengths if length) if packed else None,
     )
-
-
-def _vision(samples: Sequence[Sample], loader: MediaLoader) -> VisionInput:
-    media = [medium for sample in samples for medium in sample.media]
-    where = ", ".join(sample.where for sample in samples)
-    vision = loader.load(media, where=where)
-    grids = [list(grid) for sample in samples for grid in sample.grids]
-    if vision.grid_thw.tolist() != grids:
-        raise ValueError(
-            f"{where}: the images and videos have patch grids {vision.grid_thw.tolist()}, but the"
-            f" text was written for {grids}: do not change image files while they are in use."
-        )
-    return vision

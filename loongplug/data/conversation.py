@@ -1,14 +1,8 @@
-"""The one schema that rows have today: messages in the manner of OpenAI's chat format."""
+"""What a row says, whatever format it was written in: messages of text, images and videos."""
 
-import math
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-_ROLES = ("system", "user", "assistant")
-_SHAPE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-_VIDEO_SHAPE = '{"type": "video", "video": ["first.png", "second.png", ...], "fps": 2.0}'
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,10 +15,14 @@ class Part:
 
 @dataclass(frozen=True)
 class VideoPart:
-    """A video in a message: the paths of its frames, and how many of them make a second."""
+    """A video in a message: its file, or the files of its frames.
 
-    frames: tuple[str, ...]
-    fps: float
+    ``fps``: of frames, how many of them make a second; of a file, how many of them to take per
+    second, None for what the run or the model's folder says.
+    """
+
+    source: str | tuple[str, ...]
+    fps: float | None
 
 
 @dataclass(frozen=True)
@@ -47,108 +45,90 @@ class Video:
     frames: tuple[Path, ...]
     fps: float
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files that make up the video."""
+        return self.frames
 
-Medium = Path | Video  # an image is the path of its file
+    @property
+    def times(self) -> tuple[float, ...]:
+        """When each frame is shown, in seconds."""
+        return tuple(frame / self.fps for frame in range(len(self.frames)))
+
+    @property
+    def name(self) -> str:
+        """What to call the video in a message."""
+        return f"the video of frame {self.frames[0]}"
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """A video file whose header has not been read yet; ``fps`` as in :class:`VideoPart`."""
+
+    path: Path
+    fps: float | None
+
+
+@dataclass(frozen=True)
+class VideoClip:
+    """The frames that are taken of a video file, chosen from its header."""
+
+    path: Path
+    indices: tuple[int, ...]  # of the frames taken, ascending
+    total_frames: int
+    file_fps: float
+    height: int  # of the upright frames, in pixels
+    width: int
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files that make up the video."""
+        return (self.path,)
+
+    @property
+    def fps(self) -> float:
+        """How many of the taken frames make a second, as transformers computes it."""
+        return len(self.indices) / self.total_frames * self.file_fps
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """When each taken frame is shown, in seconds."""
+        return tuple(index / self.file_fps for index in self.indices)
+
+    @property
+    def name(self) -> str:
+        """What to call the video in a message."""
+        return f"the video {self.path}"
+
+
+Medium = Path | Video | VideoClip  # an image is the path of its file
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row: its messages and where it stands (``path:line``)."""
+    """A row: its messages and where it stands (``path:line``).
+
+    ``plain`` rows are text without roles, in one message; no chat template is applied to them.
+    """
 
     messages: tuple[Message, ...]
     where: str
+    plain: bool = False
 
-    def media(self, folder: Path) -> tuple[Medium, ...]:
+    def media(self, folder: Path) -> tuple[Path | Video | VideoFile, ...]:
         """Images and videos in the order of their tokens; relative paths start at ``folder``."""
-        found: list[Medium] = []
+        found: list[Path | Video | VideoFile] = []
         for message in self.messages:
             for part in message.parts:
                 if isinstance(part, VideoPart):
-                    found.append(Video(tuple(folder / frame for frame in part.frames), part.fps))
+                    found.append(_video(part, folder))
                 elif part.kind == "image":
                     found.append(folder / part.value)
         return tuple(found)
 
 
-def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
-    """Check a row against the schema; ValueError with ``where`` and the cure otherwise.
-
-    Keys other than ``messages`` are allowed and left alone: people keep ids and tags there.
-    """
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"{where}: unknown schema with keys {sorted(row)}: expected a non-empty list under"
-            f' "messages", as in {_SHAPE}.'
-        )
-    parsed = tuple(
-        _parse_message(message, where=f"{where}: message {number}")
-        for number, message in enumerate(messages, start=1)
-    )
-    if parsed[0].role == "assistant":
-        raise ValueError(
-            f"{where}: the first message is the assistant's: put a user message before it."
-        )
-    return Conversation(messages=parsed, where=where)
-
-
-def _parse_message(message: Any, *, where: str) -> Message:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        given = message.get("role") if isinstance(message, dict) else message
-        raise ValueError(
-            f"{where}: role {given!r} is unknown: expected one of {', '.join(_ROLES)}, as in"
-            f" {_SHAPE}."
-        )
-    content = message.get("content")
-    if isinstance(content, str):
-        return Message(role=message["role"], parts=(Part("text", content),))
-    if not isinstance(content, list) or not content:
-        raise ValueError(
-            f'{where}: "content" is {type(content).__name__}: expected a string or a non-empty'
-            " list of parts."
-        )
-    return Message(
-        role=message["role"],
-        parts=tuple(_parse_part(part, where=where) for part in content),
-    )
-
-
-def _parse_part(part: Any, *, where: str) -> Part | VideoPart:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "video":
-        return _parse_video(part, where=where)
-    if kind not in ("text", "image"):
-        raise ValueError(
-            f'{where}: a part of type {kind!r} is unknown: expected {{"type": "text", "text":'
-            f' "..."}}, {{"type": "image", "image": "path"}} or {_VIDEO_SHAPE}.'
-        )
-    value = part.get(kind)
-    if not isinstance(value, str):
-        raise ValueError(
-            f'{where}: a part of type "{kind}" has {value!r} under "{kind}": expected a string.'
-        )
-    return Part(kind, value)
-
-
-def _parse_video(part: dict[str, Any], *, where: str) -> VideoPart:
-    frames, fps = part.get("video"), part.get("fps")
-    if isinstance(frames, str):
-        raise ValueError(
-            f"{where}: video {frames!r} is one file, and video files cannot be read yet: give its"
-            f" frames as image files, as in {_VIDEO_SHAPE}."
-        )
-    if (
-        not isinstance(frames, list)
-        or not frames
-        or not all(isinstance(frame, str) for frame in frames)
-    ):
-        raise ValueError(
-            f'{where}: a part of type "video" has {reprlib.repr(frames)} under "video": expected'
-            f" the paths of at least one frame, as in {_VIDEO_SHAPE}."
-        )
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
-        raise ValueError(
-            f'{where}: a part of type "video" has {fps!r} under "fps": expected how many of its'
-            f" frames make a second, a number above 0, as in {_VIDEO_SHAPE}."
-        )
-    return VideoPart(tuple(frames), float(fps))
+def _video(part: VideoPart, folder: Path) -> Video | VideoFile:
+    if isinstance(part.source, str):
+        return VideoFile(folder / part.source, part.fps)
+    assert part.fps is not None, "the schema asks for it"
+    return Video(tuple(folder / frame for frame in part.source), part.fps)

@@ -1,18 +1,21 @@
 """Samples: what a row of a JSONL file becomes before it is put into a microbatch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Medium, Video, parse_conversation
+from loongplug.data.conversation import Medium
+from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.media import medium_grid, open_media, placeholder
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
+from loongplug.data.rows import Rows
 from loongplug.data.template import TrainingPhase, shortest_sample, tokenize_conversation
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
@@ -32,6 +35,26 @@ class Sample:
     media: tuple[Medium, ...]  # in the order of their tokens
     grids: tuple[Grid, ...]  # of each medium
     where: str  # path:line
+    bad: BadSample | None = None  # why the sample cannot be used, and so has no tokens
+
+    @classmethod
+    def blank(cls, bad: BadSample) -> "Sample":
+        """What stands for a sample that cannot be used: no tokens."""
+        tokens = np.zeros(0, dtype=np.int64)
+        return cls(
+            input_ids=tokens,
+            labels=tokens,
+            loss_mask=np.zeros(0, dtype=np.float32),
+            position_ids=np.zeros((3, 0), dtype=np.int64),
+            media=(),
+            grids=(),
+            where="",
+            bad=bad,
+        )
+
+    def untrained(self) -> "Sample":
+        """The same sample with no token that counts."""
+        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
     @property
     def nbytes(self) -> int:
@@ -41,20 +64,22 @@ class Sample:
 
 
 class ChatDataset:
-    """The rows of a JSONL file as samples, by index, with a bounded cache of them.
+    """Rows (those of a JSONL file, or of a blend) as samples, by index, with a bounded cache.
 
     Reads image headers only: a sample's text, labels and positions come out the same on every
-    rank, whether that rank loads the images or not. ``video_style`` is the model family's.
+    rank, whether that rank loads the images or not. ``video_style`` is the model family's,
+    ``video_fps`` how many frames to take per second of video files whose row does not say.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        rows: str | Path | Rows,
         *,
         processor: Processor,
         seq_length: int,
         training_phase: TrainingPhase,
         video_style: VideoStyle = TIMESTAMPS,
+        video_fps: float | None = None,
         cache_bytes: int = 64 * 2**20,
     ) -> None:
         if seq_length < (least := shortest_sample(processor)):
@@ -65,42 +90,64 @@ class ChatDataset:
         self.processor = processor
         self.seq_length = seq_length
         self.training_phase = training_phase
-        self.videos = VideoProcessor(processor, video_style)
-        self._rows = JsonlIndex(path)
+        self.videos = VideoProcessor(processor, video_style, fps=video_fps)
+        self._rows = JsonlIndex(rows) if isinstance(rows, str | Path) else rows
+        self._cache_bytes = cache_bytes
         self._cache: ByteBoundedCache[int, Sample] = ByteBoundedCache(cache_bytes)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises ValueError with the row's place for a row that cannot be used."""
+        """Raises BadSampleError with the row's place for a row that cannot be used."""
         sample = self._cache.get(index)
         if sample is None:
             sample = self._make(index)
             self._cache.put(index, sample, size=sample.nbytes)
         return sample
 
+    def text_parts(self, indices: Sequence[int]) -> list[Sample]:
+        """The samples; those that cannot be used are blank and say why."""
+        parts: list[Sample] = []
+        for index in indices:
+            try:
+                parts.append(self[index])
+            except BadSampleError as error:
+                parts.append(Sample.blank(error.sample))
+            except Exception as error:  # no fault of the row, but it helps to know which
+                where = self._rows.where(index)
+                raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+        return parts
+
+    def share_cache(self, processes: int) -> None:
+        """Keep only so much that this many processes together keep what one would."""
+        self._cache = ByteBoundedCache(self._cache_bytes // processes)
+
     def _make(self, index: int) -> Sample:
         where, processor = self._rows.where(index), self.processor
-        conversation = parse_conversation(self._rows.read(index), where=where)
-        media = conversation.media(self._rows.path.parent)
-        grids = tuple(
-            medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
-        )
-        tokens = tokenize_conversation(
-            conversation,
-            processor,
-            phase=self.training_phase,
-            placeholders=[
-                placeholder(medium, grid, processor, videos=self.videos)
-                for medium, grid in zip(media, grids, strict=True)
-            ],
-        )
-        if len(tokens.ids) > self.seq_length:
-            raise ValueError(
-                f"{where}: the sample has {len(tokens.ids)} tokens, but --seq-length is"
-                f" {self.seq_length}: raise it, or shorten or drop the sample."
+        with bad_as("row"):
+            conversation = parse_conversation(self._rows.read(index), where=where)
+        with bad_as("media"):
+            media = open_media(conversation, self._rows.media_root(index), videos=self.videos)
+            grids = tuple(
+                medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
             )
+        with bad_as("text"):
+            tokens = tokenize_conversation(
+                conversation,
+                processor,
+                phase=self.training_phase,
+                placeholders=[
+                    placeholder(medium, grid, processor, videos=self.videos)
+                    for medium, grid in zip(media, grids, strict=True)
+                ],
+            )
+        with bad_as("length"):
+            if len(tokens.ids) > self.seq_length:
+                raise ValueError(
+                    f"{where}: the sample has {len(tokens.ids)} tokens, but --seq-length is"
+                    f" {self.seq_length}: raise it, or shorten or drop the sample."
+                )
         return Sample(
             input_ids=tokens.ids,
             labels=np.append(tokens.ids[1:], tokens.ids[-1]),
@@ -120,14 +167,14 @@ class ChatDataset:
         time_steps = [
             style.time_step(fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
             for video in media
-            if isinstance(video, Video)
+            if not isinstance(video, Path)
         ]
         return mrope_position_ids(
             ids,
             image_token_id=processor.image_token_id,
             video_token_id=processor.video_token_id,
-            image_grids=[grid for medium, grid in pairs if not isinstance(medium, Video)],
-            video_grids=[grid for medium, grid in pairs if isinstance(medium, Video)],
+            image_grids=[grid for medium, grid in pairs if isinstance(medium, Path)],
+            video_grids=[grid for medium, grid in pairs if not isinstance(medium, Path)],
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
@@ -26,6 +27,8 @@ _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 def image_size(path: Path, *, where: str) -> tuple[int, int]:
     """Height and width of the image once it is upright; reads the file's header only."""
+    if (plain := plain_size(path)) is not None:
+        return plain
     with _opened(path, where=where) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
@@ -106,12 +109,15 @@ def _damaged(path: Path, error: Exception, *, where: str) -> ValueError:
 def _unreadable(path: Path, error: OSError, *, where: str) -> ValueError:
     if isinstance(error, FileNotFoundError):
         return ValueError(
-            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder."
+            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder or"
+            " at --media-root."
         )
     return ValueError(f"{where}: image {path} cannot be opened: {error}.")
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":  # Pillow turns these itself, and tells the upright size
+        return 1
     # Asking a PNG for EXIF data it has not met yet decodes the whole file.
     if image.format == "PNG" and "exif" not in image.info:
         return 1

@@ -1,49 +1,49 @@
 """Rows of a JSONL file by index, without holding the file in memory."""
 
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.line_index import LineIndex, line_index
+
 
 class JsonlIndex:
-    """The byte offset and line number of every row that is not blank.
+    """The rows of a JSONL file that are not blank, by index.
 
-    Opening reads the file once. Rows are read with a fresh file handle each, so that forked
-    processes never share a file position.
+    Opening reads the file once; of a large file, what was found is kept in an index file and
+    memory-mapped from then on. Rows are read with a fresh file handle each, so that forked
+    processes never share a file position. Relative paths in rows start at ``media_root``, by
+    default the file's folder.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, media_root: str | Path | None = None) -> None:
         self.path = Path(path)
+        self._media_root = self.path.parent if media_root is None else Path(media_root)
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
-        self._offsets = array("q")
-        self._lines = array("q")
-        offset = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._offsets.append(offset)
-                    self._lines.append(number)
-                offset += len(line)
-        if not self._offsets:
+        self._index: LineIndex = line_index(self.path)
+        if not len(self._index):
             raise ValueError(f"{self.path} has no rows: a dataset needs at least one line of JSON.")
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._index)
 
     def where(self, index: int) -> str:
         """``path:line`` of a row, for messages."""
-        return f"{self.path}:{self._lines[index]}"
+        return f"{self.path}:{self._index.lines[index]}"
+
+    def media_root(self, index: int) -> Path:
+        """What relative paths in the row start at."""
+        return self._media_root
 
     def read(self, index: int) -> dict[str, Any]:
         """The row as a dictionary; ValueError when it is no JSON object."""
         with self.path.open("rb") as file:
-            file.seek(self._offsets[index])
+            file.seek(int(self._index.offsets[index]))
             line = file.readline()
         try:
             row = json.loads(line)
-        except ValueError as error:  # also bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
             raise ValueError(
                 f"{self.where(index)}: not JSON ({error}). Each line must be one JSON object."
             ) from error

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Medium, Video
+from loongplug.data.conversation import Conversation, Medium, VideoClip, VideoFile
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
 from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
@@ -16,13 +17,26 @@ from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
 
 
+def open_media(
+    conversation: Conversation, root: Path, *, videos: VideoProcessor
+) -> tuple[Medium, ...]:
+    """The row's images and videos, in the order of their tokens; reads headers of video files.
+
+    Relative paths start at ``root``.
+    """
+    return tuple(
+        videos.clip(medium, where=conversation.where) if isinstance(medium, VideoFile) else medium
+        for medium in conversation.media(root)
+    )
+
+
 def medium_grid(
     medium: Medium, processor: Processor, *, videos: VideoProcessor, where: str
 ) -> Grid:
     """The patch grid that the pixels will have; reads file headers only."""
-    if isinstance(medium, Video):
-        return videos.grid(medium, where=where)
-    return image_grid(medium, processor, where=where)
+    if isinstance(medium, Path):
+        return image_grid(medium, processor, where=where)
+    return videos.grid(medium, where=where)
 
 
 def placeholder(
@@ -32,15 +46,11 @@ def placeholder(
     time, height, width = grid
     tokens = processor.tokens
     tokens_per_time = height * width // processor.spatial_merge_size**2
-    if not isinstance(medium, Video):
+    if isinstance(medium, Path):
         return Placeholder(token=tokens.image, text=tokens.image, run=time * tokens_per_time)
     if not videos.style.timestamps:
         return Placeholder(token=tokens.video, text=tokens.video, run=time * tokens_per_time)
-    times = patch_times(
-        len(medium.frames),
-        fps=medium.fps,
-        temporal_patch_size=processor.temporal_patch_size,
-    )
+    times = patch_times(medium.times, temporal_patch_size=processor.temporal_patch_size)
     pictures = [
         f"<{seconds:.1f} seconds>{tokens.start}{tokens.video}{tokens.end}" for seconds in times
     ]
@@ -61,6 +71,7 @@ class MediaLoader:
         self._processor = processor
         self._videos = videos
         self._cache: ByteBoundedCache[_Version, _Patches] = ByteBoundedCache(cache_bytes)
+        self.decoded = 0  # images and videos so far; those found in the cache do not count
 
     def load(self, media: Sequence[Medium], *, where: str) -> VisionInput:
         """Images and videos in order; none give the zero-length unit.
@@ -91,10 +102,11 @@ class MediaLoader:
     def _process(
         self, media: dict["_Version", Medium], *, where: str
     ) -> dict["_Version", "_Patches"]:
+        self.decoded += len(media)
         images = {
             version: decode_image(medium, where=where)
             for version, medium in media.items()
-            if not isinstance(medium, Video)
+            if isinstance(medium, Path)
         }
         processed: dict[_Version, _Patches] = {}
         if images:
@@ -107,14 +119,15 @@ class MediaLoader:
                 # A view would keep the whole call's pixels alive.
                 processed[version] = _Patches(pixels=part.clone(), grid=tuple(grid))
         for version, medium in media.items():
-            if isinstance(medium, Video):
+            if not isinstance(medium, Path):
                 part, grid = self._videos.patches(medium, where=where)
                 processed[version] = _Patches(pixels=part, grid=grid)
         return processed
 
 
-# Of a video, the versions of its frames: the rate of the frames changes no pixel.
-_Version = FileVersion | tuple[FileVersion, ...]
+# Of a video, the versions of its files, and which frames of a file are taken: the rate of the
+# frames changes no pixel.
+_Version = FileVersion | tuple[FileVersion | int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,7 @@ class _Patches:
 
 
 def _version(medium: Medium, *, where: str) -> _Version:
-    if isinstance(medium, Video):
-        return tuple(file_version(frame, where=where) for frame in medium.frames)
-    return file_version(medium, where=where)
+    if isinstance(medium, Path):
+        return file_version(medium, where=where)
+    indices = medium.indices if isinstance(medium, VideoClip) else ()
+    return (*(file_version(file, where=where) for file in medium.files), *indices)

@@ -68,3 +68,13 @@ class Microbatch:
             loss_mask=self.loss_mask.to(device, non_blocking=True),
             vision=vision,
         )
+
+    def pin_memory(self) -> "Microbatch":
+        """The same with the text part in page-locked memory."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
+            loss_mask=self.loss_mask.pin_memory(),
+        )

@@ -82,10 +82,13 @@ class _Picture:
 
     def positions(self) -> NDArray[np.int64]:
         """Positions [3, tokens] within the picture."""
-        grid = np.indices((self.time, self.height, self.width)).reshape(3, -1)
+        grid = np.empty((3, self.time, self.height, self.width), dtype=np.int64)
         # float32, as in transformers: near a whole number, float64 would count another one.
-        grid[0] = (grid[0].astype(np.float32) * np.float32(self.time_step)).astype(np.int64)
-        return grid
+        times = np.arange(self.time, dtype=np.float32) * np.float32(self.time_step)
+        grid[0] = times.astype(np.int64)[:, None, None]
+        grid[1] = np.arange(self.height)[:, None]
+        grid[2] = np.arange(self.width)
+        return grid.reshape(3, -1)
 
 
 def _next_picture(pictures: Iterator[_Picture], *, start: int) -> _Picture:

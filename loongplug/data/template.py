@@ -58,25 +58,63 @@ def tokenize_conversation(
     Raises ValueError, with the row's place, for a conversation without anything to train on,
     an image or video token in the text itself, and a template that this cannot be done with.
     """
-    segments = (
-        _assistant_segments(conversation, processor)
-        if phase == "sft"
-        else [_Segment(_render(conversation.messages, processor, where=conversation.where), True)]
-    )
+    if conversation.plain:
+        segments = _plain_segments(conversation, processor, phase=phase)
+    elif phase == "sft":
+        segments = _assistant_segments(conversation, processor)
+    else:
+        text = _render(conversation.messages, processor, where=conversation.where)
+        segments = [_Segment(text, True)]
     texts = _write_placeholders(
         [segment.text for segment in segments],
         placeholders,
         tokens=processor.tokens,
         where=conversation.where,
     )
-    encoded = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoded = _encode(texts, processor)
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
     lengths = [len(part) for part in encoded]
     trained = np.repeat([segment.trained for segment in segments], lengths)
+    for token in processor.vision_token_ids:
+        trained &= ids != token
     repeats = _repeats(ids, processor, placeholders)
-    ids, trained = np.repeat(ids, repeats), np.repeat(trained, repeats)
-    trained &= ~np.isin(ids, list(processor.vision_token_ids))
-    return Tokens(ids=ids, trained=trained)
+    return Tokens(ids=np.repeat(ids, repeats), trained=np.repeat(trained, repeats))
+
+
+def _encode(texts: Sequence[str], processor: Processor) -> list[list[int]]:
+    """The ids of each text.
+
+    One by one: a sample's few texts take less time than handing them to the tokenizer's threads,
+    of which a machine full of ranks and workers has none to spare.
+    """
+    tokenizer = processor.tokenizer
+    if not tokenizer.is_fast:
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()  # which a tokenizer's file may ask for
+    backend.no_truncation()
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def _plain_segments(
+    conversation: Conversation, processor: Processor, *, phase: TrainingPhase
+) -> list[_Segment]:
+    """Text without roles, as it is, and an end token behind it."""
+    if phase == "sft":
+        raise ValueError(
+            f"{conversation.where}: plain text has no answers to train on: give messages, or train"
+            " with --training-phase pretrain."
+        )
+    tokens = processor.tokens
+    pieces = []
+    for message in conversation.messages:
+        for part in message.parts:
+            if isinstance(part, Part) and part.kind == "text":
+                pieces.append(part.value)
+            else:
+                token = tokens.image if isinstance(part, Part) else tokens.video
+                pieces.append(f"{tokens.start}{token}{tokens.end}")
+    return [_Segment("".join([*pieces, processor.end_token]), True)]
 
 
 def tokenize_prompt(
@@ -87,7 +125,8 @@ def tokenize_prompt(
     (text,) = _write_placeholders(
         [text], placeholders, tokens=processor.tokens, where=conversation.where
     )
-    ids = np.asarray(processor.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+    (encoded,) = _encode([text], processor)
+    ids = np.array(encoded, dtype=np.int64)
     return np.repeat(ids, _repeats(ids, processor, placeholders))
 
 
@@ -198,7 +237,8 @@ def _repeats(
 ) -> NDArray[np.int64]:
     """How many tokens [n] each of the tokens stands for."""
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[np.isin(ids, [processor.image_token_id, processor.video_token_id])] = [
+    visual = (ids == processor.image_token_id) | (ids == processor.video_token_id)
+    repeats[visual] = [
         placeholder.run
         for placeholder in placeholders
         for _ in range(placeholder.text.count(placeholder.token))

@@ -1,19 +1,23 @@
-"""Videos given as frames: how a model family writes their times, their grids and their patches."""
+"""Videos: how a model family writes their times, their grids and their patches."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from loongplug.data.conversation import Video
+from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
+from loongplug.data.video_files import decode_frames, video_header
 
+_USUAL_FPS = 2.0
 _COMBINED_FILE = "processor_config.json"  # as transformers 5 writes it: a section each
 _OWN_FILE = "video_preprocessor_config.json"
 _IMAGE_FILE = "preprocessor_config.json"
@@ -45,59 +49,111 @@ class VideoStyle:
 TIMESTAMPS = VideoStyle(timestamps=True)
 
 
-def patch_times(frames: int, *, fps: float, temporal_patch_size: int) -> list[float]:
-    """The middle of each temporal patch's first and last frame, in seconds.
+def video_style_of(processor: Processor) -> VideoStyle:
+    """The style that a model's folder is for, by its video processor; timestamps without one.
+
+    Good for counting tokens; how fast a block's time axis counts stands in the model's config.
+    """
+    folder, where = processor.folder, str(processor.folder)
+    config = _read_json(folder / _COMBINED_FILE, where=where).get("video_processor")
+    config = config or _read_json(folder / _OWN_FILE, where=where)
+    # A folder of Qwen2.5-VL may have the file for images alone, which serves both.
+    images = _read_json(folder / _IMAGE_FILE, where=where)
+    if config:
+        blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
+    else:
+        blocks = images.get("processor_class") == "Qwen2_5_VLProcessor"
+    return VideoStyle(timestamps=False) if blocks else TIMESTAMPS
+
+
+def patch_times(times: Sequence[float], *, temporal_patch_size: int) -> list[float]:
+    """The middle between the times of each temporal patch's first and last frame, in seconds.
 
     Where frames are missing to fill the last patch, the last frame counts again.
     """
-    last = frames - 1
-    starts = range(0, frames, temporal_patch_size)
-    return [(i / fps + min(i + temporal_patch_size - 1, last) / fps) / 2 for i in starts]
+    last = len(times) - 1
+    starts = range(0, len(times), temporal_patch_size)
+    return [(times[i] + times[min(i + temporal_patch_size - 1, last)]) / 2 for i in starts]
 
 
 class VideoProcessor:
     """The video processor of transformers in a model's folder, in the style of its family.
 
     It is loaded when the first video asks for it: a folder without one serves images and text.
-    All frames that a row names are used; none are sampled.
+    All frames that a row names are used. Of a video file, frames are taken as that processor
+    says: ``fps`` per second, where neither the row nor this argument says, as often as the
+    folder's configuration does, and within its limits.
     """
 
-    def __init__(self, processor: Processor, style: VideoStyle) -> None:
+    def __init__(
+        self, processor: Processor, style: VideoStyle, *, fps: float | None = None
+    ) -> None:
         self._processor = processor
         self._transform: Any = None
+        self._fps = fps
         self.style = style
 
-    def grid(self, video: Video, *, where: str) -> Grid:
+    def clip(self, video: VideoFile, *, where: str) -> VideoClip:
+        """Choose the frames to take of a video file; reads its header.
+
+        Raises ValueError with ``where`` for a file that is missing or no video.
+        """
+        header = video_header(video.path, where=where)
+        total = header.frames
+        if total < self._processor.temporal_patch_size:
+            indices = list(range(total))  # the processors cannot sample these
+        else:
+            indices = self._sampled(video, total, file_fps=header.fps, where=where)
+        return VideoClip(
+            path=video.path,
+            indices=tuple(indices),
+            total_frames=total,
+            file_fps=header.fps,
+            height=header.height,
+            width=header.width,
+        )
+
+    def _sampled(self, video: VideoFile, total: int, *, file_fps: float, where: str) -> list[int]:
+        from transformers.video_utils import VideoMetadata
+
+        transform = self._loaded(where=where)
+        metadata = VideoMetadata(total_num_frames=total, fps=file_fps)
+        fps = video.fps or self._fps
+        if fps is None and transform.fps is None and transform.num_frames is None:
+            fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
+        try:
+            indices = transform.sample_frames(metadata, fps=fps)
+        except ValueError as error:
+            raise ValueError(f"{where}: {video.path} cannot be sampled: {error}.") from error
+        return [int(index) for index in indices]
+
+    def grid(self, video: Video | VideoClip, *, where: str) -> Grid:
         """The patch grid that :meth:`patches` will make; reads the frames' headers only.
 
         Raises ValueError with ``where`` for frames of unequal size or files that are no images,
         and for a folder without a video processor.
         """
-        sizes = [image_size(frame, where=where) for frame in video.frames]
-        for frame, size in zip(video.frames, sizes, strict=True):
-            if size != sizes[0]:
-                raise ValueError(
-                    f"{where}: frame {frame} is {size[0]} x {size[1]} pixels, but the video's first"
-                    f" frame is {sizes[0][0]} x {sizes[0][1]}: give all frames the same size."
-                )
-        count = len(video.frames) + self._missing(video)
+        size = _size(video, where=where)
+        count = len(video.times) + self._missing(video)
         # The processor itself says what becomes of this size: shapes without data, no work.
-        frames = torch.empty(count, *sizes[0], 3, dtype=torch.uint8, device="meta")
+        frames = torch.empty(count, *size, 3, dtype=torch.uint8, device="meta")
         return self._processed(video, frames, where=where)[1]
 
-    def patches(self, video: Video, *, where: str) -> tuple[Tensor, Grid]:
+    def patches(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
         """The video's patches, [patches, patch_dim] float32, and their grid."""
-        frames = [np.asarray(decode_image(frame, where=where)) for frame in video.frames]
+        frames = _decoded(video, where=where)
         frames += frames[-1:] * self._missing(video)
         if len({frame.shape for frame in frames}) > 1:
             raise ValueError(
-                f"{where}: the frames of the video that starts with {video.frames[0]} are of"
-                " different sizes: do not change image files while they are in use."
+                f"{where}: the frames of {video.name} are of different sizes: do not change image"
+                " files while they are in use."
             )
         stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
         return self._processed(video, stacked, where=where)
 
-    def _processed(self, video: Video, frames: Tensor, *, where: str) -> tuple[Tensor, Grid]:
+    def _processed(
+        self, video: Video | VideoClip, frames: Tensor, *, where: str
+    ) -> tuple[Tensor, Grid]:
         transform = self._loaded(where=where)
         try:
             features = transform(
@@ -107,23 +163,42 @@ class VideoProcessor:
                 return_tensors="pt",
             )
         except ValueError as error:
-            raise ValueError(
-                f"{where}: the video of frame {video.frames[0]} cannot be used: {error}."
-            ) from error
+            raise ValueError(f"{where}: {video.name} cannot be used: {error}.") from error
         time, height, width = features["video_grid_thw"][0].tolist()
         return features["pixel_values_videos"], (time, height, width)
 
-    def _missing(self, video: Video) -> int:
+    def _missing(self, video: Video | VideoClip) -> int:
         """How often the last frame is repeated here, to fill a first temporal patch.
 
         The processor fills the others, but it refuses a video that is shorter than one.
         """
-        return max(0, self._processor.temporal_patch_size - len(video.frames))
+        return max(0, self._processor.temporal_patch_size - len(video.times))
 
     def _loaded(self, *, where: str) -> Any:
         if self._transform is None:
             self._transform = _load(self._processor, self.style, where=where)
         return self._transform
+
+
+def _size(video: Video | VideoClip, *, where: str) -> tuple[int, int]:
+    """Height and width of the frames."""
+    if isinstance(video, VideoClip):
+        return video.height, video.width
+    sizes = [image_size(frame, where=where) for frame in video.frames]
+    for frame, size in zip(video.frames, sizes, strict=True):
+        if size != sizes[0]:
+            raise ValueError(
+                f"{where}: frame {frame} is {size[0]} x {size[1]} pixels, but the video's first"
+                f" frame is {sizes[0][0]} x {sizes[0][1]}: give all frames the same size."
+            )
+    return sizes[0]
+
+
+def _decoded(video: Video | VideoClip, *, where: str) -> list[NDArray[np.uint8]]:
+    """The frames, [height, width, 3] each."""
+    if isinstance(video, VideoClip):
+        return decode_frames(video, where=where)
+    return [np.asarray(decode_image(frame, where=where)) for frame in video.frames]
 
 
 def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:

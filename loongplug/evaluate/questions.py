@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.conversation import Conversation, Medium, parse_conversation
+from loongplug.data.conversation import Conversation, Medium
+from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.media import medium_grid, open_media, placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.template import tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
@@ -56,7 +57,7 @@ def read_questions(
                 "right answer, which is compared with the model's."
             )
         prompt = Conversation(messages=tuple(asked), where=where)
-        media = prompt.media(folder)
+        media = open_media(prompt, folder, videos=videos)
         placeholders = [
             placeholder(
                 medium,

@@ -9,6 +9,7 @@ from megatron.training.checkpointing import checkpoint_exists
 
 from loongplug.checkpoint.architecture import check_architecture, write_architecture
 from loongplug.checkpoint.atomic import AtomicSaves, recover
+from loongplug.checkpoint.data_note import check_data_note, write_data_note
 from loongplug.checkpoint.same_optimizer import checked_common_state
 from loongplug.checkpoint.same_tensors import checked_load
 from loongplug.checkpoint.tracker import check_latest, replaced_whole
@@ -18,6 +19,7 @@ from loongplug.platform.upstream import (
     synchronous_save_table,
     whole_checkpoints_table,
 )
+from loongplug.training.packing_place import with_packing_place
 
 
 def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
@@ -33,7 +35,7 @@ def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
         whole_checkpoints_table(
             save=AtomicSaves().wrap,
             load=checked_load,
-            common=checked_common_state,
+            common=lambda read: with_packing_place(checked_common_state(read)),
             tracker=replaced_whole,
         )
     )
@@ -44,17 +46,23 @@ def has_checkpoint(args: Namespace) -> bool:
     return bool(args.load) and checkpoint_exists(args.load)
 
 
-def check_checkpoint_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:
-    """As :func:`check_source_folders`, and note the architecture in ``--save``.
+def check_checkpoint_folders(
+    args: Namespace, model_yaml: Mapping[str, Any], *, data: Mapping[str, Any]
+) -> None:
+    """As :func:`check_source_folders`, and note architecture and data in ``--save``.
 
-    For all ranks; no collectives.
+    ``data`` is the fingerprint of the training data. For all ranks; no collectives.
 
     Raises:
-        ValueError: a folder holds checkpoints of another model, or none that is complete.
+        ValueError: a folder holds checkpoints of another model or other data, or none that is
+            complete.
     """
     check_source_folders(args, model_yaml)
+    if has_checkpoint(args) and not args.finetune:
+        check_data_note(Path(args.load), data)
     if args.save:
         write_architecture(Path(args.save), model_yaml, rank=args.rank)
+        write_data_note(Path(args.save), data, rank=args.rank)
 
 
 def check_source_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:

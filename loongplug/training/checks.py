@@ -88,33 +88,6 @@ def tokenizer_fits(args: Namespace, model: Any) -> str | None:
     return "; ".join(problems) or None
 
 
-def data_given(args: Namespace, model: Any) -> str | None:
-    """Training data are given, in one way, one file for each split."""
-    if not args.data_path and not args.train_data_path:
-        return "no training data given"
-    if args.data_path and (args.train_data_path or args.valid_data_path):
-        return "--data-path given beside --train-data-path or --valid-data-path"
-    for flag, paths in (
-        ("--data-path", args.data_path),
-        ("--train-data-path", args.train_data_path),
-        ("--valid-data-path", args.valid_data_path),
-    ):
-        if paths and len(paths) > 1:
-            return f"{flag} gives {len(paths)} files"
-    return None
-
-
-def data_exists(args: Namespace, model: Any) -> str | None:
-    """Every data file is there."""
-    given = [
-        path
-        for paths in (args.data_path, args.train_data_path, args.valid_data_path)
-        for path in paths or ()
-    ]
-    missing = [path for path in given if not Path(path).exists()]
-    return f"{', '.join(missing)} not found" if missing else None
-
-
 def hf_folder(args: Namespace, model: Any) -> str | None:
     """``--load-hf`` is a Hugging Face model folder."""
     if args.load_hf is None or (Path(args.load_hf) / "config.json").is_file():

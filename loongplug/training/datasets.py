@@ -1,26 +1,35 @@
 """The data iterators that Megatron's training loop pulls microbatches from."""
 
 from argparse import Namespace
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
 
+from loongplug.data.bad_samples import BadSamples
+from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.fingerprint import fingerprint
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
+from loongplug.data.workers import WorkerSettings
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.registry import family_of
+from loongplug.platform import current_platform
+from loongplug.training.chunk_streams import ChunkStreams
+from loongplug.training.first_stage_units import FirstStageUnits, replica_group
+from loongplug.training.packing_place import note_packing_place, packing_place
 
-Iterators = tuple[MicrobatchLoader, MicrobatchLoader | None, None]
+Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 
 
 class DatasetProvider:
     """Megatron's dataset provider, for ``--dataloader-type external``.
 
-    Every rank builds the text of its data parallel replica's samples; images are loaded only
-    where the encoder runs.
+    Every rank builds the text of its data parallel replica's samples; images are loaded by one
+    rank of those that encode them.
     """
 
     is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
@@ -55,43 +64,105 @@ class DatasetProvider:
             spatial_merge_size=model.image_encoder.spatial_merge_size,
         )
 
-        def open_dataset(paths: Sequence[str] | None) -> ChatDataset | None:
-            if not paths:
+        def open_dataset(files: Sequence[str] | None, *, flag: str) -> ChatDataset | None:
+            if not files:
                 return None
-            (path,) = paths
             return ChatDataset(
-                Path(path),
+                open_rows(files, flag=flag, seed=args.seed, media_root=args.media_root),
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
                 video_style=model.video_style(),
+                video_fps=args.video_fps,
             )
 
-        train = open_dataset(args.data_path or args.train_data_path)
+        train_files = args.data_path or args.train_data_path
+        train = open_dataset(train_files, flag="--train-data-path")
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
-        self._valid = open_dataset(args.valid_data_path)
+        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
+        blend = parse_blend(train_files, flag="--train-data-path")
+        self.fingerprint = fingerprint(
+            blend.paths,
+            processor,
+            weights=blend.weights,
+            seed=args.seed,
+            seq_length=args.seq_length,
+            training_phase=args.training_phase,
+            video_fps=args.video_fps,
+            packing_look_ahead=args.packing_look_ahead if args.packing else None,
+        )
+        self._patch_dim = processor.patch_dim
+        self._loaders: list[MicrobatchLoader] = []
+        self._chunks: list[ChunkStreams] = []  # of training and, where there is one, validation
+        self.bad_samples = BadSamples(args.bad_sample)  # met in training
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
-        """Iterators for one chunk of this rank, from the consumed samples on."""
+        """Iterators for one chunk of this rank, from the consumed samples on.
+
+        Collective: the default group, when called for the first chunk.
+        """
+        chunk = vp_stage or 0
+        if chunk == 0:
+            self._start()
+        train, *valid = (streams.chunk(chunk) for streams in self._chunks)
+        return train, valid[0] if valid else None, None
+
+    def close(self) -> None:
+        """End the background processes."""
+        for loader in self._loaders:
+            loader.close()
+
+    def _start(self) -> None:
         args = self._args
-        encodes = parallel_state.is_pipeline_first_stage(ignore_virtual=True) and not vp_stage
-        common = {
+        replica = replica_group() if self.bad_samples.skips else None
+        valid_bad_samples = BadSamples(args.bad_sample)
+        for bad_samples in (self.bad_samples, valid_bad_samples):
+            bad_samples.speaks = (
+                parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+                and parallel_state.get_tensor_model_parallel_rank() == 0
+            )
+        self._loaders.append(
+            MicrobatchLoader(
+                self._train,
+                seed=args.seed,
+                consumed_samples=args.consumed_train_samples,
+                bad_samples=self.bad_samples,
+                resume=packing_place(args),
+                **self._common(replica, channel=0),
+            )
+        )
+        if self._valid is not None:
+            self._loaders.append(
+                MicrobatchLoader(
+                    self._valid,
+                    seed=None,
+                    restart_after=args.eval_iters * args.global_batch_size,
+                    bad_samples=valid_bad_samples,
+                    **self._common(replica, channel=1),
+                )
+            )
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        train, *valid = self._loaders
+        noted = note_packing_place(train, args) if args.packing else train
+        self._chunks = [ChunkStreams(each, chunks=chunks) for each in (noted, *valid)]
+
+    def _common(self, replica: ProcessGroup | None, *, channel: int) -> dict[str, Any]:
+        """What training and validation share."""
+        args, platform = self._args, current_platform()
+        return {
             "micro_batch_size": args.micro_batch_size,
             "dp_rank": parallel_state.get_data_parallel_rank(),
             "dp_size": parallel_state.get_data_parallel_world_size(),
-            "with_images": encodes,
+            "roles": FirstStageUnits(
+                encodes=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+                patch_dim=self._patch_dim,
+                device=lambda: platform.device,
+                replica=replica,
+                channel=channel,
+            ),
+            "workers": WorkerSettings(
+                processes=args.num_workers, pin_memory=platform.name == "cuda"
+            ),
             "look_ahead": args.packing_look_ahead if args.packing else None,
         }
-        train = MicrobatchLoader(
-            self._train, seed=args.seed, consumed_samples=args.consumed_train_samples, **common
-        )
-        if self._valid is None:
-            return train, None, None
-        valid = MicrobatchLoader(
-            self._valid,
-            seed=None,
-            restart_after=args.eval_iters * args.global_batch_size,
-            **common,
-        )
-        return train, valid, None

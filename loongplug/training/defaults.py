@@ -44,6 +44,7 @@ def _on_cpu() -> dict[str, Any]:
     return {
         "transformer_impl": "local",
         "use_cpu_initialization": True,
+        "num_workers": 0,  # they would take the cores that train
         "async_strategy": "mcore",
         # Kernels that exist for CUDA only, and fusions by torch.compile that cost more than they
         # save in short CPU runs.

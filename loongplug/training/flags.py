@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
+from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.training.suggest import closest
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -121,7 +122,25 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
     )
+    group.add_argument(
+        "--media-root",
+        metavar="DIR",
+        help="what relative paths of images and videos start at; else each data file's folder",
+    )
+    group.add_argument(
+        "--video-fps",
+        type=float,
+        metavar="N",
+        help="frames to take per second of video files whose row does not say; else as the"
+        " model's folder says",
+    )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
+    group.add_argument(
+        "--bad-sample",
+        choices=BAD_SAMPLE_POLICIES,
+        default="fatal",
+        help="a sample that cannot be used is left out and counted, or ends the run (default)",
+    )
     group.add_argument(
         "--enable-encoder-hetero-dp", action="store_true", help="heterogeneous DP (not there yet)"
     )

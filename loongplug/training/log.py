@@ -51,6 +51,11 @@ class LogTap:
         """The last evaluation's loss, None where there was none."""
         return None if self._progress is None else self._progress.valid_loss
 
+    @property
+    def bad_samples(self) -> dict[str, int]:
+        """Samples that were left out, of all ranks, by kind."""
+        return {} if self._progress is None else self._progress.bad_samples
+
     def _on_evaluation(self, losses: dict[str, Tensor]) -> None:
         if self._progress is not None:
             self._progress.evaluated(losses.get("lm loss"))

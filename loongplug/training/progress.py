@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -18,6 +18,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+
+from loongplug.data.bad_samples import BAD_KINDS, BadKind
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class TrainingMetrics:
     train_seconds: float
     iterations: int
     valid_loss: float | None  # of the last evaluation
+    bad_samples: dict[str, int]  # left out in training, by kind
 
 
 class TrainingProgress:
@@ -183,7 +186,7 @@ class TrainingProgress:
 
     Collective: every rank calls :meth:`step` in every iteration; every ``interval`` iterations
     (and in the first and last one) one all-reduce over the default group brings the last stage's
-    loss and all ranks' token counts together.
+    loss and all ranks' counts of tokens and bad samples together.
     """
 
     def __init__(
@@ -197,10 +200,12 @@ class TrainingProgress:
         has_loss: bool,
         sink: ProgressSink | None,
         on_report: Callable[[StepReport], None] | None = None,
+        bad_samples: Mapping[BadKind, int] | None = None,
     ) -> None:
         """``counts_tokens``: this rank speaks for its data parallel replica (tp 0, stage 0).
         ``has_loss``: this rank speaks for the loss (the last stage's tp 0 of replica 0).
-        ``on_report`` is called on every rank.
+        ``on_report`` is called on every rank. ``bad_samples`` are those that this rank has met so
+        far, by kind; they are summed over the ranks that count tokens.
         """
         self._total = total
         self._interval = interval
@@ -210,6 +215,8 @@ class TrainingProgress:
         self._has_loss = has_loss
         self._sink = sink
         self._on_report = on_report
+        self._met: Mapping[BadKind, int] = {} if bad_samples is None else bad_samples
+        self.bad_samples: dict[str, int] = {}  # of all replicas, by kind; none that is 0
         self.valid_loss: float | None = None  # of the last evaluation
         self._iteration = 0
         self._losses: list[torch.Tensor] = []
@@ -242,11 +249,15 @@ class TrainingProgress:
     def _report(self, iteration: int) -> None:
         tokens, capacity = self._counter.tokens, self._counter.capacity
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
-        all_loss, all_tokens, all_capacity = self._sum(
+        all_loss, all_tokens, all_capacity, *bad = self._sum(
             loss.item() if self._has_loss else 0.0,
             tokens - self._reported_tokens if self._counts_tokens else 0,
             capacity - self._reported_capacity if self._counts_tokens else 0,
+            *(self._met.get(kind, 0) if self._counts_tokens else 0 for kind in BAD_KINDS),
         )
+        self.bad_samples = {
+            kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count
+        }
         now = time.monotonic()
         since = self._last_time if self._last_time is not None else self._counter.started
         assert since is not None, "a report comes after the first microbatch"
@@ -268,11 +279,20 @@ class TrainingProgress:
 
     def close(self) -> None:
         """End the display."""
-        if self._sink is not None:
-            self._sink.close()
+        if self._sink is None:
+            return
+        if self.bad_samples:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in self.bad_samples.items())
+            self._sink.say(f"bad samples left out: {sum(self.bad_samples.values())} ({kinds})")
+        self._sink.close()
 
 
-def summarize(reports: Sequence[StepReport], *, valid_loss: float | None) -> TrainingMetrics:
+def summarize(
+    reports: Sequence[StepReport],
+    *,
+    valid_loss: float | None,
+    bad_samples: Mapping[str, int] | None = None,
+) -> TrainingMetrics:
     """The figures of a run with at least one report.
 
     The first report holds start-up costs; the rate is that of all others when there are any.
@@ -287,6 +307,7 @@ def summarize(reports: Sequence[StepReport], *, valid_loss: float | None) -> Tra
         train_seconds=sum(step.seconds for step in reports),
         iterations=reports[-1].iteration,
         valid_loss=valid_loss,
+        bad_samples=dict(bad_samples or {}),
     )
 
 

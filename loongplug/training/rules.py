@@ -4,7 +4,13 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from loongplug.training import checks, expert_checks, model_checks, packing_checks
+from loongplug.training import (
+    checks,
+    data_checks,
+    expert_checks,
+    model_checks,
+    packing_checks,
+)
 from loongplug.training.checks import Check
 
 
@@ -59,19 +65,29 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="data-given",
-        refuses="no training data, more than one file, or `--data-path` beside "
-        "`--train-data-path` or `--valid-data-path`",
-        check=checks.data_given,
-        reason="a run trains on one file",
-        cure="give --train-data-path FILE, and --valid-data-path FILE for held-out data",
+        refuses="no training data, `--data-path` beside `--train-data-path` or "
+        "`--valid-data-path`, or weights (`w1 p1 w2 p2`) that are not above 0 or not given for "
+        "every file",
+        check=data_checks.data_given,
+        reason="it would not be known what to train on",
+        cure="give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
+        "--valid-data-path FILE for held-out data",
         training_only=True,
     ),
     Rule(
         name="data-exists",
-        refuses="a data path that does not exist",
-        check=checks.data_exists,
+        refuses="a data path or a `--media-root` that does not exist",
+        check=data_checks.data_exists,
         reason="there is nothing to read",
         cure="correct the path",
+    ),
+    Rule(
+        name="video-rate",
+        refuses="`--video-fps` not above 0",
+        check=data_checks.video_rate,
+        reason="it is the number of frames taken per second of a video",
+        cure="give more than 0",
+        training_only=True,
     ),
     Rule(
         name="hf-folder",

@@ -44,7 +44,7 @@ def run(
     platform = current_platform()
     use_whole_checkpoints(platform, asynchronous=args.async_save)
     datasets = DatasetProvider(args, parsed.model)
-    check_checkpoint_folders(args, parsed.model_yaml)
+    check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     if args.save_hf:
         check_hf_export(
@@ -67,6 +67,7 @@ def run(
             terminal=terminal,
             on_report=on_report,
         )
+        datasets.close()
         if args.save_hf:
             save_hf_folder(
                 provider.chunks,
@@ -99,6 +100,7 @@ def _pretrain(
             has_loss=_speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
             on_report=_also_in_tensorboard(on_report),
+            bad_samples=datasets.bad_samples.counts,
         )
     ) as tap:
         try:
@@ -112,7 +114,8 @@ def _pretrain(
         finally:  # a run that SIGTERM ends leaves by SystemExit
             if tap.reports and args.metrics_json and args.rank == 0:
                 write_metrics(
-                    Path(args.metrics_json), summarize(tap.reports, valid_loss=tap.valid_loss)
+                    Path(args.metrics_json),
+                    summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
                 )
     return tap.reports
 

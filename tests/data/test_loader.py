@@ -164,7 +164,7 @@ def test_bad_rows_name_file_and_line(
     write_image("a.png", height=64, width=64)
     rows = write_rows(
         "{broken",
-        {"text": "hello"},
+        {"content": "hello"},
         row("Read", "1", images=("gone.png",)),
         row("Read <|image_pad|>", "1"),
         row("Read", "1" * 40),
@@ -174,7 +174,7 @@ def test_bad_rows_name_file_and_line(
     for index, message in enumerate(
         (
             "not JSON",
-            r"unknown schema with keys \['text'\]",
+            r"unknown schema with keys \['content'\]",
             r"no image file at .*gone\.png: relative paths start",
             "1 image tokens in the text for 0 images",
             r"the sample has 51 tokens, but --seq-length is 32",

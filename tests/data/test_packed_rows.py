@@ -1,5 +1,6 @@
 """Packs as the loader gives them: what a row holds, on which rank, and after a resume."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.media import MediaLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
 from loongplug.data.pack_stream import PackStream
 from loongplug.data.packing import PackingState, PackPlanner, plan
 from loongplug.data.processor import Processor
+from loongplug.data.text_stream import ResumePoint
+from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
 
@@ -53,8 +55,7 @@ def loader(dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
 
 def test_a_row_is_its_samples_one_behind_the_other(dataset: ChatDataset) -> None:
     samples = [dataset[i] for i in (2, 0, 1)]
-    media = MediaLoader(dataset.processor, videos=dataset.videos)
-    pack = collate(samples, pad_token_id=7, seq_length=80, media=media, packed=True)
+    pack = collate(samples, pad_token_id=7, seq_length=80, packed=True)
     lengths = [len(sample.input_ids) for sample in samples]
     assert len(set(lengths)) == 3
     assert pack.segments == tuple(lengths)
@@ -74,9 +75,17 @@ def test_a_row_is_its_samples_one_behind_the_other(dataset: ChatDataset) -> None
             assert found[start : start + length].tolist() == expected.tolist()
             start += length
         assert (found[start:] == padding).all()
-    assert pack.vision is not None
-    grids = [grid for sample in samples for grid in sample.grids]
-    assert pack.vision.grid_thw.tolist() == [list(grid) for grid in grids]
+
+
+def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -> None:
+    grids = {
+        tuple(sample.input_ids): sample.grids for sample in map(dataset.__getitem__, range(ROWS))
+    }
+    packs = loader(dataset)
+    for pack in (next(packs) for _ in range(6)):
+        expected = [list(grid) for ids in contents(pack) for grid in grids[tuple(ids)]]
+        assert pack.vision is not None
+        assert pack.vision.grid_thw.tolist() == expected
 
 
 def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> None:
@@ -100,7 +109,7 @@ def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> Non
 def test_a_full_row_has_no_padding(dataset: ChatDataset) -> None:
     samples = [dataset[i] for i in range(2)]
     full = sum(len(sample.input_ids) for sample in samples)
-    pack = collate(samples, pad_token_id=0, seq_length=full, media=None, packed=True)
+    pack = collate(samples, pad_token_id=0, seq_length=full, packed=True)
     assert pack.tokens == pack.capacity == full
 
 
@@ -154,6 +163,40 @@ def test_a_resumed_run_goes_on_with_the_next_pack(dataset: ChatDataset) -> None:
         resumed = loader(dataset, consumed_samples=consumed, dp_rank=1, dp_size=2)
         assert contents(next(resumed)) == expected[consumed + 1]
         assert contents(next(resumed)) == expected[consumed + 3]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_noted_place_is_gone_on_from_without_reading_what_is_before(
+    dataset: ChatDataset, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = expected_packs(dataset)
+    workers = WorkerSettings(processes=processes)
+    whole = loader(dataset, dp_rank=1, dp_size=2, workers=workers)
+    for _ in range(3):
+        next(whole)
+    place = whole.resume_point()
+    assert [contents(next(whole)) for _ in range(2)] == [expected[7], expected[9]]
+    whole.close()
+    assert place is not None
+    assert place.packs == whole.consumed_samples - 4 == 6
+    assert ResumePoint.of_plain(json.loads(json.dumps(place.plain()))) == place
+    reads: list[int] = []
+    text_parts = ChatDataset.text_parts
+    monkeypatch.setattr(
+        ChatDataset, "text_parts", lambda self, i: reads.extend(i) or text_parts(self, i)
+    )
+    ranks = [
+        loader(dataset, dp_rank=rank, dp_size=3, consumed_samples=6, resume=place)
+        for rank in range(3)
+    ]
+    assert [contents(next(rank)) for rank in ranks] == expected[6:9]
+    first = dataset_order(place.state.read)
+    assert len(reads) <= 3 * 32
+    assert reads[: len(place.state.held)] == [first[position] for position, _ in place.state.held]
+
+
+def dataset_order(count: int) -> list[int]:
+    return SampleOrder(ROWS, seed=5).indices(range(count))
 
 
 def test_evaluation_sees_the_same_packs_each_time(dataset: ChatDataset) -> None:

@@ -280,3 +280,14 @@ def test_a_prompt_with_a_video_token_is_refused(processor: Processor) -> None:
     sample = conversation(("user", "<|video_pad|>"))
     with pytest.raises(ValueError, match=r"^rows.jsonl:3: 1 video tokens in the text for 0 videos"):
         tokenize_prompt(sample, processor, placeholders=images([]))
+
+
+def test_what_a_tokenizers_file_says_of_padding_and_length_plays_no_part(
+    processor: Processor,
+) -> None:
+    expected = tokenize_conversation(TWO_TURNS, processor, phase="sft", placeholders=images([1]))
+    other = copy.deepcopy(processor)
+    other.tokenizer.backend_tokenizer.enable_padding(length=50)
+    other.tokenizer.backend_tokenizer.enable_truncation(max_length=3)
+    found = tokenize_conversation(TWO_TURNS, other, phase="sft", placeholders=images([1]))
+    assert found.ids.tolist() == expected.ids.tolist()

@@ -88,9 +88,12 @@ def test_frames_are_turned_upright(
 
 
 def test_times_are_in_the_middle_of_a_patch() -> None:
-    assert patch_times(5, fps=2.5, temporal_patch_size=2) == pytest.approx([0.2, 1.0, 1.6])
-    assert patch_times(1, fps=2.0, temporal_patch_size=2) == [0.0]
-    assert patch_times(4, fps=1.0, temporal_patch_size=3) == [1.0, 3.0]
+    def times(frames: int, fps: float) -> tuple[float, ...]:
+        return Video(tuple(Path(f"{i}.png") for i in range(frames)), fps=fps).times
+
+    assert patch_times(times(5, 2.5), temporal_patch_size=2) == pytest.approx([0.2, 1.0, 1.6])
+    assert patch_times(times(1, 2.0), temporal_patch_size=2) == [0.0]
+    assert patch_times(times(4, 1.0), temporal_patch_size=3) == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 40_000, 2**30])

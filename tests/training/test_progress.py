@@ -116,3 +116,30 @@ def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
         assert [step.loss for step in reports] == [1.0, 2.0, 3.5, 5.0]
         assert [step.tokens for step in reports] == [30, 30, 60, 30]
         assert [step.capacity for step in reports] == [60, 60, 120, 60]
+
+
+def met(rank: int) -> tuple[dict[str, int], str]:
+    """Ranks 0 and 1 each speak for a replica; rank 2 is of a later stage."""
+    counts: dict[str, int] = {}  # it fills up while training runs
+    stream = io.StringIO()
+    progress = TrainingProgress(
+        total=1,
+        interval=1,
+        device=torch.device("cpu"),
+        counter=Counter(),
+        counts_tokens=rank in (0, 1),
+        has_loss=rank == 2,
+        sink=PlainLines(stream, total=1),
+        bad_samples=counts,
+    )
+    counts |= {"length": 3, "pixels": rank}
+    progress.step(1, None)
+    progress.close()
+    return progress.bad_samples, stream.getvalue()
+
+
+def test_bad_samples_are_summed_over_replicas_and_told_at_the_end():
+    for counts, said in run_ranks(met, 3):
+        assert counts == {"length": 6, "pixels": 1}
+        assert said.splitlines()[-1] == "bad samples left out: 7 (length 6, pixels 1)"
+    assert summarize([report(1)], valid_loss=None, bad_samples={"row": 1}).bad_samples == {"row": 1}

@@ -105,12 +105,30 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             {"train_data_path": None},
             {"train_data_path": []},
             {"data_path": ["/"]},
-            {"train_data_path": ["/", "/"]},
+            {"train_data_path": ["0.5", "/", "/"]},
+            {"train_data_path": ["0.5", "/", "-1", "/"]},
+            {"valid_data_path": ["/", "0.5"]},
             {"train_data_path": None, "data_path": ["/"], "valid_data_path": ["/"]},
         ],
-        [{"valid_data_path": ["/"]}, {"train_data_path": None, "data_path": ["/"]}],
+        [
+            {"valid_data_path": ["/"]},
+            {"train_data_path": None, "data_path": ["/", "/"]},
+            {"train_data_path": ["0.5", "/", "2", "/"]},
+        ],
     ),
-    "data-exists": ([{"train_data_path": ["/nope"]}, {"valid_data_path": ["/nope"]}], []),
+    "data-exists": (
+        [
+            {"train_data_path": ["/nope"]},
+            {"valid_data_path": ["/nope"]},
+            {"train_data_path": ["1", "/", "2", "/nope"]},
+            {"media_root": "/nope"},
+        ],
+        [{"train_data_path": ["1", "/", "2", "/"], "media_root": "/"}],
+    ),
+    "video-rate": (
+        [{"video_fps": 0.0}, {"video_fps": -1.0}, {"video_fps": float("nan")}],
+        [{"video_fps": 0.5}],
+    ),
     "hf-folder": ([{"load_hf": "/nope"}], []),
     "checkpoint-to-load": ([{"load": "/nope"}], [{"load": "/nope", "save": "/nope"}]),
     "world-size": (

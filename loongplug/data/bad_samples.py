@@ -1,0 +1,65 @@
+"""Samples that cannot be used: what is wrong with them, and what becomes of them in training."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+# row: no JSON, or no known schema. media: a file is missing, or its header says that it cannot be
+# used. text: the chat template, its image tokens. length: longer than a sequence. pixels: the
+# header is right, but what follows is damaged.
+BadKind = Literal["row", "media", "text", "length", "pixels"]
+BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
+
+BadSamplePolicy = Literal["skip", "fatal"]
+BAD_SAMPLE_POLICIES: tuple[BadSamplePolicy, ...] = get_args(BadSamplePolicy)
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """Why a sample cannot be used; ``message`` says where it stands (``path:line``)."""
+
+    kind: BadKind
+    message: str
+
+
+class BadSampleError(ValueError):
+    """A sample cannot be used; the message is that of ``sample``."""
+
+    def __init__(self, sample: BadSample) -> None:
+        super().__init__(sample.message)
+        self.sample = sample
+
+
+@contextmanager
+def bad_as(kind: BadKind) -> Iterator[None]:
+    """Makes a ValueError within a BadSampleError of this kind."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadSampleError(BadSample(kind, str(error))) from error
+
+
+class BadSamples:
+    """What training does with the bad samples it meets, and how many it met.
+
+    The rank that loads a replica's vision parts meets them all, others only those with a bad text
+    part. Ranks for which ``speaks`` is set log what they leave out.
+    """
+
+    def __init__(self, policy: BadSamplePolicy = "fatal") -> None:
+        self.skips = policy == "skip"
+        self.speaks = True
+        self.counts: Counter[BadKind] = Counter()
+
+    def meet(self, sample: BadSample) -> None:
+        """Count and log a sample that is to be left out; BadSampleError where none may be."""
+        if not self.skips:
+            raise BadSampleError(sample)
+        self.counts[sample.kind] += 1
+        if self.speaks:
+            _LOG.warning("bad sample left out (%s): %s", sample.kind, sample.message)

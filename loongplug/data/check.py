@@ -1,0 +1,167 @@
+"""What ``loongplug data check`` does: read every row as training would, and tell what is wrong."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from loongplug.data.bad_samples import BadSample
+from loongplug.data.blend import parse_blend
+from loongplug.data.conversation import Conversation, Medium, Video, VideoFile
+from loongplug.data.formats import parse_conversation
+from loongplug.data.images import decode_image
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.parallel_rows import map_rows
+from loongplug.data.positions import Grid
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.rows import Rows
+from loongplug.data.template import TrainingPhase, tokenize_conversation
+from loongplug.data.video import VideoProcessor, video_style_of
+from loongplug.data.video_files import decode_frames
+
+_KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
+
+
+class RowChecker:
+    """Everything that is wrong with a row, where training would stop at the first."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        *,
+        seq_length: int,
+        training_phase: TrainingPhase,
+        video_fps: float | None = None,
+    ) -> None:
+        self._processor = processor
+        self._seq_length = seq_length
+        self._phase = training_phase
+        self._videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
+        self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
+
+    def check(self, rows: Rows, index: int) -> list[BadSample]:
+        """Decodes the row's images and videos, too, each file once while it is remembered."""
+        where = rows.where(index)
+        try:
+            conversation = parse_conversation(rows.read(index), where=where)
+        except ValueError as error:
+            return [BadSample("row", str(error))]
+        findings: list[BadSample] = []
+        media: list[Medium] = []
+        grids: list[Grid] = []
+        for medium in conversation.media(rows.media_root(index)):
+            try:
+                opened, grid = self._opened(medium, where=where)
+            except ValueError as error:
+                findings.append(BadSample("media", str(error)))
+                continue
+            if (fault := self._fault(opened)) is not None:
+                findings.append(BadSample("pixels", f"{where}: {fault}"))
+            media.append(opened)
+            grids.append(grid)
+        if not findings:
+            findings += self._text(conversation, media, grids)
+        return findings
+
+    def _opened(self, medium: Path | Video | VideoFile, *, where: str) -> tuple[Medium, Grid]:
+        opened = self._videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
+        return opened, medium_grid(opened, self._processor, videos=self._videos, where=where)
+
+    def _text(
+        self, conversation: Conversation, media: Sequence[Medium], grids: Sequence[Grid]
+    ) -> list[BadSample]:
+        try:
+            tokens = tokenize_conversation(
+                conversation,
+                self._processor,
+                phase=self._phase,
+                placeholders=[
+                    placeholder(medium, grid, self._processor, videos=self._videos)
+                    for medium, grid in zip(media, grids, strict=True)
+                ],
+            )
+        except ValueError as error:
+            return [BadSample("text", str(error))]
+        if (length := len(tokens.ids)) <= self._seq_length:
+            return []
+        message = (
+            f"{conversation.where}: the sample has {length} tokens, but --seq-length is"
+            f" {self._seq_length}: raise it, or shorten or drop the sample."
+        )
+        return [BadSample("length", message)]
+
+
+def _fault(medium: Medium) -> str | None:
+    """Why the pixels cannot be read, if they cannot."""
+    try:
+        if isinstance(medium, Path):
+            decode_image(medium, where="")
+        elif isinstance(medium, Video):
+            for frame in medium.frames:
+                decode_image(frame, where="")
+        else:
+            decode_frames(medium, where="")
+    except ValueError as error:
+        return str(error).removeprefix(": ")
+    return None
+
+
+def check(
+    data: Sequence[str],
+    *,
+    tokenizer_model: Path,
+    seq_length: int,
+    training_phase: TrainingPhase,
+    media_root: Path | None,
+    video_fps: float | None,
+    processes: int,
+) -> int:
+    """Check every row of the files, print what is wrong, and return how many rows are.
+
+    ``data`` is written as for ``--data-path``; weights play no part. What is wrong goes to
+    standard output, a line each, in the order of the rows; the progress and the sum to standard
+    error.
+
+    Raises:
+        ValueError: one sentence on what is wrong with the folder, the files or the options.
+    """
+    started = time.monotonic()
+    console = Console(stderr=True)
+    sources = [
+        JsonlIndex(path, media_root=media_root) for path in parse_blend(data, flag="--data").paths
+    ]
+    checker = RowChecker(
+        load_processor(tokenizer_model),
+        seq_length=seq_length,
+        training_phase=training_phase,
+        video_fps=video_fps,
+    )
+    ends = np.cumsum([len(source) for source in sources])
+
+    def check_row(row: int) -> list[BadSample]:
+        source = int(np.searchsorted(ends, row, side="right"))
+        return checker.check(sources[source], row - int(ends[source]) + len(sources[source]))
+
+    total, bad = int(ends[-1]), 0
+    kinds: Counter[str] = Counter()
+    for findings in map_rows(
+        check_row, total, processes=processes, console=console, title="checking rows"
+    ):
+        bad += bool(findings)
+        kinds.update(finding.kind for finding in findings)
+        for finding in findings:
+            print(finding.message, flush=True)
+    seconds = time.monotonic() - started
+    found = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    console.print(
+        f"{total} rows in {seconds:.1f} s: "
+        + (f"{bad} cannot be used ({found})." if bad else "all can be used."),
+        highlight=False,
+        soft_wrap=True,
+    )
+    return bad

@@ -1,0 +1,186 @@
+"""What ``loongplug data inspect`` does: show samples as the model will see them, and how long."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.markup import escape
+
+from loongplug.data.blend import open_rows
+from loongplug.data.conversation import Medium, VideoClip
+from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.images import image_size
+from loongplug.data.parallel_rows import map_rows
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.template import TrainingPhase
+from loongplug.data.video import video_style_of
+
+_UNBOUNDED = 2**62  # a sequence length: samples are shown whatever their length
+
+
+def inspect(
+    data: Sequence[str],
+    *,
+    tokenizer_model: Path,
+    training_phase: TrainingPhase,
+    media_root: Path | None,
+    video_fps: float | None,
+    samples: int,
+    plots: Path | None,
+    processes: int,
+) -> None:
+    """Print ``samples`` samples, evenly chosen, and what all of them come to.
+
+    With a folder ``plots``, reads every row and writes ``lengths.png`` and ``images.png`` there.
+
+    Raises:
+        ValueError: one sentence on what is wrong with the folder, the files or the options.
+    """
+    if samples < 0:
+        raise ValueError(f"--samples is {samples}: expected 0 or more.")
+    if plots is not None:
+        require_matplotlib()  # better now than after the work
+    console = Console(highlight=False, soft_wrap=True)
+    processor = load_processor(tokenizer_model)
+    dataset = ChatDataset(
+        open_rows(data, flag="--data", seed=0, media_root=media_root),
+        processor=processor,
+        seq_length=_UNBOUNDED,
+        training_phase=training_phase,
+        video_style=video_style_of(processor),
+        video_fps=video_fps,
+        cache_bytes=0,
+    )
+    for index in np.linspace(0, len(dataset) - 1, min(samples, len(dataset))).round().astype(int):
+        try:
+            for line in describe(dataset[int(index)], processor):
+                console.print(line)
+        except ValueError as error:
+            console.print(escape(str(error)), style="red")
+        console.print()
+    if plots is None:
+        return
+
+    def measure(index: int) -> "Measures | None":
+        try:
+            sample = dataset[index]
+        except ValueError:
+            return None
+        return Measures(len(sample.input_ids), len(sample.media))
+
+    progress = Console(stderr=True)
+    measured = list(
+        map_rows(
+            measure, len(dataset), processes=processes, console=progress, title="measuring rows"
+        )
+    )
+    usable = [one for one in measured if one is not None]
+    if left_out := len(measured) - len(usable):
+        console.print(
+            f"{left_out} of {len(measured)} rows cannot be used and are left out:"
+            " loongplug data check tells why."
+        )
+    if not usable:
+        raise ValueError("No row can be used, so there is nothing to draw.")
+    lengths = np.array([one.length for one in usable])
+    media = np.array([one.media for one in usable])
+    console.print(_quantiles("tokens per sample", lengths))
+    console.print(_quantiles("images and videos per sample", media))
+    plots.mkdir(parents=True, exist_ok=True)
+    draw_histogram(lengths, plots / "lengths.png", label="tokens per sample")
+    draw_histogram(media, plots / "images.png", label="images and videos per sample")
+    console.print(f"Histograms: {plots / 'lengths.png'}, {plots / 'images.png'}")
+
+
+@dataclass(frozen=True)
+class Measures:
+    """How long a sample is, in tokens, and how many images and videos it has."""
+
+    length: int
+    media: int
+
+
+def describe(sample: Sample, processor: Processor) -> Iterator[str]:
+    """Lines in rich's markup: the sample's sizes, its media, and its tokens in runs.
+
+    A run is of tokens that are trained (marked by ``+`` and green) or are not; behind its
+    number of tokens stands their text, with visual tokens counted.
+    """
+    # The mask belongs to the labels: token t + 1 is trained where position t's label counts.
+    trained = np.append(False, sample.loss_mask[:-1] > 0)
+    yield (
+        f"[bold]{escape(sample.where)}[/bold]: {len(sample.input_ids)} tokens, {trained.sum()} of"
+        f" them trained, {len(sample.media)} images and videos"
+    )
+    for medium, (time, height, width) in zip(sample.media, sample.grids, strict=True):
+        tokens = time * height * width // processor.spatial_merge_size**2
+        yield f"  {escape(_describe_medium(medium, where=sample.where))}: {tokens} tokens"
+    changes = np.flatnonzero(np.diff(trained)) + 1
+    for run in np.split(np.arange(len(trained)), changes):
+        text = escape(_text(sample.input_ids[run], processor))
+        mark, style = ("+", "green") if trained[run[0]] else (" ", "dim")
+        yield f"{mark} {len(run):5d}  [{style}]{text}[/{style}]"
+
+
+def _describe_medium(medium: Medium, *, where: str) -> str:
+    if isinstance(medium, Path):
+        height, width = image_size(medium, where=where)
+        return f"image {medium}, {width} x {height} pixels"
+    count, rate = len(medium.times), f"{medium.fps:.3g} a second"
+    if isinstance(medium, VideoClip):
+        return (
+            f"video {medium.path}, {medium.width} x {medium.height} pixels, {count} of"
+            f" {medium.total_frames} frames, {rate}"
+        )
+    height, width = image_size(medium.frames[0], where=where)
+    return f"video of {medium.frames[0]}, {width} x {height} pixels, {count} frames, {rate}"
+
+
+def _text(ids: NDArray[np.int64], processor: Processor) -> str:
+    """The tokens' text on one line, runs of one visual token counted."""
+    pieces = []
+    visual = np.isin(ids, [processor.image_token_id, processor.video_token_id])
+    changes = np.flatnonzero((np.diff(ids) != 0) & (visual[1:] | visual[:-1])) + 1
+    for part in np.split(ids, changes):
+        if part[0] in (processor.image_token_id, processor.video_token_id):
+            pieces.append(f"{processor.tokenizer.decode(part[:1])} x {len(part)}")
+        else:
+            pieces.append(processor.tokenizer.decode(part))
+    return "".join(pieces).replace("\n", "\\n")
+
+
+def _quantiles(name: str, values: NDArray[np.int64]) -> str:
+    least, median, ninety, most = np.quantile(values, (0, 0.5, 0.9, 1)).round().astype(int)
+    return (
+        f"{name}: {least} to {most}, median {median}, 90 % up to {ninety}, {values.sum()} in"
+        f" {len(values)} samples"
+    )
+
+
+def require_matplotlib() -> None:
+    """ValueError with the extra to install where matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "Histograms are drawn by matplotlib, which is not installed: pip install"
+            " 'loongplug[plots]', or leave --plots out."
+        ) from error
+
+
+def draw_histogram(values: NDArray[np.int64], path: Path, *, label: str) -> None:
+    """Write a histogram of the values [samples] as a PNG; one bar per number while they are few."""
+    from matplotlib.figure import Figure
+
+    few = values.max() - values.min() < 50
+    bins = np.arange(values.min(), values.max() + 2) - 0.5 if few else 50
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(values, bins=bins, edgecolor="white", linewidth=0.5)
+    axes.set_xlabel(label)
+    axes.set_ylabel("samples")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

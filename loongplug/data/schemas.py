@@ -1,0 +1,198 @@
+"""The shapes that rows of JSONL files may have, checked by pydantic."""
+
+import reprlib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+_MOST_ERRORS = 3  # of one row in one message
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Frames = Annotated[list[str], Field(min_length=1)]
+
+
+def _string_or(other: str) -> Discriminator:
+    """Chooses by whether there is a string, so that an error speaks of one shape only."""
+    return Discriminator(lambda value: "string" if isinstance(value, str) else other)
+
+
+class _Schema(BaseModel):
+    """Keys beside those of the schema are left alone: people keep ids and tags there."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class TextPart(_Schema):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(_Schema):
+    type: Literal["image"]
+    image: str
+
+
+class Url(_Schema):
+    url: str
+
+
+UrlOrString = Annotated[
+    Annotated[str, Tag("string")] | Annotated[Url, Tag("object")], _string_or("object")
+]
+Source = Annotated[
+    Annotated[str, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
+]
+
+
+Paths = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[str], Tag("list")], _string_or("list")
+]
+
+
+class ImageUrlPart(_Schema):
+    type: Literal["image_url"]
+    image_url: UrlOrString
+
+
+class VideoPartRow(_Schema):
+    type: Literal["video"]
+    video: Source
+    fps: Rate | None = None
+
+
+class VideoUrlPart(_Schema):
+    type: Literal["video_url"]
+    video_url: UrlOrString
+    fps: Rate | None = None
+
+
+AnyPart = Annotated[
+    TextPart | ImagePart | ImageUrlPart | VideoPartRow | VideoUrlPart, Field(discriminator="type")
+]
+Parts = Annotated[list[AnyPart], Field(min_length=1)]
+
+
+class MessageRow(_Schema):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
+    ]
+
+
+class Turn(_Schema):
+    speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
+    value: str
+
+
+class _WithMedia(_Schema):
+    """Media beside the text, which has a marker for each; ``fps`` is that of all videos."""
+
+    images: list[str] | None = None
+    videos: list[Source] | None = None
+    fps: Rate | None = None
+
+    @property
+    def all_images(self) -> list[str]:
+        """The images in the order of their markers."""
+        return list(self.images or ())
+
+    @property
+    def all_videos(self) -> list[str | list[str]]:
+        """The videos, as files or as frames, in the order of their markers."""
+        return list(self.videos or ())
+
+
+class _WithMedium(_WithMedia):
+    """One image or video under a key of its own, as LLaVA has it."""
+
+    image: Paths | None = None
+    video: str | None = None
+
+    @property
+    def all_images(self) -> list[str]:
+        """The images in the order of their markers."""
+        one = [self.image] if isinstance(self.image, str) else self.image or []
+        return one + super().all_images
+
+    @property
+    def all_videos(self) -> list[str | list[str]]:
+        """The videos, as files or as frames, in the order of their markers."""
+        return [*([self.video] if self.video else []), *super().all_videos]
+
+
+class MessagesRow(_WithMedia):
+    messages: Annotated[list[MessageRow], Field(min_length=1)]
+
+
+class ConversationsRow(_WithMedium):
+    conversations: Annotated[list[Turn], Field(min_length=1)]
+    system: str | None = None
+
+
+class TextRow(_WithMedium):
+    text: str
+
+
+AnyRow = MessagesRow | ConversationsRow | TextRow
+
+_BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
+    ("messages", MessagesRow, '{"messages": [{"role": "user", "content": "..."}, ...]}'),
+    (
+        "conversations",
+        ConversationsRow,
+        '{"image": "path", "conversations": [{"from": "human", "value": "<image>\\n..."},'
+        ' {"from": "gpt", "value": "..."}]}',
+    ),
+    ("text", TextRow, '{"text": "..."}'),
+)
+
+
+def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
+    """The row in the first format whose key it has: messages, conversations or text.
+
+    Raises ValueError with ``where``, the place in the row, what is there and what was expected.
+    """
+    for key, schema, example in _BY_KEY:
+        if key not in row:
+            continue
+        try:
+            return schema.model_validate(row)
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_context=False)
+            found = "; ".join(_describe(detail, row) for detail in details[:_MOST_ERRORS])
+            more = f"; and {len(details) - _MOST_ERRORS} more" * (len(details) > _MOST_ERRORS)
+            raise ValueError(f"{where}: {found}{more}. A row looks like {example}.") from error
+    known = " or ".join(f'"{key}" as in {example}' for key, _, example in _BY_KEY)
+    raise ValueError(f"{where}: unknown schema with keys {sorted(row)}: expected {known}.")
+
+
+def _describe(detail: Any, row: dict[str, Any]) -> str:
+    location = detail["loc"]
+    if detail["type"] == "missing":
+        _, path, _ = _place(location[:-1], row)
+        return f"{path}.{location[-1]} is missing".removeprefix(".")
+    _, path, value = _place(location, row)
+    reason = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{path.removeprefix('.')} is {reprlib.repr(value)}, but {reason}"
+
+
+def _place(location: Sequence[int | str], value: Any) -> tuple[int, str, Any]:
+    """Steps left out, the path in the row as in Python, and what is there.
+
+    Pydantic's location has the tags of unions among its steps. They are no part of the path, but
+    may read like a key; the reading that leaves out least is right, of two the one that takes the
+    earlier step for a tag.
+    """
+    if not location:
+        return 0, "", value
+    step, rest = location[0], location[1:]
+    skipped, path, found = _place(rest, value)
+    best = skipped + 1, path, found
+    known = isinstance(value, dict) and step in value
+    if known or (isinstance(value, list) and isinstance(step, int) and step < len(value)):
+        skipped, path, found = _place(rest, value[step])
+        shown = f"[{step}]" if isinstance(step, int) else f".{step}"
+        if skipped < best[0]:
+            best = skipped, f"{shown}{path}", found
+    return best

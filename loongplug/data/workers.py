@@ -1,0 +1,135 @@
+"""Work ahead of its use in background processes, by torch's data loader."""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """How much runs ahead: ``processes * depth`` results at most wait for their use.
+
+    Without processes, each result is made when it is asked for. ``pin_memory`` moves results to
+    page-locked memory, from which copies to a GPU need not be waited for.
+    """
+
+    processes: int = 0
+    depth: int = 2
+    pin_memory: bool = False
+
+
+IN_PROCESS = WorkerSettings()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception as it leaves its process: exceptions themselves need not survive pickling."""
+
+    message: str
+    expected: bool  # a ValueError, which says everything itself
+    trace: str
+
+
+class Background[Item, Result](Iterator[Result]):
+    """``function(item)`` for each of ``items``, in their order, whatever process made it.
+
+    The processes are forked when the first result is asked for, so they see ``function`` as it is
+    then, and what it keeps (caches) is each one's own. ``items`` are taken in this process, as
+    far ahead as ``settings`` allow.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Item], Result],
+        items: Iterator[Item],
+        *,
+        settings: WorkerSettings,
+    ) -> None:
+        self._function = function
+        self._items = items
+        self._settings = settings
+        self._results: Iterator[tuple[Result, _Failure | None]] | None = None
+
+    def __next__(self) -> Result:
+        """The next result.
+
+        Raises:
+            ValueError: the function raised one; with its message.
+            RuntimeError: the function raised something else, or a process has died.
+        """
+        if self._settings.processes == 0:
+            return self._function(next(self._items))
+        if self._results is None:
+            self._results = self._start()
+        try:
+            result, failure = next(self._results)
+        except RuntimeError as error:  # torch's, when it finds a process gone
+            raise RuntimeError(
+                f"A data loading process has died: {error} Mostly that is a lack of memory: give"
+                " fewer by --num-workers."
+            ) from error
+        if failure is None:
+            return result
+        if failure.expected:
+            raise ValueError(failure.message)
+        raise RuntimeError(f"In a data loading process: {failure.message}\n{failure.trace}")
+
+    def close(self) -> None:
+        """End the processes; nothing more can be asked for."""
+        self._items = iter(())
+        self._results = None
+
+    def _start(self) -> Iterator[tuple[Result, _Failure | None]]:
+        loader: DataLoader[Any] = DataLoader(
+            _Task(self._function),
+            sampler=_Once(self._items),
+            batch_size=None,  # what the items hold is their own affair
+            collate_fn=_unchanged,
+            num_workers=self._settings.processes,
+            prefetch_factor=self._settings.depth,
+            pin_memory=self._settings.pin_memory,
+            multiprocessing_context="fork",  # the function need not be pickled
+            worker_init_fn=_begin,
+            generator=torch.Generator(),  # by default it draws from the one that training uses
+        )
+        return iter(loader)
+
+
+class _Task[Item, Result](Dataset[Any]):
+    """The function as torch's data loader takes it."""
+
+    def __init__(self, function: Callable[[Item], Result]) -> None:
+        self._function = function
+
+    def __getitem__(self, item: Item) -> tuple[Result | None, _Failure | None]:
+        try:
+            return self._function(item), None
+        except ValueError as error:
+            return None, _Failure(str(error), expected=True, trace="")
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            return None, _Failure(message, expected=False, trace=traceback.format_exc())
+
+
+class _Once[Item]:
+    """An iterator as torch's data loader takes the order of its work."""
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Item]:
+        return self._items
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _begin(worker: int) -> None:
+    # The tokenizer's threads do not survive the fork; it would warn of that.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

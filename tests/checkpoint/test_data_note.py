@@ -1,0 +1,60 @@
+"""The note of the data beside checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loongplug.checkpoint.data_note import DATA_FILE, check_data_note, write_data_note
+
+pytestmark = pytest.mark.quick
+
+DATA = {
+    "rows": {"file 1": {"bytes": 10, "digest": "aa"}},
+    "settings": {"seed": 1, "weights": (0.5, 0.5)},
+}
+
+
+def changed(**settings: object) -> dict[str, object]:
+    return {**DATA, "settings": {**DATA["settings"], **settings}}
+
+
+def test_the_same_data_pass_and_others_are_named(tmp_path: Path) -> None:
+    write_data_note(tmp_path, DATA, rank=0)
+    check_data_note(tmp_path, DATA)
+    with pytest.raises(ValueError, match="settings seed was 1, is 2") as raised:
+        check_data_note(tmp_path, changed(seed=2))
+    assert "--finetune" in str(raised.value)
+    assert str(tmp_path / DATA_FILE) in str(raised.value)
+    with pytest.raises(ValueError, match="settings packing was absent, is True"):
+        check_data_note(tmp_path, changed(packing=True))
+    rows = {"file 1": {"bytes": 11, "digest": "bb"}, "file 2": {"bytes": 1, "digest": "cc"}}
+    with pytest.raises(ValueError, match="rows file 1 bytes was 10, is 11") as raised:
+        check_data_note(tmp_path, {**DATA, "rows": rows})
+    assert "rows file 2 digest was absent, is cc" in str(raised.value)
+    with pytest.raises(ValueError, match="and 2 more"):
+        check_data_note(tmp_path, {"rows": rows, "settings": {"a": 1}})
+
+
+def test_only_a_folder_with_checkpoints_is_bound_to_its_data(tmp_path: Path) -> None:
+    write_data_note(tmp_path / "run", DATA, rank=0)
+    write_data_note(tmp_path / "run", changed(seed=3), rank=0)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="settings seed was 3, is 1"):
+            write_data_note(tmp_path / "run", DATA, rank=rank)
+    (tmp_path / "run" / DATA_FILE).unlink()  # as the error says
+    check_data_note(tmp_path / "run", DATA)
+    write_data_note(tmp_path / "run", DATA, rank=1)
+    assert not (tmp_path / "run" / DATA_FILE).exists()
+    write_data_note(tmp_path / "run", DATA, rank=0)
+    with pytest.raises(ValueError, match="seed"):
+        check_data_note(tmp_path / "run", changed(seed=3))
+
+
+def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
+    write_data_note(tmp_path, DATA, rank=0)
+    path = tmp_path / DATA_FILE
+    path.write_text(json.dumps(DATA)[:-5])
+    with pytest.raises(ValueError, match="is damaged"):
+        check_data_note(tmp_path, DATA)

@@ -1,0 +1,123 @@
+"""Several files as one: what the flags may say, and which row comes when."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from loongplug.data.blend import Blend, BlendSpec, open_rows, parse_blend
+from loongplug.data.jsonl import JsonlIndex
+
+pytestmark = pytest.mark.quick
+
+
+def write(folder: Path, name: str, rows: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text("".join(f'{{"text": "{name[0]}{i}"}}\n' for i in range(rows)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "paths", "weights"),
+    [
+        (["a"], "a", None),
+        (["a", "b", "c"], "abc", None),
+        (["1", "a"], "a", (1.0,)),
+        (["0.3", "a", "7e-1", "b"], "ab", (0.3, 0.7)),
+    ],
+)
+def test_megatrons_way_of_writing(
+    values: list[str], paths: str, weights: tuple[float, ...] | None
+) -> None:
+    expected = BlendSpec(tuple(Path(name) for name in paths), weights)
+    assert parse_blend(values, flag="--data-path") == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["1", "a", "b"], r"--data-path 1 a b: expected files \(p1 p2\), or a weight before each"),
+        (["a", "1"], "a weight before each"),
+        (["1", "a", "b", "c"], "a weight before each"),
+        (["1", "2"], "a weight before each"),
+        (["1"], "a weight before each"),
+        (["0", "a", "1", "b"], "weight 0 is not above 0"),
+        (["-1", "a"], "weight -1 is not above 0"),
+        (["nan", "a"], "weight nan is not above 0"),
+        (["inf", "a"], "weight inf is not above 0"),
+    ],
+)
+def test_other_ways_are_refused(values: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_blend(values, flag="--data-path")
+
+
+def test_a_file_may_be_called_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path, "7", 1).parent)
+    assert parse_blend(["7"], flag="--data-path").paths == (Path("7"),)
+
+
+def texts(rows: Blend) -> list[str]:
+    return [rows.read(index)["text"] for index in range(len(rows))]
+
+
+def blend(folder: Path, *sizes: int, weights: list[float] | None = None, seed: int = 1) -> Blend:
+    sources = [JsonlIndex(write(folder, f"{'abc'[i]}.jsonl", n)) for i, n in enumerate(sizes)]
+    return Blend(sources, weights=weights, seed=seed)
+
+
+def test_without_weights_every_row_comes_once_evenly_mixed(tmp_path: Path) -> None:
+    assert texts(blend(tmp_path, 2, 4)) == ["b0", "a0", "b1", "b2", "a1", "b3"]
+
+
+def test_weights_are_the_shares_and_no_row_is_left_out(tmp_path: Path) -> None:
+    rows = blend(tmp_path, 30, 7, 10, weights=[3, 2, 1])
+    seen = texts(rows)
+    shares = Counter(text[0] for text in seen)
+    assert shares == {"a": 30, "b": 20, "c": 10}
+    times = Counter(seen)
+    assert {text: n for text, n in times.items() if text[0] != "b"} == dict.fromkeys(
+        [f"a{i}" for i in range(30)] + [f"c{i}" for i in range(10)], 1
+    )
+    assert sorted(n for text, n in times.items() if text[0] == "b") == [2, 3, 3, 3, 3, 3, 3]
+    for start in range(0, 60, 12):  # evenly mixed all along
+        part = Counter(text[0] for text in seen[start : start + 12])
+        assert all(abs(part[name] - 12 * share / 60) <= 1 for name, share in shares.items())
+
+
+def test_weights_need_not_sum_to_one_and_sizes_need_not_divide(tmp_path: Path) -> None:
+    assert texts(blend(tmp_path, 3, 5, weights=[0.2, 0.2])) == texts(
+        blend(tmp_path, 3, 5, weights=[5, 5])
+    )
+    assert Counter(text[0] for text in texts(blend(tmp_path, 3, 5, weights=[1, 1]))) == {
+        "a": 5,
+        "b": 5,
+    }
+    counts = Counter(text[0] for text in texts(blend(tmp_path, 10, 3, weights=[0.999, 0.001])))
+    assert counts["b"] == 3  # its rows decide the length
+    assert counts["a"] == round(0.999 / 0.001 * 3)
+
+
+def test_the_order_follows_from_the_seed(tmp_path: Path) -> None:
+    first = texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=1))
+    assert first == texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=1))
+    others = [texts(blend(tmp_path, 9, 7, weights=[3, 1], seed=seed)) for seed in range(2, 6)]
+    assert any(other != first for other in others)
+
+
+def test_rows_know_their_file_and_their_media_root(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "x", "a.jsonl", 1), write(tmp_path / "y", "b.jsonl", 2)
+    rows = open_rows([str(one), str(two)], flag="--data-path", seed=1)
+    assert [rows.where(i) for i in range(3)] == [f"{two}:1", f"{one}:1", f"{two}:2"]
+    assert [rows.media_root(i) for i in range(3)] == [tmp_path / n for n in "yxy"]
+    rows = open_rows([str(one), str(two)], flag="--data-path", seed=1, media_root="/media")
+    assert {rows.media_root(i) for i in range(3)} == {Path("/media")}
+
+
+def test_one_file_is_itself(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", 3)
+    for values in ([str(path)], ["0.5", str(path)]):
+        rows = open_rows(values, flag="--data-path", seed=1)
+        assert isinstance(rows, JsonlIndex)
+        assert len(rows) == 3

@@ -1,0 +1,220 @@
+"""``loongplug data check``: every fault that training would meet, with file and line."""
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.data.check import RowChecker
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.parallel_rows import map_rows
+from loongplug.data.processor import Processor
+
+Row = Callable[..., dict[str, Any]]
+
+SEQ_LENGTH = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    line: int
+    kind: str
+    message: str
+
+
+@pytest.fixture
+def bad_file(
+    tmp_path: Path, write_image: Callable[..., str], row: Row, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[Fault]]:
+    """Twelve kinds of rows that cannot be used, each behind a good one, and what is wrong."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    good = write_image("good.png", height=32, width=32)
+    cut = tmp_path / write_image("cut.png", height=96, width=96)
+    cut.write_bytes(cut.read_bytes()[:5000])
+    write_image("bomb.png", height=400, width=400)
+    write_image("thin.png", height=2, width=500)
+    (tmp_path / "text.png").write_text("no image")
+    turns = [{"from": "human", "value": "<image>\nRead"}, {"from": "gpt", "value": "1"}]
+    cases: list[tuple[Any, list[tuple[str, str]]]] = [
+        (row("Read", "1", images=("cut.png",)), [("pixels", r"cut\.png is damaged")]),
+        (row("Read", "1", images=("gone.png",)), [("media", r"no image file at .*gone\.png")]),
+        (row("Read", "1", images=("text.png",)), [("media", r"text\.png is no image")]),
+        (row("Read", "1", images=("bomb.png",)), [("media", r"bomb\.png has too many pixels")]),
+        (row("Read", "1", images=("thin.png",)), [("media", "aspect ratio")]),
+        (
+            row("Read", "1", images=("gone.png", good, "cut.png", "text.png")),
+            [("media", r"gone\.png"), ("pixels", r"cut\.png"), ("media", r"text\.png")],
+        ),
+        (row("Read", "1" * 60), [("length", r"has 71 tokens, but --seq-length is 40")]),
+        (row("Read <|image_pad|>", "1"), [("text", "1 image tokens in the text for 0 images")]),
+        ({"conversations": turns}, [("row", "1 <image> markers in the text for 0 images")]),
+        (
+            {"conversations": turns, "images": [good, good]},
+            [("row", "1 <image> markers in the text for 2 images")],
+        ),
+        (b'{"messages": "\xff\xfe"}', [("row", "not JSON .*utf-8")]),
+        (b"[" * 100_000, [("row", "not JSON")]),
+        (row("Read", ""), [("row", "message 2, the assistant's, is empty")]),
+        ({"text": "No roles."}, [("text", "plain text has no answers")]),
+        ({"messages": []}, [("row", r"messages is \[\]")]),
+        ("3", [("row", "a JSON int where an object was expected")]),
+    ]
+    path, faults = tmp_path / "rows.jsonl", []
+    with path.open("wb") as file:
+        for number, (case, expected) in enumerate(cases, start=1):
+            file.write(json.dumps(row("Read", "1", images=(good,))).encode() + b"\n")
+            text = json.dumps(case) if isinstance(case, dict) else case
+            file.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
+            faults += [Fault(2 * number, kind, message) for kind, message in expected]
+    return path, faults
+
+
+@pytest.mark.quick
+def test_every_fault_is_found_with_its_place(
+    processor: Processor, bad_file: tuple[Path, list[Fault]]
+) -> None:
+    path, faults = bad_file
+    rows = JsonlIndex(path)
+    checker = RowChecker(processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    found = [
+        (index + 1, finding) for index in range(len(rows)) for finding in checker.check(rows, index)
+    ]
+    assert [(line, one.kind) for line, one in found] == [(f.line, f.kind) for f in faults]
+    for (line, one), fault in zip(found, faults, strict=True):
+        with pytest.raises(ValueError, match=rf"^{path}:{line}: .*{fault.message}"):
+            raise ValueError(one.message)
+
+
+@pytest.mark.quick
+def test_rows_without_faults_are_those_that_training_takes(
+    processor: Processor, bad_file: tuple[Path, list[Fault]]
+) -> None:
+    """Of text parts; what only decoding can find is not among them."""
+    path, faults = bad_file
+    dataset = ChatDataset(path, processor=processor, seq_length=SEQ_LENGTH, training_phase="sft")
+    bad = {fault.line for fault in faults if "damaged" not in fault.message}
+    for index in range(len(dataset)):
+        if index + 1 in bad:
+            with pytest.raises(ValueError, match=f"^{path}:{index + 1}: "):
+                dataset[index]
+        else:
+            dataset[index]
+
+
+def run_check(*arguments: str | Path) -> tuple[int, list[str], str]:
+    result = CliRunner().invoke(app, ["data", "check", *(str(a) for a in arguments)])
+    return result.exit_code, result.stdout.splitlines(), result.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_command_prints_them_in_order_and_ends_with_1(
+    processor_folder: Path, bad_file: tuple[Path, list[Fault]], tmp_path: Path, processes: int
+) -> None:
+    path, faults = bad_file
+    second = tmp_path / "more.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    second.write_bytes(lines[0] * 99 + b"\n{}\n")
+    options = ("--tokenizer-model", processor_folder, "--seq-length", SEQ_LENGTH)
+    code, printed, summary = run_check(
+        "0.3", path, "0.7", second, *options, "--processes", processes
+    )
+    assert code == 1
+    places = [line.split(": ")[0] for line in printed]
+    assert places == [f"{path}:{fault.line}" for fault in faults] + [f"{second}:101"]
+    assert f"{len(lines) + 100} rows in" in summary
+    assert "17 cannot be used (1 length, 6 media, 2 pixels, 8 row, 2 text)." in summary
+
+
+def test_the_command_ends_with_0_when_all_is_well(
+    processor_folder: Path, write_rows: Callable[..., Path], row: Row
+) -> None:
+    path = write_rows(row("Read", "1"), {"text": "Read."})
+    options = ("--tokenizer-model", processor_folder, "--seq-length", 40)
+    code, printed, summary = run_check(path, *options, "--training-phase", "pretrain")
+    assert (code, printed) == (0, [])
+    assert "2 rows in" in summary
+    assert "all can be used" in summary
+
+
+@pytest.mark.quick
+def test_options_that_are_wrong_end_with_one_sentence(
+    processor_folder: Path, write_rows: Callable[..., Path], row: Row, tmp_path: Path
+) -> None:
+    path = write_rows(row("Read", "1"))
+    model = ("--tokenizer-model", processor_folder, "--seq-length", 40)
+    for arguments, message in (
+        ((tmp_path / "gone", *model), "No data file at"),
+        ((path, *model, "--training-phase", "dpo"), "expected pretrain or sft"),
+        ((path, *model, "--processes", 0), "0 processes asked for: expected at least 1"),
+        ((path, "--tokenizer-model", tmp_path, "--seq-length", 40), "No tokenizer in"),
+        ((0.5, path, path, *model), "expected files (p1 p2), or a weight before each"),
+    ):
+        code, printed, errors = run_check(*arguments)
+        assert (code, printed) == (1, [])
+        assert errors.startswith("loongplug: error: ")
+        assert message in errors
+
+
+@pytest.mark.quick
+def test_media_start_at_the_media_root(
+    processor: Processor,
+    write_image: Callable[..., str],
+    row: Row,
+    tmp_path: Path,
+) -> None:
+    name = write_image("a.png", height=32, width=32)
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "elsewhere" / "rows.jsonl"
+    path.write_text(json.dumps(row("Read", "1", images=(name,))) + "\n")
+    checker = RowChecker(processor, seq_length=40, training_phase="sft")
+    assert [one.kind for one in checker.check(JsonlIndex(path), 0)] == ["media"]
+    assert checker.check(JsonlIndex(path, media_root=tmp_path), 0) == []
+
+
+def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:
+    console = Console(stderr=True)
+    return list(map_rows(task, count, processes=processes, console=console, title="test"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("processes", [1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 200])
+def test_rows_come_in_order_whatever_the_number_of_processes(count: int, processes: int) -> None:
+    assert gather(lambda row: row * row, count, processes) == [row * row for row in range(count)]
+
+
+@pytest.mark.quick
+def test_work_is_shared_among_processes() -> None:
+    assert len(set(gather(lambda _: os.getpid(), 128, 4))) == 4
+
+
+@pytest.mark.quick
+def test_an_exception_in_a_process_reaches_the_caller() -> None:
+    def fail(row: int) -> int:
+        if row == 70:
+            raise RuntimeError("row 70")
+        return row
+
+    with pytest.raises(RuntimeError, match="row 70"):
+        gather(fail, 100, 2)
+
+
+@pytest.mark.quick
+def test_a_killed_process_is_an_error_and_no_hang() -> None:
+    def die(row: int) -> int:
+        if row == 70:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row
+
+    with pytest.raises(ValueError, match="A process was killed while it read the rows"):
+        gather(die, 100, 2)

@@ -1,0 +1,47 @@
+"""Every sample in docs/data.md is read as it stands there."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.processor import Processor
+
+av = pytest.importorskip(
+    "av", reason="the samples have video files: pip install 'loongplug[video]'"
+)
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+
+
+def test_samples_in_the_docs_run(
+    processor: Processor,
+    tmp_path: Path,
+    write_rows: Callable[..., Path],
+    write_image: Callable[..., str],
+) -> None:
+    for folder in ("images", "clip"):
+        (tmp_path / folder).mkdir()
+    for name in ("images/cat.jpg", "images/dog.jpg", *(f"clip/00{i}.jpg" for i in range(3))):
+        write_image(name, height=64, width=64)
+    with av.open(str(tmp_path / "clip.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 64
+        for _ in range(20):
+            container.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
+        container.mux(stream.encode(None))
+    rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S)]
+    assert [next(iter(row)) for row in rows] == [
+        *("messages", "messages", "conversations", "id", "text", "text")
+    ]
+    path = write_rows(*rows)
+    media = []
+    for index, row in enumerate(rows):
+        phase = "pretrain" if "text" in row else "sft"
+        dataset = ChatDataset(path, processor=processor, seq_length=500, training_phase=phase)
+        assert dataset[index].loss_mask.sum() > 0
+        media.append(len(dataset[index].media))
+    assert media == [3, 2, 2, 1, 0, 1]

@@ -1,0 +1,193 @@
+"""Rows in every format to one and the same conversation, and rows in none."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loongplug.data.conversation import Conversation, Part, Video, VideoFile, VideoPart
+from loongplug.data.formats import parse_conversation
+
+pytestmark = pytest.mark.quick
+
+
+def test_parts_and_strings_and_other_keys() -> None:
+    row = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": "a.png"},
+                    {"type": "text", "text": "What "},
+                    {"type": "video", "video": ["1.png", "/2.png"], "fps": 2},
+                    {"type": "image_url", "image_url": {"url": "file:///b.png"}},
+                    {"type": "image_url", "image_url": "c.png"},
+                    {"type": "video", "video": "clip.mp4"},
+                    {"type": "video_url", "video_url": {"url": "d.mp4"}, "fps": 0.5},
+                    {"type": "text", "text": "is it?"},
+                ],
+            },
+        ],
+        "id": 7,
+        "image": 3,
+    }
+    conversation = parse_conversation(row, where="rows.jsonl:1")
+    assert [message.role for message in conversation.messages] == ["system", "user"]
+    assert [message.text for message in conversation.messages] == ["Be brief.", "What is it?"]
+    assert not conversation.plain
+    assert conversation.media(Path("/data")) == (
+        Path("/data/a.png"),
+        Video((Path("/data/1.png"), Path("/2.png")), fps=2.0),
+        Path("/b.png"),
+        Path("/data/c.png"),
+        VideoFile(Path("/data/clip.mp4"), fps=None),
+        VideoFile(Path("/data/d.mp4"), fps=0.5),
+    )
+
+
+def as_parts(conversation: Conversation) -> list[tuple[str, list[Any]]]:
+    def shown(part: Part | VideoPart) -> Any:
+        return (part.source, part.fps) if isinstance(part, VideoPart) else (part.kind, part.value)
+
+    return [(m.role, [shown(part) for part in m.parts]) for m in conversation.messages]
+
+
+TWO_IMAGES = [
+    ("system", [("text", "Be brief.")]),
+    ("user", [("image", "a.png"), ("text", "Same as"), ("image", "b.png"), ("text", "?")]),
+    ("assistant", [("text", "No.")]),
+]
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "<image>\nSame as\n<image>?"},
+    {"from": "gpt", "value": "No."},
+]
+OPENAI = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "<image>Same as<image>?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHAREGPT, "images": ["a.png", "b.png"]},
+        {"conversations": SHAREGPT, "image": ["a.png", "b.png"], "id": "x"},
+        {"conversations": SHAREGPT, "image": "a.png", "images": ["b.png"]},
+        {"conversations": SHAREGPT[1:], "system": "Be brief.", "images": ["a.png", "b.png"]},
+        {"messages": OPENAI, "images": ["a.png", "b.png"]},
+    ],
+)
+def test_markers_are_replaced_in_their_order(row: dict[str, Any]) -> None:
+    assert as_parts(parse_conversation(row, where="r:1")) == TWO_IMAGES
+
+
+def test_images_and_videos_in_one_text() -> None:
+    row = {
+        "conversations": [
+            {"from": "user", "value": "<video><image>Go\n\n<video>"},
+            {"from": "assistant", "value": "Done <3."},
+        ],
+        "image": "a.png",
+        "video": "v.mp4",
+        "videos": [["0.png", "1.png"]],
+        "fps": 4,
+    }
+    assert as_parts(parse_conversation(row, where="r:1")) == [
+        ("user", [("v.mp4", 4), ("image", "a.png"), ("text", "Go\n"), (("0.png", "1.png"), 4)]),
+        ("assistant", [("text", "Done <3.")]),
+    ]
+
+
+def test_messages_without_media_beside_them_keep_what_looks_like_a_marker() -> None:
+    turns = [{"role": "user", "content": "<image>\nis an SVG tag"}]
+    conversation = parse_conversation({"messages": turns}, where="r:1")
+    assert as_parts(conversation) == [("user", [("text", "<image>\nis an SVG tag")])]
+
+
+def test_plain_text() -> None:
+    conversation = parse_conversation({"text": "A <video> tag.\n"}, where="r:1")
+    assert conversation.plain
+    assert as_parts(conversation) == [("text", [("text", "A <video> tag.\n")])]
+    captioned = parse_conversation({"text": "<image>\nA cat.", "image": "a.png"}, where="r:1")
+    assert as_parts(captioned) == [("text", [("image", "a.png"), ("text", "A cat.")])]
+
+
+USER = {"role": "user", "content": "hello"}
+HUMAN = {"from": "human", "value": "hello"}
+
+
+def with_part(**part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"conversation": [], "id": 1}, r"unknown schema with keys \['conversation', 'id'\]: .*"),
+        ({"messages": []}, r"messages is \[\], but list should have at least 1 item"),
+        ({"messages": "hello"}, "messages is 'hello', but input should be a valid list"),
+        ({"messages": [{"from": "human", "value": "x"}]}, r"messages\[0\]\.role is missing"),
+        ({"messages": [USER, "x"]}, r"messages\[1\] is 'x', but"),
+        (
+            {"messages": [USER, {"role": "gpt", "content": "x"}]},
+            r"messages\[1\]\.role is 'gpt', but input should be 'system', 'user' or 'assistant'",
+        ),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content is missing"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\]\.content is None"),
+        ({"messages": [{"role": "user", "content": []}]}, r"content is \[\], but .* at least 1"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, r"content\[0\] is 'x'"),
+        (with_part(type="audio"), r"content\[0\] is {'type': 'audio'}, but .*'image_url'"),
+        (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
+        (with_part(type="image"), r"messages\[0\]\.content\[0\]\.image is missing\. A row looks"),
+        (with_part(type="image_url", image_url={}), r"\[0\]\.image_url\.url is missing"),
+        (with_part(type="image", image=""), "the path of an image or a video is empty"),
+        (with_part(type="video", fps=2), r"\[0\]\.video is missing"),
+        (with_part(type="video", video=[], fps=2), r"\.video is \[\], but .* at least 1 item"),
+        (with_part(type="video", video=["a", 3], fps=2), r"\.video\[1\] is 3, but"),
+        (with_part(type="video", video=["a.png"]), 'as frames has no "fps": give how many'),
+        (with_part(type="video", video=["a.png"], fps=0), "fps is 0, but .* greater than 0"),
+        (with_part(type="video", video=["a.png"], fps=-1.5), "fps is -1.5"),
+        (with_part(type="video", video=["a.png"], fps="2"), "fps is '2', but .* valid number"),
+        (with_part(type="video", video=["a.png"], fps=True), "fps is True"),
+        (with_part(type="video", video=["a.png"], fps=float("inf")), "fps is inf"),
+        (with_part(type="video", video=["a.png"], fps=float("nan")), "fps is nan"),
+        (with_part(type="image", image="https://x.org/a.png"), "nothing is downloaded"),
+        (with_part(type="image_url", image_url="data:image/png;base64,iVBO"), "no file here"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "first message is the assist"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2, .* is empty"),
+        ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2, .* is empty"),
+        ({"conversations": [HUMAN, {"from": "gpt", "value": ""}]}, "message 2, .* is empty"),
+        ({"conversations": [HUMAN, {"from": "tool", "value": "x"}]}, r"\[1\]\.from is 'tool'"),
+        ({"conversations": [{"from": "human"}]}, r"conversations\[0\]\.value is missing"),
+        ({"conversations": [HUMAN], "image": "a"}, "0 <image> markers in the text for 1 images"),
+        (
+            {"conversations": [{"from": "human", "value": "<image>"}]},
+            "1 <image> markers in the text for 0 images of the row: write one <image> where",
+        ),
+        (
+            {"conversations": [HUMAN | {"value": "<video>"}], "videos": ["a", "b"]},
+            "1 <video> markers in the text for 2 videos",
+        ),
+        (
+            {"conversations": [HUMAN | {"value": "<video>"}], "videos": [["a"]]},
+            'as frames has no "fps"',
+        ),
+        ({"conversations": [HUMAN], "images": "a.png"}, "images is 'a.png', but .* valid list"),
+        (with_part(type="text", text="x") | {"images": ["a"]}, "message 1 has a list of parts"),
+        ({"text": 3}, "text is 3, but"),
+        ({"text": "\n"}, "the text is empty"),
+    ],
+)
+def test_bad_rows_name_the_place_and_the_fault(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse_conversation(row, where="rows.jsonl:12")
+    assert str(error.value).startswith("rows.jsonl:12: ")
+
+
+def test_many_faults_are_told_three_at_a_time() -> None:
+    with pytest.raises(ValueError, match=r"messages\[2\]\.role is missing; and 5 more\.") as error:
+        parse_conversation({"messages": [{"content": "x"} for _ in range(8)]}, where="r:1")
+    assert "messages[3]" not in str(error.value)

@@ -1,0 +1,153 @@
+"""Where lines start, and the index files that large files have beside them."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from loongplug.data import line_index as module
+from loongplug.data.line_index import line_index, scan_lines
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small file that counts as a large one."""
+    monkeypatch.setattr(module, "_WORTH_KEEPING", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "rows.jsonl"
+    file.write_bytes(b'{"a": 1}\n\n{"a": 2}\n')
+    return file
+
+
+def no_scan(_: Path) -> None:
+    raise AssertionError("read the file")
+
+
+@given(content=st.text("a \n\r\t", max_size=40).map(str.encode), chunk=st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_lines_start_where_python_says(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, chunk: int
+) -> None:
+    file = tmp_path_factory.mktemp("lines") / "f"
+    file.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK", chunk)
+        index = scan_lines(file)
+    lines = content.split(b"\n")
+    starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
+    expected = [(s, n) for n, (s, line) in enumerate(zip(starts, lines, strict=True), 1)
+                if line.strip()]  # fmt: skip
+    assert list(zip(index.offsets.tolist(), index.lines.tolist(), strict=True)) == expected
+
+
+def test_the_second_time_nothing_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = line_index(path)
+    assert [p.name for p in sorted(path.parent.iterdir())] == ["rows.jsonl", "rows.jsonl.index"]
+    monkeypatch.setattr(module, "scan_lines", no_scan)
+    for index in (first, line_index(path)):
+        assert isinstance(index.offsets.base, np.memmap)
+        assert index.offsets.tolist() == [0, 10]
+        assert index.lines.tolist() == [1, 3]
+
+
+def test_a_small_file_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    line_index(tmp_path / "rows.jsonl")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["size", "time"])
+def test_a_changed_file_is_read_anew(path: Path, change: str) -> None:
+    line_index(path)
+    if change == "size":
+        path.write_bytes(b"\n" * 5 + b"{}\n")
+    else:
+        state = path.stat()
+        path.write_bytes(b'\n{"a": 1}\n{"a": 2}\n')
+        assert path.stat().st_size == state.st_size
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert line_index(path).lines.tolist() == ([6] if change == "size" else [2, 3])
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 8, b"loongidx" * 9, None])
+def test_a_damaged_index_file_is_replaced(path: Path, damage: bytes | None) -> None:
+    place = path.with_name("rows.jsonl.index")
+    line_index(path)
+    place.write_bytes(place.read_bytes()[:-8] if damage is None else damage)
+    assert line_index(path).offsets.tolist() == [0, 10]
+    assert len(place.read_bytes()) == 8 * (5 + 2 + 2)
+
+
+def test_a_folder_that_cannot_be_written_to_is_left_alone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = module.tempfile.mkstemp
+
+    def refuse(dir: Path, prefix: str) -> tuple[int, str]:
+        if dir == path.parent:
+            raise PermissionError("read-only")
+        return make(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr(module.tempfile, "mkstemp", refuse)
+    line_index(path)
+    assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
+    assert len(list((tmp_path / "cache" / "loongplug").iterdir())) == 1
+    monkeypatch.setattr(module, "scan_lines", no_scan)
+    assert line_index(path).offsets.tolist() == [0, 10]
+
+
+def test_without_any_place_to_write_it_is_read_each_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> tuple[int, str]:
+        raise OSError("no space")
+
+    monkeypatch.setattr(module.tempfile, "mkstemp", refuse)
+    assert line_index(path).offsets.tolist() == [0, 10]
+    assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(module.os, "replace", fail)
+    assert line_index(path).offsets.tolist() == [0, 10]
+    assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
+    assert list((tmp_path / "cache" / "loongplug").iterdir()) == []
+
+
+def test_a_file_that_is_being_written_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = module.scan_lines
+
+    def scan_while_written(file: Path) -> module.LineIndex:
+        index = scan(file)
+        with file.open("ab") as more:
+            more.write(b"{}\n")
+        return index
+
+    monkeypatch.setattr(module, "scan_lines", scan_while_written)
+    with pytest.raises(ValueError, match=r"rows\.jsonl changed while it was read"):
+        line_index(path)
+
+
+def _open(rank: int, *, path: Path) -> list[list[int]]:
+    return [line_index(path).offsets.tolist() for _ in range(20)]
+
+
+def test_ranks_that_start_together_do_not_disturb_each_other(path: Path) -> None:
+    path.write_bytes(b'{"a": 1}\n' * 1000)
+    expected = [[9 * i for i in range(1000)]] * 20
+    assert run_ranks(_open, 4, path=path, timeout=60.0) == [expected] * 4
+    assert sorted(p.name for p in path.parent.iterdir()) == ["rows.jsonl", "rows.jsonl.index"]

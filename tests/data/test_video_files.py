@@ -1,0 +1,261 @@
+"""Video files: headers, chosen frames, and rows with them against transformers."""
+
+import sys
+import wave
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.video_utils import VideoMetadata
+from video_reference import Family, row_of
+
+from loongplug.data import video_files
+from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.media import MediaLoader
+from loongplug.data.processor import Processor
+from loongplug.data.video import TIMESTAMPS, VideoProcessor
+from loongplug.data.video_files import VideoHeader, decode_frames, video_header
+
+av = pytest.importorskip("av", reason="video files need PyAV: pip install 'loongplug[video]'")
+
+WHERE = "rows.jsonl:4"
+
+pytestmark = pytest.mark.quick
+
+WriteVideo = Callable[..., str]
+
+
+@pytest.fixture
+def write_video(tmp_path: Path) -> WriteVideo:
+    """Writes noise in large blocks, all frames different, and gives the file's relative name."""
+
+    def write(
+        name: str,
+        frames: int,
+        *,
+        fps: float = 10,
+        height: int = 48,
+        width: int = 64,
+        codec: str = "mpeg4",
+        turned: int = 0,
+    ) -> str:
+        noise = np.random.RandomState(frames)
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            if turned:
+                stream.set_display_rotation(turned)
+            for _ in range(frames):
+                blocks = noise.randint(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+                pixels = blocks.repeat(16, axis=0).repeat(16, axis=1)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            container.mux(stream.encode(None))
+        return name
+
+    return write
+
+
+def decode_all(path: Path) -> Iterator[np.ndarray]:
+    with av.open(str(path)) as container:
+        for frame in container.decode(video=0):
+            yield frame.to_ndarray(format="rgb24")
+
+
+def clip_of(path: Path, header: VideoHeader, indices: tuple[int, ...]) -> VideoClip:
+    return VideoClip(
+        path,
+        indices,
+        total_frames=header.frames,
+        file_fps=header.fps,
+        height=header.height,
+        width=header.width,
+    )
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.avi", "a.mkv"])  # the last does not count frames
+def test_header_and_frames(tmp_path: Path, write_video: WriteVideo, name: str) -> None:
+    path = tmp_path / write_video(name, 17, fps=12.5)
+    header = video_header(path, where=WHERE)
+    assert header == VideoHeader(frames=17, fps=12.5, height=48, width=64)
+    every = list(decode_all(path))
+    for indices in ((0,), (16,), (0, 3, 4, 16), tuple(range(17))):
+        frames = decode_frames(clip_of(path, header, indices), where=WHERE)
+        assert len(frames) == len(indices)
+        for frame, index in zip(frames, indices, strict=True):
+            np.testing.assert_array_equal(frame, every[index])
+
+
+@pytest.mark.parametrize("turned", [90, 180, 270])
+def test_frames_are_turned_upright(tmp_path: Path, write_video: WriteVideo, turned: int) -> None:
+    """The rotation is counter-clockwise, as numpy turns."""
+    path = tmp_path / write_video("a.mp4", 2, turned=turned)
+    header = video_header(path, where=WHERE)
+    assert (header.height, header.width) == ((48, 64) if turned == 180 else (64, 48))
+    (first, _) = decode_frames(clip_of(path, header, (0, 1)), where=WHERE)
+    expected = np.rot90(next(decode_all(path)), k=turned // 90)
+    np.testing.assert_array_equal(first, expected)
+
+
+def test_the_header_decodes_one_frame(tmp_path: Path, write_video: WriteVideo) -> None:
+    path = tmp_path / write_video("a.mp4", 40)
+    with av.open(str(path)) as container:
+        first, *_, last = (packet for packet in container.demux(video=0) if packet.size)
+        start, end = first.pos + first.size, last.pos + last.size
+    content = path.read_bytes()
+    # Behind the first frame, nothing but zeros: only the header can know of the others.
+    path.write_bytes(content[:start] + bytes(end - start) + content[end:])
+    assert video_header(path, where=WHERE).frames == 40
+
+
+RATES = [None, 1, 2, 3.7, 30]
+
+
+@pytest.mark.parametrize("fps", RATES)
+@pytest.mark.parametrize(("frames", "file_fps"), [(40, 10), (33, 29.97), (7, 10), (3, 1), (2, 5)])
+def test_rows_agree_with_transformers(
+    family: Family,
+    tmp_path: Path,
+    write_rows: Callable[..., Path],
+    write_video: WriteVideo,
+    frames: int,
+    file_fps: float,
+    fps: float | None,
+) -> None:
+    name = write_video("a.mp4", frames, fps=file_fps)
+    part = {"type": "video", "video": name} | ({} if fps is None else {"fps": fps})
+    row = row_of([part, {"type": "text", "text": "Read the digits."}])
+    dataset = ChatDataset(
+        write_rows(row),
+        processor=family.processor,
+        seq_length=2048,
+        training_phase="sft",
+        video_style=family.style,
+    )
+    sample = dataset[0]
+    vision = MediaLoader(family.processor, videos=dataset.videos).load(sample.media, where=WHERE)
+
+    every = np.stack(list(decode_all(tmp_path / name)))
+    with av.open(str(tmp_path / name)) as container:
+        rate = float(container.streams.video[0].average_rate)
+    metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+    indices = family.theirs.video_processor.sample_frames(metadata, fps=fps or 2)
+    metadata.frames_indices = [int(index) for index in indices]
+    features = family.theirs(
+        text=[family.theirs.apply_chat_template(row["messages"], tokenize=False)],
+        videos=[every[metadata.frames_indices]],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    positions, _ = family.model.get_rope_index(
+        features["input_ids"],
+        features["mm_token_type_ids"],
+        video_grid_thw=features["video_grid_thw"],
+        **(
+            {}
+            if family.style.timestamps
+            else {"second_per_grid_ts": features["second_per_grid_ts"]}
+        ),
+    )
+    assert sample.input_ids.tolist() == features["input_ids"][0].tolist()
+    assert [list(grid) for grid in sample.grids] == features["video_grid_thw"].tolist()
+    assert sample.position_ids.tolist() == positions[:, 0].tolist()
+    assert torch.equal(vision.pixels, features["pixel_values_videos"])
+
+
+def test_rates_of_row_flag_and_folder(
+    processor: Processor, tmp_path: Path, write_video: WriteVideo
+) -> None:
+    path = tmp_path / write_video("a.mp4", 60, fps=10)
+
+    def taken(*, row: float | None, flag: float | None) -> int:
+        videos = VideoProcessor(processor, TIMESTAMPS, fps=flag)
+        return len(videos.clip(VideoFile(path, row), where=WHERE).indices)
+
+    assert taken(row=None, flag=None) == 12  # two per second, as published
+    assert taken(row=None, flag=5.0) == 30
+    assert taken(row=1.0, flag=5.0) == 6
+    assert taken(row=0.1, flag=None) == 4  # the least
+    assert taken(row=100.0, flag=None) == 60  # all
+
+
+def test_the_limits_on_frames_are_the_processors(
+    family: Family, tmp_path: Path, write_video: WriteVideo
+) -> None:
+    path = tmp_path / write_video("a.mp4", 60, fps=10)
+    videos = VideoProcessor(family.processor, family.style)
+    transform = videos._loaded(where=WHERE)
+    transform.min_frames, transform.max_frames = 6, 8
+    for fps, expected in ((0.5, 6), (1.0, 6), (9.0, 8)):
+        assert len(videos.clip(VideoFile(path, fps), where=WHERE).indices) == expected
+
+
+def test_a_video_of_one_frame_is_that_frame_twice(
+    family: Family, tmp_path: Path, write_video: WriteVideo
+) -> None:
+    path = tmp_path / write_video("a.mp4", 1)
+    videos = VideoProcessor(family.processor, family.style)
+    clip = videos.clip(VideoFile(path, None), where=WHERE)
+    assert clip.indices == (0,)
+    pixels, grid = videos.patches(clip, where=WHERE)
+    assert grid == videos.grid(clip, where=WHERE)
+    assert grid[0] == 1
+    halves = pixels.reshape(-1, 3, 2, 16, 16)
+    assert torch.equal(halves[:, :, 0], halves[:, :, 1])
+
+
+def test_the_cache_tells_clips_of_one_file_apart(
+    processor: Processor, tmp_path: Path, write_video: WriteVideo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / write_video("a.mp4", 40)
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    loader = MediaLoader(processor, videos=videos)
+    few, many = (videos.clip(VideoFile(path, fps), where=WHERE) for fps in (1, 5))
+    assert few.indices != many.indices
+    shapes = [loader.load([clip], where=WHERE).grid_thw.tolist() for clip in (few, many)]
+    assert shapes[0] != shapes[1]
+    monkeypatch.setattr(videos, "patches", lambda *_, **__: pytest.fail("decoded again"))
+    assert [loader.load([clip], where=WHERE).grid_thw.tolist() for clip in (few, many)] == shapes
+
+
+def test_files_that_cannot_be_used(
+    processor: Processor, tmp_path: Path, write_video: WriteVideo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.mp4").write_text("no video")
+    whole = (tmp_path / write_video("whole.avi", 30, height=160, width=160)).read_bytes()
+    (tmp_path / "cut.avi").write_bytes(whole[: len(whole) // 2])
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 800, "NONE", ""))
+        sound.writeframes(bytes(1600))
+    for name, message in (
+        ("gone.mp4", r"no video file at .*gone\.mp4"),
+        ("text.mp4", r"video .*text\.mp4 is damaged or no video \(.*Invalid data"),
+        ("sound.wav", r"sound\.wav is damaged or no video \(it has no video stream\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
+            video_header(tmp_path / name, where=WHERE)
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    clip = videos.clip(VideoFile(tmp_path / "cut.avi", 2), where=WHERE)
+    with pytest.raises(ValueError, match=rf"^{WHERE}: video .*cut\.avi is damaged"):
+        videos.patches(clip, where=WHERE)
+    monkeypatch.setattr(video_files, "_MOST_PIXELS", 160 * 160 - 1)
+    with pytest.raises(ValueError, match=r"frames of 25600 pixels are above the limit"):
+        video_header(tmp_path / "whole.avi", where=WHERE)
+
+
+def test_times_and_files_of_clips_and_frames(tmp_path: Path) -> None:
+    clip = VideoClip(tmp_path, (0, 5), total_frames=10, file_fps=5.0, height=1, width=1)
+    frames = Video((tmp_path, tmp_path), fps=1.0)
+    assert (clip.fps, clip.times, clip.files) == (1.0, (0.0, 1.0), (tmp_path,))
+    assert (frames.times, frames.files) == ((0.0, 1.0), (tmp_path, tmp_path))
+
+
+def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    message = r"PyAV.* is not installed: pip install 'loongplug\[video\]'"
+    with pytest.raises(ValueError, match=message):
+        video_header(tmp_path / "a.mp4", where=WHERE)

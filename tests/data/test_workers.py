@@ -1,0 +1,220 @@
+"""Background processes: order, bounds, errors, death."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loongplug.data.bad_samples import BadSamples
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.processor import Processor
+from loongplug.data.workers import Background, WorkerSettings
+
+TWO = WorkerSettings(processes=2, depth=2)
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[..., Background[Any, Any]]]:
+    """Makes a Background that ends with the test."""
+    made: list[Background[Any, Any]] = []
+
+    def make(function: Callable[[Any], Any], items: Iterator[Any]) -> Background[Any, Any]:
+        made.append(Background(function, items, settings=TWO))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def uneven(item: int) -> tuple[int, int]:
+    """The first of each pair takes longer, so that results are ready out of order."""
+    time.sleep(0.02 * (item % 2 == 0))
+    return item, os.getpid()
+
+
+def test_results_come_in_order_from_several_processes(background: Any) -> None:
+    results = background(uneven, count())
+    found = [next(results) for _ in range(12)]
+    assert [item for item, _ in found] == list(range(12))
+    pids = {pid for _, pid in found}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_only_so_much_runs_ahead(background: Any) -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in count():
+            taken.append(number)
+            yield number
+
+    results = background(uneven, items())
+    assert taken == []  # nothing before the first is asked for
+    for number in range(1, 8):
+        next(results)
+        time.sleep(0.05)
+        assert len(taken) <= number + TWO.processes * TWO.depth
+
+
+def test_random_numbers_of_training_are_left_alone(background: Any) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    next(background(uneven, count()))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def fails(item: int) -> int:
+    if item == 3:
+        raise ValueError("rows.jsonl:3: no good")
+    if item == 5:
+        raise KeyError("a bug")
+    return item
+
+
+def test_an_error_comes_with_its_own_words_at_its_own_place(background: Any) -> None:
+    results = background(fails, count())
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:3: no good$"):
+        next(results)
+    assert next(results) == 4
+    with pytest.raises(RuntimeError, match=r"KeyError: 'a bug'\n(.|\n)*in fails"):
+        next(results)
+
+
+def drain(results: Iterator[Any], *, kill: int | None = None) -> None:
+    if kill is not None:
+        os.kill(kill, signal.SIGKILL)
+    for _ in range(20):
+        next(results)
+
+
+def dies(item: int) -> int:
+    if item == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_process_is_an_error_and_no_hang(background: Any) -> None:
+    results = background(dies, count())
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"data loading process has died.*--num-workers"):
+        drain(results)
+    assert time.monotonic() - started < 20
+
+
+def killed_from_outside(item: int) -> int:
+    time.sleep(0.05)
+    return os.getpid()
+
+
+@pytest.mark.timeout(60)
+def test_a_process_killed_while_it_waits_is_an_error(background: Any) -> None:
+    results = background(killed_from_outside, count())
+    victim = next(results)
+    with pytest.raises(RuntimeError, match=f"{victim}"):
+        drain(results, kill=victim)
+
+
+def test_closing_ends_the_processes(background: Any) -> None:
+    results = background(uneven, count())
+    pids = {next(results)[1] for _ in range(6)}
+    results.close()
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            break
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# The loader on top of them.
+
+
+@pytest.fixture
+def dataset(
+    processor: Processor,
+    write_rows: Callable[..., Path],
+    write_image: Callable[..., str],
+    row: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> ChatDataset:
+    """Twelve rows with up to three images; row 6's text is bad, and one image of row 9."""
+    images = [write_image(f"{i}.png", height=32, width=32 * i, seed=i) for i in range(1, 4)]
+    rows = [row("Read.", str(i), images=tuple(images[: i % 4])) for i in range(12)]
+    write_image("cut.png", height=64, width=64)
+    content = (tmp_path / "cut.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
+    rows[5] = row("Read <|image_pad|>", "5")
+    rows[8] = row("Read.", "8", images=(images[0], "cut.png", images[1]))
+    return ChatDataset(write_rows(*rows), processor=processor, seq_length=40, training_phase="sft")
+
+
+def loader(dataset: ChatDataset, processes: int, **options: Any) -> MicrobatchLoader:
+    defaults = {
+        "micro_batch_size": 3,
+        "dp_rank": 1,
+        "dp_size": 2,
+        "seed": 3,
+        "with_images": True,
+        "bad_samples": BadSamples("skip"),
+        "workers": WorkerSettings(processes=processes),
+    }
+    return MicrobatchLoader(dataset, **defaults | options)
+
+
+def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDataset) -> None:
+    alone = loader(dataset, 0)
+    expected = [next(alone) for _ in range(9)]
+    for processes in (1, 3):
+        ahead = loader(dataset, processes)
+        resumed = loader(dataset, processes, consumed_samples=24)
+        try:
+            found = [next(ahead) for _ in range(9)]
+            rest = [next(resumed) for _ in range(5)]
+        finally:
+            ahead.close()
+            resumed.close()
+        assert ahead.consumed_samples == alone.consumed_samples == 54
+        for one, other in zip([*expected, *expected[4:]], [*found, *rest], strict=True):
+            assert one.tokens == other.tokens
+            for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
+            assert one.vision is not None
+            assert other.vision is not None
+            assert torch.equal(one.vision.pixels, other.vision.pixels)
+            assert torch.equal(one.vision.grid_thw, other.vision.grid_thw)
+        assert ahead._bad_samples.counts == alone._bad_samples.counts
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_bad_sample_is_an_error_with_file_and_line_where_it_is_used(
+    dataset: ChatDataset, processes: int
+) -> None:
+    options = {"seed": None, "dp_rank": 0, "dp_size": 1, "micro_batch_size": 1}
+    strict = loader(dataset, processes, bad_samples=BadSamples("fatal"), **options)
+    try:
+        for _ in range(5):
+            next(strict)
+        with pytest.raises(ValueError, match=r"rows\.jsonl:6: 1 image tokens in the text for 0"):
+            next(strict)
+    finally:
+        strict.close()
+    strict = loader(
+        dataset, processes, bad_samples=BadSamples("fatal"), consumed_samples=7, **options
+    )
+    try:
+        next(strict)
+        with pytest.raises(ValueError, match=r"^\S*rows\.jsonl:9: image .*cut\.png is damaged"):
+            next(strict)
+    finally:
+        strict.close()

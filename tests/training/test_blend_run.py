@@ -1,0 +1,33 @@
+"""Training on a blend of files with a media root, through the real entry function."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from loongplug.data.blend import open_rows
+from loongplug.train import main
+
+
+def _run(rank: int, *, argv: list[str]) -> None:
+    main(argv)
+
+
+@pytest.mark.slow
+def test_a_blend_with_a_media_root_trains(demo: Path, flags: list[str], tmp_path: Path) -> None:
+    """The files stand elsewhere, so that only the media root leads to the images."""
+    shutil.copy(demo / "train.jsonl", tmp_path / "a.jsonl")
+    turns = [{"from": "human", "value": "Read the digits."}, {"from": "gpt", "value": "31"}]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    blend = ["3", str(tmp_path / "a.jsonl"), "1", str(tmp_path / "b.jsonl")]
+    assert len(open_rows(blend, flag="--train-data-path", seed=1)) == 64 + 21
+    metrics = tmp_path / "metrics.json"
+    more = [
+        *("--train-data-path", *blend, "--media-root", str(demo)),
+        *("--valid-data-path", blend[1], blend[3], "--eval-iters", "2", "--eval-interval", "2"),
+        *("--metrics-json", str(metrics)),
+    ]
+    run_ranks(_run, 2, argv=[*flags, *more], timeout=120.0)
+    assert json.loads(metrics.read_text())["iterations"] == 4

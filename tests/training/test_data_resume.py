@@ -1,0 +1,122 @@
+"""Going on in the data: other data are refused, other layouts and workers see the same samples."""
+
+from collections.abc import Sequence
+
+import pytest
+from ranks import RankError, run_ranks
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.training.run import run
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+
+
+def seen(rank: int, *, flags: list[str]) -> list[list[int]]:
+    """The token ids of every row that this rank trains on, step by step as it sees them."""
+    rows: list[list[int]] = []
+    original = MicrobatchLoader.__next__
+
+    def next_microbatch(self: MicrobatchLoader):
+        microbatch = original(self)
+        rows.extend(microbatch.input_ids.tolist())
+        return microbatch
+
+    MicrobatchLoader.__next__ = next_microbatch
+    try:
+        run(flags)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    return rows
+
+
+def stream(flags: list[str], *more: str, ranks: int, micro: int) -> list[list[int]]:
+    """The rows of all data parallel ranks in the order of the stream."""
+    found = run_ranks(
+        seen, ranks, flags=[*flags, "--micro-batch-size", str(micro), *more], timeout=120.0
+    )
+    return [
+        row
+        for start in range(0, len(found[0]), micro)
+        for rank in found
+        for row in rank[start : start + micro]
+    ]
+
+
+@pytest.mark.slow
+def test_the_stream_goes_on_with_other_ranks_and_microbatches(flags, tmp_path):
+    """64 samples, 4 steps of 24: the second epoch begins in the third step."""
+    flags = [*flags, "--global-batch-size", "24", "--use-distributed-optimizer"]
+    whole = stream(flags, ranks=1, micro=8)
+    assert len(whole) == 96
+    assert len({tuple(row) for row in whole[:64]}) > 60
+    assert sorted(whole[64:]) != sorted(whole[:32])
+    save = ("--save", str(tmp_path))
+    first = stream(flags, *save, "--exit-interval", "1", ranks=3, micro=2)
+    assert first == whole[:24]
+    second = stream(flags, *save, "--load", str(tmp_path), "--exit-interval", "3", ranks=1, micro=3)
+    assert second == whole[24:72]
+    assert stream(flags, *save, "--load", str(tmp_path), ranks=2, micro=4) == whole[72:]
+
+
+@pytest.mark.slow
+def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
+    # Beside the demo's file, so that images are found.
+    data = demo / "some.jsonl"
+    data.write_text((demo / "train.jsonl").read_text())
+    common = (*TP2_PP2, "--train-data-path", str(data), "--save", str(tmp_path / "run"))
+    run_ranks(seen, 4, flags=[*flags, *common, "--exit-interval", "2"], timeout=120.0)
+    again = [*flags, *common, "--load", str(tmp_path / "run")]
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(RankError, match="rows file 1 digest was") as raised:
+        run_ranks(seen, 4, flags=again, timeout=120.0)
+    assert len(raised.value.errors) == 4
+    data.write_text("".join(lines))
+    with pytest.raises(RankError, match="settings seed was 1234, is 7"):
+        run_ranks(seen, 4, flags=[*again, "--seed", "7"], timeout=120.0)
+    anew = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "anew")]
+    assert len(run_ranks(seen, 4, flags=anew, timeout=120.0)[0]) == 32
+
+
+def made(rank: int, *, flags: list[str]) -> int:
+    """How many text parts this rank makes in a run."""
+    asked: list[int] = []
+    original = ChatDataset.text_parts
+
+    def text_parts(self: ChatDataset, indices: Sequence[int]):
+        asked.extend(indices)
+        return original(self, indices)
+
+    ChatDataset.text_parts = text_parts
+    run(flags)
+    return len(asked)
+
+
+@pytest.mark.slow
+def test_packs_go_on_from_the_checkpoint_s_place(flags, tmp_path):
+    """In another layout, without making anew the samples that were consumed."""
+    packing = ("--packing", "--seq-length", "160", "--train-iters", "4")
+    flags = [*flags, "--global-batch-size", "4", *packing]
+    whole = stream(flags, ranks=1, micro=1)
+    assert len(whole) == 16
+    save = ("--save", str(tmp_path), "--use-distributed-optimizer")
+    first = stream(flags, *save, "--exit-interval", "3", ranks=2, micro=1)
+    assert first == whole[:12]
+    assert stream(flags, *save, "--load", str(tmp_path), ranks=1, micro=1) == whole[12:]
+    few = ("--packing-look-ahead", "8", "--seq-length", "80", "--save", str(tmp_path / "few"))
+    few += ("--micro-batch-size", "1", "--global-batch-size", "8", "--save-interval", "3")
+    (all_of_them,) = run_ranks(made, 1, flags=[*flags, *few], timeout=120.0)
+    (rest,) = run_ranks(
+        made,
+        1,
+        flags=[*flags, *few, "--load", str(tmp_path / "few"), "--ckpt-step", "3"],
+        timeout=120.0,
+    )
+    assert all_of_them > 50
+    assert rest < all_of_them // 2
+    resumed = [*flags, *save, "--load", str(tmp_path), "--micro-batch-size", "1"]
+    resumed += ["--packing-look-ahead", "4"]
+    with pytest.raises(RankError, match="settings packing_look_ahead was"):
+        run_ranks(seen, 1, flags=resumed, timeout=120.0)

@@ -1,0 +1,190 @@
+"""Who decodes what in whole runs, and bad samples that all ranks leave out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from ranks import RankError, run_ranks
+
+from loongplug.data import media
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.parallel.failure import failure_board
+from loongplug.training.run import run
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+
+
+@pytest.fixture(scope="module")
+def flags(flags, tmp_path_factory):
+    """With weights, so that runs in several layouts can be compared."""
+    weights = tmp_path_factory.mktemp("weights") / "hf"
+    first = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights)]
+    run_ranks(observed, 1, flags=first, timeout=120.0)
+    return [*flags, "--load-hf", str(weights)]
+
+
+def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
+    """A run's losses, and what this rank decoded: by its counter, and by the calls in its process.
+
+    Also which rows it trained no token of.
+    """
+    loaders: list[MicrobatchLoader] = []
+    calls = 0
+    untrained: list[int] = []
+    decode, original = media.decode_image, MicrobatchLoader.__next__
+
+    def counting(*args: Any, **kwargs: Any) -> Image.Image:
+        nonlocal calls
+        calls += 1
+        return decode(*args, **kwargs)
+
+    def next_microbatch(self: MicrobatchLoader) -> Any:
+        if self not in loaders:
+            loaders.append(self)
+        microbatch = original(self)
+        untrained.extend((microbatch.loss_mask.sum(dim=1) == 0).nonzero().flatten().tolist())
+        return microbatch
+
+    media.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
+    losses = [step.loss for step in run(flags)]
+    counted = sum(loader.decoded for loader in loaders)
+    return {"losses": losses, "decoded": counted, "calls": calls, "untrained": untrained}
+
+
+def observe(flags: list[str], *more: str, ranks: int) -> list[dict[str, Any]]:
+    return run_ranks(observed, ranks, flags=[*flags, *more], timeout=120.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks", "decoding"),
+    [(TP2_PP2, 4, {0}), (VIRTUAL, 2, {0}), ((*VIRTUAL, *TP2_PP2), 4, {0}), (VIRTUAL, 4, {0, 1})],
+    ids=["tp2-pp2", "pp2-vpp2", "tp2-pp2-vpp2", "pp2-vpp2-dp2"],
+)
+def test_one_rank_of_the_first_stage_decodes_each_image_once(flags, layout, ranks, decoding):
+    (alone,) = observe(flags, ranks=1)
+    assert alone["decoded"] == alone["calls"] > 30
+    found = observe(flags, *layout, ranks=ranks)
+    assert {rank for rank, each in enumerate(found) if each["calls"]} == decoding
+    assert all(each["decoded"] == each["calls"] for each in found)
+    # Caches are each rank's own, so that two replicas may decode one image twice.
+    assert sum(each["calls"] for each in found) >= alone["calls"]
+    assert found[0]["calls"] <= alone["calls"]
+    torch.testing.assert_close(found[0]["losses"], alone["losses"], rtol=2e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_background_processes_change_nothing(flags):
+    expected = observe(flags, *TP2_PP2, ranks=4)
+    found = observe(flags, *TP2_PP2, "--num-workers", "1", ranks=4)
+    assert [each["losses"] for each in found] == [each["losses"] for each in expected]
+    assert [each["decoded"] > 0 for each in found] == [True, False, False, False]
+    assert not any(each["calls"] for each in found)  # they are other processes
+
+
+@pytest.fixture
+def truncated(demo: Path, tmp_path: Path) -> tuple[Path, Path, int]:
+    """Rows of which one has an image with a good header and half its pixels; the same rows with
+    that row's answer left untrained; and its number.
+    """
+    rows = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:8]]
+    number = next(i for i, row in enumerate(rows) if '"image"' in json.dumps(row))
+    for row in rows:
+        for part in row["messages"][0]["content"]:
+            if part["type"] == "image":
+                part["image"] = str(demo / part["image"])
+    good = tmp_path / "good.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    images = [p for p in rows[number]["messages"][0]["content"] if p["type"] == "image"]
+    Image.effect_noise(Image.open(images[0]["image"]).size, 80).convert("RGB").save(
+        tmp_path / "cut.png"
+    )
+    content = (tmp_path / "cut.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(content[: len(content) * 2 // 3])
+    images[0]["image"] = "cut.png"
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return bad, good, number
+
+
+def without(rank: int, *, flags: list[str], number: int) -> list[float]:
+    """Losses of a run whose sample ``number`` counts for nothing."""
+    from loongplug.data.dataset import ChatDataset
+
+    original = ChatDataset.__getitem__
+
+    def untrained(self: ChatDataset, index: int) -> Any:
+        sample = original(self, index)
+        return sample.untrained() if index == number else sample
+
+    ChatDataset.__getitem__ = untrained
+    return [step.loss for step in run(flags)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [(TP2_PP2, 4), (VIRTUAL, 2), (("--tensor-model-parallel-size", "2"), 4), ((), 1)],
+    ids=["tp2-pp2", "pp2-vpp2", "tp2-dp2", "one-rank"],
+)
+def test_a_truncated_image_leaves_its_sample_out_on_every_rank(
+    flags, truncated, tmp_path, layout, ranks
+):
+    bad, good, number = truncated
+    # Each step is one epoch of the eight rows.
+    data = ("--train-data-path", str(good))
+    (whole,) = run_ranks(without, 1, flags=[*flags, *data], number=-1, timeout=120.0)
+    (expected,) = run_ranks(without, 1, flags=[*flags, *data], number=number, timeout=120.0)
+    assert abs(whole[0] - expected[0]) > 1e-4
+    metrics = tmp_path / "metrics.json"
+    skip = ("--train-data-path", str(bad), "--bad-sample", "skip", "--metrics-json", str(metrics))
+    found = observe(flags, *skip, *layout, ranks=ranks)
+    torch.testing.assert_close(found[0]["losses"], expected, rtol=2e-5, atol=0)
+    dp = {(TP2_PP2, 4): 1, (VIRTUAL, 2): 1}.get((layout, ranks), 2 if ranks > 1 else 1)
+    # All ranks of a replica leave out the same, once in each of the four epochs.
+    assert sum(len(each["untrained"]) for each in found) == 4 * ranks // dp
+    assert json.loads(metrics.read_text())["bad_samples"] == {"pixels": 4}
+
+
+def behind_board(rank: int, *, flags: list[str], store: str, board: int) -> None:
+    with failure_board(lambda timeout: dist.FileStore(store, board)):
+        run(flags)
+
+
+@pytest.mark.slow
+def test_a_truncated_image_is_one_error_on_every_rank_when_fatal(flags, truncated, tmp_path):
+    bad, _, number = truncated
+    fatal = [*flags, "--train-data-path", str(bad), *TP2_PP2]
+    with pytest.raises(RankError) as raised:
+        run_ranks(
+            behind_board, 4, flags=fatal, store=str(tmp_path / "store"), board=4, timeout=60.0
+        )
+    message = rf"bad.jsonl:{number + 1}: image {tmp_path / 'cut.png'} is damaged"
+    text = str(raised.value)
+    assert len(raised.value.errors) == 4
+    assert text.count(message) == 4, text
+    assert "rank 0 failed" in text
+
+
+@pytest.mark.slow
+def test_rows_without_a_usable_text_part_are_left_out(flags, demo, truncated, tmp_path):
+    """On all ranks, with no word between them: the text part is the same everywhere."""
+    _, good, number = truncated
+    lines = good.read_text().splitlines()
+    rows = tmp_path / "rows.jsonl"
+    lines[number] = json.dumps({"text?": 1})
+    lines[7 - number] = lines[7 - number].replace('"role": "user"', '"role": "nobody"', 1)
+    rows.write_text("\n".join(lines))
+    metrics = tmp_path / "metrics.json"
+    skip = ("--train-data-path", str(rows), "--bad-sample", "skip", "--metrics-json", str(metrics))
+    (alone,) = observe(flags, *skip, ranks=1)
+    assert len(alone["untrained"]) == 8
+    found = observe(flags, *skip, *TP2_PP2, ranks=4)
+    torch.testing.assert_close(found[0]["losses"], alone["losses"], rtol=2e-5, atol=0)
+    assert all(sorted(each["untrained"]) == sorted(alone["untrained"]) for each in found)
+    assert json.loads(metrics.read_text())["bad_samples"] == {"row": 8}
