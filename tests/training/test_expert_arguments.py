@@ -72,6 +72,7 @@ def test_experts_are_grouped_where_transformer_engine_is(
         data_path=None,
         eval_iters=0,
         non_persistent_ckpt_type=None,
+        async_save=False,
     )
     apply_defaults(args, given=given, backend="nccl")
     assert args.moe_grouped_gemm == grouped
