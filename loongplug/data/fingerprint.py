@@ -27,7 +27,7 @@ _PROCESSOR_FILES = (
 
 
 def content_digest(path: Path) -> str:
-    """A digest of the file's size and content, as hexadecimal digits.
+    """A digest of the file's size and content, as 16 hexadecimal digits.
 
     Of a file above SAMPLED_BYTES, blocks at even distances are read, the first and the last
     among them. What adds, drops or moves rows shows; an edit that keeps the file's size and lies
@@ -43,7 +43,7 @@ def content_digest(path: Path) -> str:
             for block in range(blocks):
                 file.seek((size - BLOCK_BYTES) * block // (blocks - 1))
                 digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(
