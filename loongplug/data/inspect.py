@@ -175,11 +175,11 @@ def draw_histogram(values: NDArray[np.int64], path: Path, *, label: str) -> None
     """Write a histogram of the values [samples] as a PNG; one bar per number while they are few."""
     from matplotlib.figure import Figure
 
-    few = values.max() - values.min() < 50
-    bins = np.arange(values.min(), values.max() + 2) - 0.5 if few else 50
+    low, high = int(values.min()), int(values.max())
+    edges = [value - 0.5 for value in range(low, high + 2)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.hist(values, bins=bins, edgecolor="white", linewidth=0.5)
+    axes.hist(values, bins=edges if high - low < 50 else 50, edgecolor="white", linewidth=0.5)
     axes.set_xlabel(label)
     axes.set_ylabel("samples")
     axes.spines[["top", "right"]].set_visible(False)
