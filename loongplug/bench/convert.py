@@ -37,7 +37,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class ConvertFigures:
-    """The copy and both directions, round by round, each with the disk in step at its end."""
+    """The copy and both directions, round by round: from the disk, and until all is on the disk."""
 
     model: str
     ranks: int
@@ -73,9 +73,12 @@ def bench_convert(
         there: list[list[dict[str, float]]] = []
         back: list[list[dict[str, float]]] = []
         for _ in track(range(rounds), "rounds", console=Console(stderr=True)):
+            _forget(root / "hf")
             copies.append(_timed(lambda: shutil.copytree(root / "hf", root / "copy")))
             shutil.rmtree(root / "copy")
+            _forget(root / "hf")
             there.append(convert("--load-hf", root / "hf", "--save", root / "checkpoint"))
+            _forget(root / "checkpoint")
             back.append(convert("--load", root / "checkpoint", "--save-hf", root / "back"))
             shutil.rmtree(root / "checkpoint")
             shutil.rmtree(root / "back")
@@ -93,9 +96,17 @@ def bench_convert(
     return figures
 
 
+def _forget(folder: Path) -> None:
+    """Have the next reader of the folder's files wait for the disk, whichever side it is."""
+    os.sync()
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 def _timed(work: Callable[[], object]) -> float:
     """Seconds until what was written is on the disk."""
-    os.sync()
     begin = time.monotonic()
     work()
     os.sync()

@@ -27,13 +27,15 @@ def load_hf_weights(
     *,
     model: HuggingFaceModel,
     on_bytes: OnBytes = ignore_bytes,
+    in_the_file: bool = False,
 ) -> int:
     """Copy the weights in ``folder`` into the parameters of ``model_chunks``, in place.
 
     Of the ranks that hold the same slice of a parameter, the first reads it, converts it to the
     parameter's dtype and broadcasts it to the others. Call it with all chunks of a rank, before an
     optimizer copies the parameters. Memory beside the parameters: the slice being read.
-    ``on_bytes`` is told how much of this rank's parameters is there.
+    ``on_bytes`` is told how much of this rank's parameters is there. With ``in_the_file``, for
+    models that are not trained, a parameter that the file has as it is stays there, mapped.
 
     Collective: the default group, and groups of it made for the purpose.
 
@@ -56,7 +58,7 @@ def load_hf_weights(
         raise_together(error)
         holders, _ = all_holders(owned)
         with replica_groups(holders) as groups:
-            fill = partial(_fill, tensors=tensors, mapping=model.mapping)
+            fill = partial(_fill, tensors=tensors, mapping=model.mapping, in_the_file=in_the_file)
             error = _fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
     raise_together(error)
     return tensors.bytes_read
@@ -141,7 +143,7 @@ def _fill_all(
     return error
 
 
-def _fill(own: Owned, *, tensors: TensorFolder, mapping: Mapping) -> None:
+def _fill(own: Owned, *, tensors: TensorFolder, mapping: Mapping, in_the_file: bool) -> None:
     twins = {name: twin for twin, name in mapping.twins.items() if twin in tensors.slices}
     sources = own.entry.sources
 
@@ -157,5 +159,8 @@ def _fill(own: Owned, *, tensors: TensorFolder, mapping: Mapping) -> None:
         return tensor
 
     local = read_local(own.entry, read, rank=own.piece.part, tp=own.piece.parts)
+    if in_the_file and local.dtype == own.parameter.dtype and local.is_contiguous():
+        own.parameter.data = local
+        return
     with torch.no_grad():
         own.parameter.copy_(local)

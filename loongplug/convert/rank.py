@@ -72,7 +72,13 @@ def convert(flags: Sequence[str]) -> Converted:
             if args.load_hf:
                 give_folder_dtypes(chunks, model.mapping, dtypes)
                 source = Path(args.load_hf)
-                load_hf_weights(chunks, source, model=model, on_bytes=progress.of("reading"))
+                load_hf_weights(
+                    chunks,
+                    source,
+                    model=model,
+                    on_bytes=progress.of("reading"),
+                    in_the_file=args.device == "cpu",
+                )
             else:
                 give_checkpoint_dtypes(chunks, dtypes)
                 load_in_place(chunks, _iteration_folder(Path(args.load)))
