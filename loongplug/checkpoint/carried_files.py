@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
+from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
+
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CARRIED = (
     *TOKENIZER_FILES,
     "special_tokens_map.json",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from loongplug.checkpoint.owned import owned_parameters
+from loongplug.checkpoint.same_tensors import saved_tensors
 from loongplug.checkpoint.tensor_folder import open_tensors
 from loongplug.models.hf_mapping import Mapping
 
@@ -27,14 +28,9 @@ def folder_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 def checkpoint_dtypes(iteration_folder: Path) -> dict[str, torch.dtype]:
     """The dtype of each tensor of one of our ``torch_dist`` checkpoints, by Megatron's key."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    stored = FileSystemReader(iteration_folder).read_metadata().state_dict_metadata
     return {
-        key: entry.properties.dtype
-        for key, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
+        key: described.properties.dtype
+        for key, described in saved_tensors(iteration_folder).items()
     }
 
 

@@ -13,8 +13,6 @@ from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.carried_files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
-    IMAGE_PROCESSOR_FILES,
-    TOKENIZER_FILES,
     copy_carried_files,
 )
 from loongplug.checkpoint.dtypes import usual_dtype
@@ -30,6 +28,7 @@ from loongplug.checkpoint.tensor_files import (
     write_index,
     written_here,
 )
+from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
 from loongplug.models.hf_mapping import Bundle
 from loongplug.models.hf_model import HuggingFaceModel, hf_config, hf_config_differences
 

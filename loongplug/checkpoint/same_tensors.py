@@ -81,13 +81,22 @@ def _model_shapes(sharded_state_dict: Mapping[str, Any]) -> dict[str, tuple[int,
     }
 
 
-def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def saved_tensors(folder: Path) -> dict[str, Any]:
+    """torch's description (size and properties) of each tensor of a ``torch_dist`` checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = FileSystemReader(folder).read_metadata()
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: described
+        for name, described in stored.items()
+        if isinstance(described, TensorStorageMetadata)
+    }
+
+
+def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(described.size)
-        for name, described in metadata.state_dict_metadata.items()
-        if isinstance(described, TensorStorageMetadata) and not _OPTIMIZER.search(name)
+        for name, described in saved_tensors(folder).items()
+        if not _OPTIMIZER.search(name)
     }

@@ -22,7 +22,6 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.convert.progress import ByteProgress
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
-from loongplug.models.layers.specs import pick_backend
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
@@ -30,7 +29,7 @@ from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
-from loongplug.training.provider import ModelProvider
+from loongplug.training.provider import ModelProvider, backend_of
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -164,7 +163,7 @@ def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
     provider = ModelProvider(
         parsed.model,
         parsed.family,
-        backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
+        backend=backend_of(args),
     )
     stages = args.virtual_pipeline_model_parallel_size
     for stage in range(stages) if stages else [None]:

@@ -11,8 +11,8 @@ VIDEO_TOKEN = "<|video_pad|>"
 VISION_START_TOKEN = "<|vision_start|>"
 VISION_END_TOKEN = "<|vision_end|>"
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +145,13 @@ def _require_files(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f"No tokenizer folder at {folder}: looked for a folder with"
-            f" {' or '.join(_TOKENIZER_FILES)} and {' or '.join(_IMAGE_PROCESSOR_FILES)}. Give the"
+            f" {' or '.join(TOKENIZER_FILES)} and {' or '.join(IMAGE_PROCESSOR_FILES)}. Give the"
             " path of a downloaded Hugging Face model or of a folder made by"
             " scripts/make_demo_data.py."
         )
     for kind, names in (
-        ("tokenizer", _TOKENIZER_FILES),
-        ("image processor", _IMAGE_PROCESSOR_FILES),
+        ("tokenizer", TOKENIZER_FILES),
+        ("image processor", IMAGE_PROCESSOR_FILES),
     ):
         if not any((folder / name).is_file() for name in names):
             raise ValueError(

@@ -1,5 +1,6 @@
 """The model provider that Megatron's training loop calls, once per stage or virtual chunk."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.decoder import DecoderConfig
-from loongplug.models.layers.specs import Backend
+from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
+
+
+def backend_of(args: Namespace) -> Backend:
+    """The layers' backend that ``--transformer-impl`` asks for."""
+    return "te" if args.transformer_impl == "transformer_engine" else pick_backend()
 
 
 class ModelProvider:

@@ -11,7 +11,6 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
-from loongplug.models.layers.specs import pick_backend
 from loongplug.platform import current_platform
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.checkpoints import (
@@ -29,7 +28,7 @@ from loongplug.training.progress import (
     summarize,
     write_metrics,
 )
-from loongplug.training.provider import ModelProvider
+from loongplug.training.provider import ModelProvider, backend_of
 
 
 def run(
@@ -53,7 +52,7 @@ def run(
     provider = ModelProvider(
         parsed.model,
         parsed.family,
-        backend="te" if args.transformer_impl == "transformer_engine" else pick_backend(),
+        backend=backend_of(args),
         hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform)
