@@ -42,6 +42,7 @@ class _ParallelStatesDict(dict[str, _State]):
         super().__init__()
         self.current: str | None = None
         self.on_switch: OnSwitch | None = None
+        self.backwards: set[int] = set()  # autograd's ids of those that entered a state
 
     def switch(self, name: str) -> None:
         """See :func:`change_parallel_state`."""
@@ -245,6 +246,7 @@ def destroy_parallel_states() -> None:
     if PARALLEL_STATES:
         PARALLEL_STATES.switch(next(iter(PARALLEL_STATES)))
         PARALLEL_STATES.clear()
+        PARALLEL_STATES.backwards.clear()
         PARALLEL_STATES.current = None
 
 
