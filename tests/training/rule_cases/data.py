@@ -1,0 +1,43 @@
+"""Cases of the rules in rules/data.py."""
+
+from rule_cases.kinds import Cases
+
+CASES: Cases = {
+    "data-given": (
+        [
+            {"train_data_path": None},
+            {"train_data_path": []},
+            {"data_path": ["/"]},
+            {"train_data_path": ["0.5", "/", "/"]},
+            {"train_data_path": ["0.5", "/", "-1", "/"]},
+            {"valid_data_path": ["/", "0.5"]},
+            {"train_data_path": None, "data_path": ["/"], "valid_data_path": ["/"]},
+        ],
+        [
+            {"valid_data_path": ["/"]},
+            {"train_data_path": None, "data_path": ["/", "/"]},
+            {"train_data_path": ["0.5", "/", "2", "/"]},
+        ],
+    ),
+    "data-exists": (
+        [
+            {"train_data_path": ["/nope"]},
+            {"valid_data_path": ["/nope"]},
+            {"train_data_path": ["1", "/", "2", "/nope"]},
+            {"media_root": "/nope"},
+        ],
+        [{"train_data_path": ["1", "/", "2", "/"], "media_root": "/"}],
+    ),
+    "video-rate": (
+        [{"video_fps": 0.0}, {"video_fps": -1.0}, {"video_fps": float("nan")}],
+        [{"video_fps": 0.5}],
+    ),
+    "packing-rows": (
+        [{"packing": True, "micro_batch_size": 2}],
+        [{"packing": True, "micro_batch_size": 1}, {"micro_batch_size": 2}],
+    ),
+    "data-loading": (
+        [{"dataloader_type": "cyclic"}, {"tokenizer_type": "TikTokenizer"}],
+        [{"tokenizer_type": "HuggingFaceTokenizer"}],
+    ),
+}
