@@ -11,7 +11,9 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
 from loongplug.platform import current_platform
+from loongplug.platform.upstream import per_module_data_parallel_table
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.checkpoints import (
     check_checkpoint_folders,
@@ -41,6 +43,9 @@ def run(
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
+    platform.use(
+        per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
+    )
     use_whole_checkpoints(platform, asynchronous=args.async_save)
     datasets = DatasetProvider(args, parsed.model)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
