@@ -39,8 +39,8 @@ def build_stage(
 
     ``build_encoder`` is called where ``pre_process`` is set, in ``encoder_state`` and with its
     groups, and what it gives always runs in that state. ``pg_collection`` is the decoder's, and
-    without an ``encoder_state`` the encoder's too. ``layer_spec`` is every decoder layer's, ``rope_axes`` as in
-    :class:`~loongplug.models.mrope.MultimodalRotary`.
+    without an ``encoder_state`` the encoder's too. ``layer_spec`` is every decoder layer's,
+    ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
     """
     foundation = model.foundation
     encoder_state = encoder_state or ModuleState(groups=pg_collection)

@@ -6,7 +6,6 @@ from typing import Any
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.training.rules.rule import Rule
 
-
 # Megatron's flags that count over one layout for all modules, or make groups for one.
 _ONE_LAYOUT = {
     "log_params_norm": False,

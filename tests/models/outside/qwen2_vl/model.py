@@ -23,6 +23,7 @@ from loongplug.models.patch_merger import PatchMerger
 from loongplug.models.registry import ArchitectureArgument
 from loongplug.models.stage import EncoderAndProjector, build_stage, start_like_the_family
 from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
+from loongplug.parallel.module_state import ModuleState
 from qwen2_vl.config import Qwen2VisionConfig, Qwen2VLConfig
 
 
