@@ -112,6 +112,18 @@ def convert(
         run(context.args, ranks=ranks)
 
 
+@app.command("trace")
+def trace(
+    folder: Annotated[Path, typer.Argument(help="The folder that a run with --trace wrote.")],
+    step: Annotated[int | None, typer.Option(help="The step to show; else the last.")] = None,
+) -> None:
+    """Merge a run's trace for Perfetto, draw one step, and print where its time went."""
+    with _user_errors():
+        from loongplug.observe.command import trace as run
+
+        run(folder, step=step)
+
+
 @bench.command(
     "step",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
