@@ -145,6 +145,32 @@ def bench_step(
         run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
 
 
+@bench.command(
+    "trace",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_trace(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
+    steps: Annotated[int, typer.Option(help="Measured steps.")] = 10,
+    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 3,
+    json_path: Json = None,
+) -> None:
+    """Measure what --trace costs a training run, given by train.py's own flags."""
+    with _user_errors():
+        from loongplug.bench.trace import bench_trace as run
+
+        run(
+            context.args,
+            ranks=ranks,
+            warmup=warmup,
+            steps=steps,
+            rounds=rounds,
+            json_path=json_path,
+        )
+
+
 @bench.command("attention")
 def bench_attention(
     sequence_length: Annotated[int, typer.Option(help="Tokens.")] = 2048,

@@ -36,7 +36,7 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
     def named(what: str, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": trace.rank, "tid": 0, "args": args}
 
-    yield named("process_name", name=trace.label())
+    yield named("process_name", name=f"rank {trace.label()}")
     yield named("process_sort_index", sort_index=trace.rank)
     for lane, name in enumerate(_LANES):
         yield {**named("thread_name", name=name), "tid": lane}

@@ -2,14 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
 from loongplug.observe.chrome import write_chrome_trace
 from loongplug.observe.picture import draw_timeline, require_matplotlib
-from loongplug.observe.shares import STATES, Shares, sections, shares
+from loongplug.observe.shares import Shares, sections, shares
 from loongplug.observe.trace_file import Event, RankTrace, rank_file, read_folder
+
+# Of the wider table; where lines are shorter they are broken by whoever shows them.
+_WIDTH: Final = 132
+
+# In the order in which people look for them.
+_COLUMNS: Final = {
+    "encoder_forward": "encoder\nforward",
+    "encoder_backward": "encoder\nbackward",
+    "forward": "decoder\nforward",
+    "backward": "decoder\nbackward",
+    "forward_backward": "decoder\nboth",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "data": "data",
+    "exchange": "exchange",
+    "waiting": "waiting",
+    "idle": "idle",
+}
 
 
 def trace(folder: Path, *, step: int | None) -> None:
@@ -21,7 +40,8 @@ def trace(folder: Path, *, step: int | None) -> None:
     """
     require_matplotlib()
     traces = read_folder(folder)
-    console = Console()
+    terminal = Console()
+    console = Console(width=max(terminal.width, _WIDTH))
     for line in _missing(traces, folder):
         console.print(line, soft_wrap=True)
     write_chrome_trace(traces, folder / "trace.json")
@@ -73,12 +93,10 @@ def _window(events: Sequence[Event]) -> tuple[int, int]:
 def _states_table(
     traces: Sequence[RankTrace], measured: Mapping[int, Shares], *, step: int
 ) -> Table:
-    shown = [state for state in STATES if any(each.by_state[state] for each in measured.values())]
-    table = Table(title=f"Step {step}: shares of each rank's time")
-    table.add_column("rank", no_wrap=True)
-    table.add_column("ms", justify="right")
-    for name in (*shown, "bubble", "computing in collectives"):
-        table.add_column(name.replace("_", " "), justify="right")
+    shown = [state for state in _COLUMNS if any(each.by_state[state] for each in measured.values())]
+    table = _table(f"Step {step}: shares of each rank's time")
+    for title in ("ms", *(_COLUMNS[state] for state in shown), "bubble", "computing\nin transfers"):
+        table.add_column(title, justify="right", no_wrap=True)
     for each in traces:
         own = measured[each.rank]
         whole = own.window[1] - own.window[0]
@@ -95,8 +113,7 @@ def _states_table(
 def _sections_table(
     traces: Sequence[RankTrace], of_step: Mapping[int, Sequence[Event]], *, step: int
 ) -> Table:
-    table = Table(title=f"Step {step}: bubble within each phase of the schedule")
-    table.add_column("rank", no_wrap=True)
+    table = _table(f"Step {step}: bubble within each phase of the schedule")
     columns: dict[str, None] = {}
     rows = []
     for each in traces:
@@ -111,6 +128,12 @@ def _sections_table(
         table.add_column(name, justify="right")
     for label, measured in rows:
         table.add_row(label, *(_of(measured.get(name)) for name in columns))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("rank", no_wrap=True)
     return table
 
 

@@ -187,7 +187,7 @@ class StepHooks:
         @functools.wraps(original)
         def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            details = {}
+            details: dict[str, Any] = {}
             forward = given["f_model"] is not None
             microbatch, chunk = given.get("current_microbatch"), given.get("f_model_chunk_id") or 0
             if forward:

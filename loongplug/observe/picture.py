@@ -48,7 +48,7 @@ def draw_timeline(
     last = max(each.window[1] for each in measured.values())
     figure = Figure(figsize=(13, 1.7 + 0.45 * min(len(traces), 64)), layout="constrained")
     axes = figure.add_subplot()
-    legend: dict[str, str] = {}
+    legend: dict[str, str] = {}  # colour by label, in the order in which they were met
     for lane, trace in enumerate(traces):
         events = [event for event in trace.events if event.step == step]
         window = measured[trace.rank].window
@@ -60,7 +60,7 @@ def draw_timeline(
         _number_microbatches(axes, events, lane, origin=origin, step_length=last - origin)
     axes.set_yticks(
         range(len(traces)),
-        [f"{each.label()}\nbubble {measured[each.rank].bubble:.0%}" for each in traces],
+        [f"rank {each.label()}\nbubble {measured[each.rank].bubble:.0%}" for each in traces],
         fontsize=8,
     )
     axes.invert_yaxis()
@@ -71,7 +71,7 @@ def draw_timeline(
     axes.tick_params(left=False)
     patches = [
         Patch(facecolor=colour, edgecolor="#999999", linewidth=0.4, label=label)
-        for label, colour in sorted(legend.items())
+        for label, colour in legend.items()
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
@@ -93,7 +93,7 @@ def _boxes(window: Interval, events: Sequence[Event]) -> list[tuple[str, str, li
                 for event in of_state
                 if (event.details.get("chunk") or 0) == chunk
             )
-            label = f"{state}, chunk {chunk}" if len(chunks) > 1 else state
+            label = f"decoder {state}" + (f", chunk {chunk}" if len(chunks) > 1 else "")
             shade = shades[min(chunk, len(shades) - 1) if len(chunks) > 1 else 1]
             boxes.append((label, shade, intersection(intervals, own)))
     return boxes

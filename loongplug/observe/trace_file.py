@@ -36,9 +36,8 @@ class RankTrace:
     cut_off: bool  # the last line is not whole: the rank was killed while it wrote
 
     def label(self) -> str:
-        """The rank as people speak of it."""
-        place = " ".join(f"{kind}{rank}" for kind, rank in self.place.items())
-        return f"rank {self.rank} ({place})" if place else f"rank {self.rank}"
+        """The rank with its place, as ``0 tp0 pp0 dp0``."""
+        return " ".join([str(self.rank), *(f"{kind}{rank}" for kind, rank in self.place.items())])
 
     def whole_steps(self) -> set[int]:
         """The steps that ran to their end."""
