@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.bench.step import measure_step, spread
-from loongplug.observe.trace_file import rank_file, read_folder
+from loongplug.observe.recorder import TraceRecorder
+from loongplug.observe.trace_file import TraceWriter, rank_file, read_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +24,35 @@ class TraceCost:
     traced_seconds: tuple[float, ...]
     events_per_step: float
     bytes_per_step: float
+    event_seconds: float  # of the processor, to take down and to write one event
 
     @property
     def ratio(self) -> float:
         """The median traced step over the median plain one."""
         return median(self.traced_seconds) / median(self.plain_seconds)
+
+    @property
+    def share(self) -> float:
+        """What a step's events take of the processor's time, of the median plain step."""
+        return self.events_per_step * self.event_seconds / median(self.plain_seconds)
+
+
+def event_seconds(*, events: int = 20_000) -> float:
+    """Processor time of one event with a microbatch and a chunk, on the host's clock.
+
+    Unlike the ratio of steps, it hardly depends on what else the machine does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TraceWriter(Path(folder), rank=0, world_size=1, device="cpu")
+        recorder = TraceRecorder(writer.write)
+        before = time.process_time()
+        for number in range(events):
+            with recorder.span("forward", "forward", microbatch=number, chunk=0):
+                pass
+        recorder.close()
+        spent = time.process_time() - before
+        writer.close()
+    return spent / events
 
 
 def measure_trace(
@@ -62,6 +88,7 @@ def measure_trace(
         traced_seconds=tuple(traced),
         events_per_step=events / all_steps,
         bytes_per_step=size / all_steps,
+        event_seconds=event_seconds(),
     )
 
 
@@ -86,6 +113,8 @@ def bench_trace(
         table.add_row(name, spread([each * 1e3 for each in seconds], form=",.1f"))
     table.add_row("ratio of the medians", f"{cost.ratio:.3f}")
     table.add_row("events per step and rank", f"{cost.events_per_step:,.0f}")
+    table.add_row("processor time of an event, µs", f"{cost.event_seconds * 1e6:,.1f}")
+    table.add_row("of all events, per plain step", f"{cost.share:.2%}")
     table.add_row("KB per step and rank", f"{cost.bytes_per_step / 1e3:,.1f}")
     console.print(table)
     if json_path is not None:
