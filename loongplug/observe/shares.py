@@ -3,10 +3,11 @@
 At each moment of a window a rank is in one state, the first of these that holds:
 
 1. ``data``: it waits for a microbatch's data (also where that is within a forward);
-2. computing: ``encoder_backward``, ``encoder_forward``, ``optimizer``, ``gradients``, ``backward``,
-   ``forward``, ``forward_backward``, collectives within them included;
-3. ``exchange``, then ``waiting``: within a transfer, and in none of the above;
-4. ``idle``: in none of all.
+2. it computes the model: ``encoder_backward``, ``encoder_forward``, ``backward``, ``forward``,
+   ``forward_backward``, with the transfers within them (those of tensor parallelism, say);
+3. ``exchange``, then ``waiting``: it is within a transfer;
+4. it computes the update: ``optimizer``, ``gradients``, without the transfers within them;
+5. ``idle``: it is in none of all.
 
 The bubble is what is not computing: data, exchange, waiting and idle.
 """
@@ -19,17 +20,17 @@ from loongplug.observe.trace_file import Event
 
 Interval = tuple[int, int]  # from, to; never empty within a list that functions here give
 
-COMPUTING: Final = (
+_MODEL: Final = (
     "encoder_backward",
     "encoder_forward",
-    "optimizer",
-    "gradients",
     "backward",
     "forward",
     "forward_backward",
 )
+_UPDATE: Final = ("optimizer", "gradients")
+COMPUTING: Final = (*_MODEL, *_UPDATE)
 TRANSFERS: Final = ("p2p", "collective", "wait")
-STATES: Final = ("data", *COMPUTING, "exchange", "waiting", "idle")
+STATES: Final = ("data", *_MODEL, "exchange", "waiting", *_UPDATE, "idle")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
