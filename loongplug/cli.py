@@ -112,6 +112,18 @@ def convert(
         run(context.args, ranks=ranks)
 
 
+@app.command("trace")
+def trace(
+    folder: Annotated[Path, typer.Argument(help="The folder that a run with --trace wrote.")],
+    step: Annotated[int | None, typer.Option(help="The step to show; else the last.")] = None,
+) -> None:
+    """Merge a run's trace for Perfetto, draw one step, and print where its time went."""
+    with _user_errors():
+        from loongplug.observe.command import trace as run
+
+        run(folder, step=step)
+
+
 @bench.command(
     "step",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -131,6 +143,32 @@ def bench_step(
         from loongplug.bench.step import bench_step as run
 
         run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
+
+
+@bench.command(
+    "trace",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_trace(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
+    steps: Annotated[int, typer.Option(help="Measured steps.")] = 10,
+    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 3,
+    json_path: Json = None,
+) -> None:
+    """Measure what --trace costs a training run, given by train.py's own flags."""
+    with _user_errors():
+        from loongplug.bench.trace import bench_trace as run
+
+        run(
+            context.args,
+            ranks=ranks,
+            warmup=warmup,
+            steps=steps,
+            rounds=rounds,
+            json_path=json_path,
+        )
 
 
 @bench.command("attention")

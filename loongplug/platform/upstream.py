@@ -1,4 +1,7 @@
-"""Every function of Megatron that LoongPlug replaces, each with its reason and signature."""
+"""Every function of Megatron that LoongPlug replaces, each with its reason and signature.
+
+Those that ``--trace`` wraps, only to report their calls, are in ``upstream_tracing.py``.
+"""
 
 import functools
 import importlib.util

@@ -136,6 +136,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
     group.add_argument(
+        "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
+    )
+    group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,
         default="fatal",

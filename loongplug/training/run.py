@@ -11,6 +11,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.observe.tracing import traced
 from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import per_module_data_parallel_table
@@ -61,7 +62,10 @@ def run(
         hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform)
-    with megatron_output(args) as terminal:
+    with (
+        traced(args.trace, platform=platform, rank=args.rank, world_size=args.world_size),
+        megatron_output(args) as terminal,
+    ):
         set_global_variables(args)
         reports = _pretrain(
             args,
