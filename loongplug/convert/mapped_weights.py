@@ -60,7 +60,8 @@ class MappedWeights:
         """Learn what lies where in the files of ``folder``; no collectives.
 
         Raises:
-            ValueError: the checkpoint's description cannot be read.
+            ValueError: the checkpoint's description cannot be read, or a file is missing or cut
+                off.
         """
         self._folder = folder
         metadata = saved_metadata(folder)
@@ -70,25 +71,7 @@ class MappedWeights:
         self._files: dict[str, Tensor] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._latest: tuple[nn.Parameter, Tensor] | None = None
-
-    def check_files(self) -> None:
-        """Refuse files that are missing or cut off.
-
-        Raises:
-            ValueError: naming the first such file.
-        """
-        needed: dict[str, int] = {}
-        for stored in self._stored.values():
-            end = stored.offset + stored.length
-            needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
-        for name, size in sorted(needed.items()):
-            path = self._folder / name
-            if not path.is_file():
-                raise ValueError(f"The checkpoint {self._folder} lacks {name}: copy it there.")
-            if path.stat().st_size < size:
-                raise ValueError(
-                    f"{path} ends after {path.stat().st_size} of {size} bytes: copy it anew."
-                )
+        self._check_files()
 
     def add(self, parameter: nn.Parameter, shards: Sequence[ShardedTensor]) -> bool:
         """Leave ``parameter`` in the files; False where they do not hold it as it is.
@@ -113,14 +96,27 @@ class MappedWeights:
         if parameter not in self._parts:
             return parameter.data
         parts = self._parts[parameter]
-        if len(parts) == 1:
-            whole = _as_they_are(parts[0], parameter)
-            if whole is not None:
-                return whole
+        whole = _as_they_are(parts[0]) if len(parts) == 1 else None
+        if whole is not None:
+            return whole
         if self._latest is None or self._latest[0] is not parameter:
             self._latest = None  # before there is another one
             self._latest = (parameter, _put_together(parts, parameter))
         return self._latest[1]
+
+    def _check_files(self) -> None:
+        needed: dict[str, int] = {}
+        for stored in self._stored.values():
+            end = stored.offset + stored.length
+            needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
+        for name, size in sorted(needed.items()):
+            path = self._folder / name
+            if not path.is_file():
+                raise ValueError(f"The checkpoint {self._folder} lacks {name}: copy it there.")
+            if path.stat().st_size < size:
+                raise ValueError(
+                    f"{path} ends after {path.stat().st_size} of {size} bytes: copy it anew."
+                )
 
     def _parts_of(self, shard: ShardedTensor) -> list[_Part | None]:
         """One for each saved box that overlaps the shard; None for a box that cannot be mapped."""
@@ -164,10 +160,10 @@ class MappedWeights:
                 saved = torch.load(view, map_location="meta", weights_only=True)
             except Exception:  # whatever it is, who reads all of it will say so
                 return None
-        start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)
-        if start is None or not saved.is_contiguous() or saved.dtype != dtype:
+        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (chunk.sizes, dtype):
             return None
-        if saved.shape != chunk.sizes:
+        start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)
+        if start is None or not saved.is_contiguous():
             return None
         start += stored.offset + saved.storage_offset() * dtype.itemsize
         if start + saved.nbytes > stored.offset + stored.length:
@@ -193,12 +189,14 @@ def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> 
     )
 
 
-def _as_they_are(part: _Part, parameter: nn.Parameter) -> Tensor | None:
-    """The parameter's values within the file; None where numbers cannot be read from there."""
-    saved = part.saved
-    if not saved.is_contiguous() or saved.storage_offset() % parameter.dtype.itemsize:
+def _as_they_are(part: _Part) -> Tensor | None:
+    """The values within the file; None where numbers cannot be read from there."""
+    place, saved = part.place, part.saved
+    if not (place.is_contiguous() and saved.is_contiguous()):
         return None
-    return saved.view(-1).view(parameter.dtype).view(parameter.shape)
+    if saved.storage_offset() % place.itemsize:
+        return None
+    return saved.view(-1).view(place.dtype).view(place.shape)
 
 
 def _put_together(parts: Sequence[_Part], parameter: nn.Parameter) -> Tensor:

@@ -6,6 +6,7 @@ model once more. That is right beside training, and too much for a conversion.
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.hf_gather import WeightOf
@@ -66,24 +68,33 @@ def load_in_place(
     Raises:
         ValueError: on all ranks alike, where the checkpoint is of another model, or damaged.
     """
+    error: Exception | None = None
+    try:
+        weights = MappedWeights(folder)
+        state = _sharded_state(model_chunks, folder)
+    except Exception as caught:  # whatever it is, the other ranks are waiting
+        error = caught
+    raise_together(error)
+    check_same_tensors(state, folder)
+    try:
+        to_read = _left_out(weights, model_chunks, state) if in_the_file else state
+        if to_read:
+            _read(to_read, folder)
+    except Exception as caught:
+        error = caught
+    raise_together(error)
+    return weights
+
+
+def _sharded_state(model_chunks: Sequence[nn.Module], folder: Path) -> dict[str, Any]:
+    """Megatron's description of what the chunks need, in the place where it has to be."""
     metadata = load_content_metadata(str(folder))
     state: dict[str, Any] = {
         f"model{number}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for number, chunk in enumerate(model_chunks)
     }
     apply_factories(state)
-    check_same_tensors(state, folder)
-    weights = MappedWeights(folder)
-    error: Exception | None = None
-    try:
-        weights.check_files()
-        to_read = _left_out(weights, model_chunks, state) if in_the_file else state
-        if to_read:
-            _read(to_read, folder)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
-    return weights
+    return state
 
 
 def _left_out(
@@ -104,11 +115,15 @@ def _left_out(
 
 
 def _read(state: dict[str, Any], folder: Path) -> None:
+    """Upstream's load, with an error for the user."""
     try:
         TorchDistLoadShardedStrategy().load(state, folder)
-    except Exception as caught:
-        failures = getattr(caught, "failures", {})  # torch's, by rank, each with its trace
+    except (Exception, CheckpointException) as caught:  # torch's is no Exception
+        failures = getattr(caught, "failures", {})  # by rank, each with its trace
         reason = next((failure[0] for failure in failures.values()), caught)
+        told = repr(reason)
+        if isinstance(reason, UnpicklingError):  # whose text says how to run what is in there
+            told = "some of it is no saved tensor"
         raise ValueError(
-            f"The checkpoint {folder} cannot be read ({reason}): copy or save it anew."
+            f"The checkpoint {folder} cannot be read ({told}): copy or save it anew."
         ) from caught
