@@ -24,7 +24,7 @@ from loongplug.models.hf_mapping import (
     parts_of_local,
 )
 
-What = Literal["weight", "grad"]
+What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
 
 
 class WholeTensors:
@@ -33,6 +33,7 @@ class WholeTensors:
     A gradient is ``main_grad`` where Megatron keeps one, else ``grad``; parameters without are
     left out. A distributed optimizer leaves each data-parallel rank only its share of
     ``main_grad`` reduced: gather gradients without one, or with a single data-parallel rank.
+    Anything else that a parameter has in its own shape and dtype is gathered by a function.
 
     Of the ranks that hold the same slice, the first gives it. Collective: the default group, in
     the constructor and in :meth:`collect`.
@@ -202,6 +203,8 @@ def _require_whole(mapping: Mapping, holders: Holders) -> None:
 
 
 def _select(parameter: nn.Parameter, what: What) -> Tensor | None:
+    if callable(what):
+        return what(parameter)
     if what == "weight":
         return parameter.data
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
