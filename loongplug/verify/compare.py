@@ -91,8 +91,12 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         """The verdict."""
-        measured = (*self.tensors, *self.losses, *self.norms)
-        return not (self.apart or self.faults or any(each.fails for each in measured))
+        fails = (
+            *(each.fails for each in self.tensors),
+            *(each.fails for each in self.losses),
+            *(each.fails for each in self.norms),
+        )
+        return not (self.apart or self.faults or any(fails))
 
     def worst(self, what: str, *, module: str | None = None) -> TensorError | None:
         """The largest error of one measure, over all or one module."""
@@ -142,7 +146,7 @@ def _other_weights(found: Recording, expected: Recording) -> Iterable[str]:
 
 
 def _other_names(kind: str, found: Recording, expected: Recording) -> Iterable[str]:
-    here, there = set(found.names(kind)), set(expected.names(kind))
+    here, there = found.kind(kind).names, expected.kind(kind).names
     if there - here:
         yield f"{kind}: the layout has none of {_first(sorted(there - here))}"
     if here - there:
@@ -158,11 +162,11 @@ def _relative(
     what: str, kind: str, found: Recording, expected: Recording, *, step: int | None = None
 ) -> Iterable[TensorError]:
     """Largest absolute difference over the tensor's largest expected value."""
-    names = sorted(set(found.names(kind)) & set(expected.names(kind)))
-    floor = _FLOOR * max((_largest(expected.tensor(kind, name)) for name in names), default=0.0)
+    here, there = found.kind(kind), expected.kind(kind)
+    names = sorted(here.names & there.names)
+    floor = _FLOOR * max((_largest(there[name]) for name in names), default=0.0)
     for name in names:
-        pairs = _pieces(name, expected, found.tensor(kind, name), expected.tensor(kind, name))
-        for piece, (ours, theirs) in pairs:
+        for piece, (ours, theirs) in _pieces(name, expected, here[name], there[name]):
             scale = max(_largest(theirs), floor)
             difference = _largest(ours - theirs)
             yield TensorError(
@@ -184,19 +188,18 @@ def _moved(found: Recording, expected: Recording) -> Iterable[TensorError]:
     gradients are. For d is taken the least of all steps.
     """
     rates = sum(step.learning_rate for step in expected.steps)
-    names = sorted(set(found.names(PARAMETERS)) & set(expected.names(PARAMETERS)))
-    trained = set(expected.names(ROOM))
-    floor = _FLOOR * max((_largest(expected.tensor(ROOM, name)) for name in trained), default=0.0)
-    for name in names:
-        theirs = expected.tensor(PARAMETERS, name)
-        room = expected.tensor(ROOM, name) if name in trained else theirs * 0 + 1
-        tensors = (found.tensor(PARAMETERS, name), theirs, room)
-        for piece, (ours, theirs, room) in _pieces(name, expected, *tensors):
+    here, there, rooms = found.kind(PARAMETERS), expected.kind(PARAMETERS), expected.kind(ROOM)
+    floor = _FLOOR * max((_largest(rooms[name]) for name in rooms.names), default=0.0)
+    for name in sorted(here.names & there.names):
+        trained = name in rooms.names
+        room = rooms[name] if trained else there[name]
+        tensors = _pieces(name, expected, here[name], there[name], room)
+        for piece, (ours, theirs, space) in tensors:
             difference = (ours - theirs).abs()
-            if name in trained:
+            if trained:
                 difference = (difference - theirs.abs() * _ROUNDING * len(expected.steps)).relu()
-                scale = max(_largest(room), floor) * rates
-                difference = difference * room / (scale or 1.0)
+                scale = max(_largest(space), floor) * rates
+                difference = difference * space / (scale or 1.0)
             yield TensorError(
                 what="parameters",
                 name=piece,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.verify.flags import common_flags, reference_flags
+from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
 
 SCALES = ("tiny",)
 SEED = 1234
@@ -140,7 +141,6 @@ class _Planner:
         from loongplug.training.config import compose_model
         from loongplug.training.flags import read_command_line
         from loongplug.training.special_tokens import read_tokenizer
-        from loongplug.verify.tiny import as_overrides, tiny_sizes, tiny_stages
 
         line = read_command_line(flags)
         composed = compose_model(
@@ -184,20 +184,19 @@ class _Planner:
 
     def _batch(self, args: Namespace, ranks: int) -> list[str]:
         """The global batch; at a small scale, no more of it than fills the pipeline twice."""
-        sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        replica = sizes[0] * sizes[1] * args.context_parallel_size
-        replicas, each = max(1, ranks // replica), args.micro_batch_size or 1
-        enough = max(2, 2 * sizes[1] * sizes[0])
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        replicas = max(1, ranks // (tp * pp * args.context_parallel_size))
+        each = args.micro_batch_size or 1
+        enough = up(2 * pp, lcm(pp, tp))
         given = (args.global_batch_size or 0) // (each * replicas)
         if given and (not self._tiny or given <= enough):
             return []
-        microbatches = enough if self._tiny else max(2, 2 * sizes[1])
         if given:
             self._notes.append(
-                f"{microbatches} microbatches a replica instead of {given}: enough to fill the "
-                "schedule twice"
+                f"{enough} microbatches a replica instead of {given}: enough to fill the "
+                "pipeline twice"
             )
-        return ["--global-batch-size", str(microbatches * each * replicas)]
+        return ["--global-batch-size", str(enough * each * replicas)]
 
     def _weights(self, layout: Any) -> list[str]:
         from loongplug.verify.weights import write_random_weights
@@ -230,9 +229,7 @@ def least_world(args: Namespace) -> int:
     return pp * (lcm(dense, expert) if args.expert_model_parallel_size > 1 else dense)
 
 
-def _layout(args: Namespace, model: Any) -> Any:
-    from loongplug.verify.tiny import Layout
-
+def _layout(args: Namespace, model: Any) -> Layout:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     vpp = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:

@@ -130,9 +130,9 @@ def _results(ranks: list[_Rank]) -> list[Any]:
         if report["user"]:
             raise ValueError(report["message"])
         raise RankError(f"rank {rank.number} failed:\n{report['error'].rstrip()}")
-    for rank, report in zip(ranks, reports, strict=True):
-        if report is None:
-            raise RankError(_silent(rank))
+    silent = [rank for rank, report in zip(ranks, reports, strict=True) if report is None]
+    if silent:
+        raise RankError(_silent(silent[0]))
     return [report["result"] for report in reports if report is not None]
 
 

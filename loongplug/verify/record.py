@@ -190,19 +190,15 @@ class Recorder:
 
     def _write_state(self) -> None:
         kinds: dict[str, Callable[[nn.Parameter, States], Tensor]] = {
-            PARAMETERS: lambda main, state: main.data,
             FIRST_MOMENT: lambda main, state: state["exp_avg"],
             SECOND_MOMENT: lambda main, state: state["exp_avg_sq"],
             ROOM: lambda main, state: self._room[main],
         }
         for kind, read in kinds.items():
-            states = whole_states(self._optimizer, read)
-            if kind == PARAMETERS:  # frozen ones, too
-                self._write(
-                    kind, lambda parameter, states=states: states.get(parameter, parameter.data)
-                )
-            else:
-                self._write(kind, states.get)
+            self._write(kind, whole_states(self._optimizer, read).get)
+        mains = whole_states(self._optimizer, lambda main, state: main.data)
+        # What is frozen has no main parameter.
+        self._write(PARAMETERS, lambda parameter: mains.get(parameter, parameter.data))
 
     def _write(self, kind: str, what: What) -> None:
         whole = WholeTensors(self._chunks, self._mapping, what=what)

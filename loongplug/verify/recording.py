@@ -82,16 +82,21 @@ class Recording:
         del data["folder"]
         (self.folder / FILE).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
-    def names(self, kind: str) -> list[str]:
-        """The tensors of a kind."""
-        with safe_open(_file(self.folder, kind), framework="pt") as file:
-            return sorted(file.keys())
+    def kind(self, kind: str) -> "KindOfTensors":
+        """The tensors of one kind."""
+        return KindOfTensors(self.folder / tensor_file(kind))
 
-    def tensor(self, kind: str, name: str) -> Tensor:
-        """One tensor of a kind, fp32, read from the file."""
-        with safe_open(_file(self.folder, kind), framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor.to(torch.float32)
+
+class KindOfTensors:
+    """The tensors of one file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, framework="pt")
+        self.names = frozenset(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor.to(torch.float32)
 
 
 def read_recording(folder: Path) -> Recording:
@@ -124,10 +129,6 @@ def _step(data: dict[str, Any]) -> Step:
     )
 
 
-def _file(folder: Path, kind: str) -> Path:
-    return folder / f"{kind}.safetensors"
-
-
 def tensor_file(kind: str) -> str:
     """The name of the file of a kind."""
-    return _file(Path(), kind).name
+    return f"{kind}.safetensors"
