@@ -124,6 +124,40 @@ def trace(
         run(folder, step=step)
 
 
+@app.command(
+    "verify",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def verify(
+    context: typer.Context,
+    scale: Annotated[str | None, typer.Option(help="tiny: a small likeness of the model.")] = None,
+    steps: Annotated[int, typer.Option(help="Training steps to compare.")] = 3,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes on this machine; else what the sizes ask for.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Leave recordings and logs in this folder.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Compare a layout's training steps with a single rank's: losses, gradients, weights, state.
+
+    Takes train.py's flags. Exit code 0: they agree, 1: they differ, 2: nothing could be compared.
+    """
+    from loongplug.verify.command import FAILED
+    from loongplug.verify.command import verify as run
+    from loongplug.verify.plan import Request
+    from loongplug.verify.ranks import RankError
+
+    request = Request(flags=tuple(context.args), scale=scale, steps=steps, ranks=ranks)
+    try:
+        code = run(request, json_path=json_path, keep=keep)
+    except (ValueError, RankError) as error:
+        typer.echo(f"loongplug: error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    raise typer.Exit(code)
+
+
 @bench.command(
     "step",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -24,7 +24,7 @@ from loongplug.models.hf_mapping import (
     parts_of_local,
 )
 
-What = Literal["weight", "grad"]
+What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
 WeightOf = Callable[[nn.Parameter], Tensor]
 
 
@@ -39,6 +39,7 @@ class WholeTensors:
     A gradient is ``main_grad`` where Megatron keeps one, else ``grad``; parameters without are
     left out. A distributed optimizer leaves each data-parallel rank only its share of
     ``main_grad`` reduced: gather gradients without one, or with a single data-parallel rank.
+    Anything else that a parameter has in its own shape and dtype is gathered by a function.
 
     Of the ranks that hold the same slice, the first gives it. Collective: the default group, in
     the constructor and in :meth:`collect`.
@@ -66,10 +67,10 @@ class WholeTensors:
         except ValueError as caught:
             error = caught
         raise_together(error)
-        if what == "grad":
-            owned = [own for own in owned if _gradient(own.parameter) is not None]
+        self._value_of = weight_of if what == "weight" else _reader(what)
+        if what != "weight":
+            owned = [own for own in owned if self._value_of(own.parameter) is not None]
         self._parameters = {own.piece: own.parameter for own in owned}
-        self._value_of = weight_of if what == "weight" else _gradient
         self._device = next(model_chunks[0].parameters()).device
         holders, dtypes = all_holders(owned)
         self._holders, self._dtypes = holders, dtypes
@@ -189,7 +190,7 @@ def replica_differences(
     """
     differences: dict[str, float] = {}
     for own in owned_parameters(model_chunks, mapping):
-        tensor = own.parameter.data if what == "weight" else _gradient(own.parameter)
+        tensor = own.parameter.data if what == "weight" else _reader(what)(own.parameter)
         if own.entry.row.split is not Split.NONE or tensor is None:
             continue
         difference = torch.zeros((), device=tensor.device)
@@ -216,6 +217,10 @@ def _require_whole(mapping: Mapping, holders: Holders) -> None:
     ]
     if missing:
         raise ValueError(f"No rank has the whole of {', '.join(missing)}.")
+
+
+def _reader(what: What) -> Callable[[nn.Parameter], Tensor | None]:
+    return what if callable(what) else _gradient
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

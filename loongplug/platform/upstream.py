@@ -408,3 +408,37 @@ def training_log_table(
             ),
         ),
     )
+
+
+def setup_table(on_setup: Callable[[list[Any], Any], None]) -> ReplacementTable:
+    """Call ``on_setup(model_chunks, optimizer)`` on every rank before the first step.
+
+    The chunks are as training has them: wrapped for data parallelism, their weights loaded.
+    """
+
+    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = original(*args, **kwargs)
+            on_setup(model, optimizer)
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    return ReplacementTable(
+        "setup",
+        (
+            Replacement(
+                target="megatron.training.training.setup_model_and_optimizer",
+                wrapper=tapped,
+                signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
+                "cfg_container: "
+                "megatron.training.config.container.PretrainConfigContainer | None = "
+                "None, pg_collection: "
+                "megatron.core.process_groups_config.ProcessGroupCollection | "
+                "megatron.core.process_groups_config.MultiModuleProcessGroupCollection "
+                "| None = None)",
+                reason="the only place that has the optimizer before training; it has no hook",
+            ),
+        ),
+    )

@@ -3,7 +3,7 @@
 import argparse
 import re
 from argparse import SUPPRESS, Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
@@ -73,6 +73,42 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         args=args,
         flags={name: options[name][0] for name in given},
         overrides=tuple(overrides),
+    )
+
+
+def without_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """``argv`` less the flags of these names in args, with their values; the order stays.
+
+    As :func:`read_command_line`, it imports ``megatron.training``. What stands in no flag's place
+    (overrides, unknown flags) is left where it is.
+    """
+    options = _build_parser()._option_string_actions
+    kept: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        flag, has_value, _ = token.partition("=")
+        action = options.get(flag)
+        if action is None or action.dest not in names:
+            kept.append(token)
+            continue
+        most = _most_values(action) if not has_value else 0
+        while tokens and most and not _begins_anew(tokens[0], options, single=most == 1):
+            del tokens[0]
+            most -= 1
+    return kept
+
+
+def _most_values(action: argparse.Action) -> int:
+    if action.nargs is None or action.nargs == "?":
+        return 1
+    return action.nargs if isinstance(action.nargs, int) else 1000
+
+
+def _begins_anew(token: str, options: Mapping[str, object], *, single: bool) -> bool:
+    """Whether ``token`` is no value of the flag before it; an override may be a single one."""
+    return token.partition("=")[0] in options or (
+        not single and _OVERRIDE.fullmatch(token) is not None
     )
 
 

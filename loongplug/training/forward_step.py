@@ -14,6 +14,7 @@ from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.platform import Platform
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
+OnLoss = Callable[[Microbatch, LossReport], None]
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
@@ -51,10 +52,14 @@ def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
 
 
 class ForwardStep:
-    """Take the next microbatch, run this rank's chunk on it, count its tokens."""
+    """Take the next microbatch, run this rank's chunk on it, count its tokens.
 
-    def __init__(self, platform: Platform) -> None:
+    ``on_loss`` is called with each microbatch and its loss, where the losses are made.
+    """
+
+    def __init__(self, platform: Platform, *, on_loss: OnLoss | None = None) -> None:
         self._platform = platform
+        self._on_loss = on_loss
         # Of all training microbatches, without padding and with it; first stage only.
         self.tokens = 0
         self.capacity = 0
@@ -80,4 +85,10 @@ class ForwardStep:
             loss_mask=microbatch.loss_mask,
             packed_seq_params=packed_segments(microbatch),
         )
-        return output, partial(token_loss, microbatch.loss_mask)
+        return output, partial(self._loss, microbatch)
+
+    def _loss(self, microbatch: Microbatch, losses: Tensor) -> LossReport:
+        report = token_loss(microbatch.loss_mask, losses)
+        if self._on_loss is not None:
+            self._on_loss(microbatch, report)
+        return report
