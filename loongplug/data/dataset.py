@@ -52,6 +52,10 @@ class Sample:
             bad=bad,
         )
 
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.input_ids)
+
     def untrained(self) -> "Sample":
         """The same sample with no token that counts."""
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))

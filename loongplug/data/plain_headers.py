@@ -3,6 +3,7 @@
 Only where nothing is out of the ordinary: for all else the answer is None, and Pillow decides.
 """
 
+import os
 import struct
 from pathlib import Path
 
@@ -21,10 +22,15 @@ _HARMLESS = frozenset((0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
 def plain_size(path: Path) -> tuple[int, int] | None:
     """Height and width, or None for whatever takes a closer look, a missing file among it."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            head = file.read(_READ)
+        file = os.open(path, os.O_RDONLY)
     except OSError:
         return None
+    try:
+        head = os.pread(file, _READ, 0)
+    except OSError:  # a folder, say
+        return None
+    finally:
+        os.close(file)
     if head.startswith(_PNG):
         size = _png_size(head)
     elif head.startswith(_JPEG):

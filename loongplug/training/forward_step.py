@@ -45,7 +45,7 @@ def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
         return None
     return pack_segments(
         microbatch.segments,
-        device=microbatch.input_ids.device,
+        device=microbatch.position_ids.device,
         padding=microbatch.capacity - microbatch.tokens,
     )
 
@@ -80,4 +80,12 @@ class ForwardStep:
             loss_mask=microbatch.loss_mask,
             packed_seq_params=packed_segments(microbatch),
         )
+        if microbatch.labels is None:
+            return output, _no_loss
+        assert microbatch.loss_mask is not None, "it comes with the labels"
         return output, partial(token_loss, microbatch.loss_mask)
+
+
+def _no_loss(output: Tensor) -> LossReport:
+    """The loss function of a stage that is not the last, which Megatron does not call."""
+    raise AssertionError("the loss was asked of a stage without labels")
