@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,8 +155,8 @@ class ChatDataset:
                 )
         return Sample(
             input_ids=tokens.ids,
-            labels=np.append(tokens.ids[1:], tokens.ids[-1]),
-            loss_mask=np.append(tokens.trained[1:], False).astype(np.float32),
+            labels=_followed(tokens.ids, last=tokens.ids[-1], dtype=np.int64),
+            loss_mask=_followed(tokens.trained, last=0, dtype=np.float32),
             position_ids=self._positions(tokens.ids, media, grids),
             media=media,
             grids=grids,
@@ -182,3 +183,13 @@ class ChatDataset:
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )
+
+
+def _followed[Kind: np.generic](
+    values: NDArray[Any], *, last: Any, dtype: type[Kind]
+) -> NDArray[Kind]:
+    """At each place the value that follows [n], and ``last`` behind the last."""
+    shifted = np.empty(len(values), dtype=dtype)
+    shifted[:-1] = values[1:]
+    shifted[-1] = last
+    return shifted
