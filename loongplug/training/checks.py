@@ -276,7 +276,7 @@ def asynchronous_save(args: Namespace, model: Any) -> str | None:
 
 def data_loading(args: Namespace, model: Any) -> str | None:
     """Data and tokenizer are LoongPlug's, not Megatron's."""
-    if args.dataloader_type != "external":
+    if args.dataloader_type not in ("external", "energon"):
         return f"--dataloader-type {args.dataloader_type}"
     if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
         return f"--tokenizer-type {args.tokenizer_type}"

@@ -1,12 +1,14 @@
 """The checks of data flags behind the table of start-up rules; see ``checks.py``."""
 
 import contextlib
+import importlib.util
 import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from loongplug.data.blend import parse_blend
+from loongplug.data.energon import is_energon
 
 
 def data_given(args: Namespace, model: Any) -> str | None:
@@ -32,6 +34,21 @@ def data_exists(args: Namespace, model: Any) -> str | None:
             paths = parse_blend(values, flag=flag).paths
             missing += [str(path) for path in paths if not path.exists()]
     return f"{', '.join(missing)} not found" if missing else None
+
+
+def energon_datasets(args: Namespace, model: Any) -> str | None:
+    """Folders are prepared energon datasets, asked for by a flag whose package is there."""
+    wanted = args.dataloader_type == "energon"
+    if wanted and importlib.util.find_spec("megatron.energon") is None:
+        return "--dataloader-type energon without megatron-energon"
+    folders: list[Path] = []
+    for flag, values in _data_flags(args):
+        with contextlib.suppress(ValueError):  # data_given tells of those
+            folders += [path for path in parse_blend(values, flag=flag).paths if path.is_dir()]
+    if folders and not wanted:
+        return f"folder {folders[0]} without --dataloader-type energon"
+    bare = [str(folder) for folder in folders if not is_energon(folder)]
+    return f"{', '.join(bare)} not prepared by energon" if bare else None
 
 
 def video_rate(args: Namespace, model: Any) -> str | None:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
@@ -65,11 +66,15 @@ class DatasetProvider:
             spatial_merge_size=model.image_encoder.spatial_merge_size,
         )
 
-        def open_dataset(files: Sequence[str] | None, *, flag: str) -> ChatDataset | None:
+        def open_dataset(
+            files: Sequence[str] | None, *, flag: str, split: str
+        ) -> ChatDataset | None:
             if not files:
                 return None
             return ChatDataset(
-                open_rows(files, flag=flag, seed=args.seed, media_root=args.media_root),
+                open_rows(
+                    files, flag=flag, seed=args.seed, media_root=args.media_root, split=split
+                ),
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
@@ -78,13 +83,13 @@ class DatasetProvider:
             )
 
         train_files = args.data_path or args.train_data_path
-        train = open_dataset(train_files, flag="--train-data-path")
+        train = open_dataset(train_files, flag="--train-data-path", split="train")
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
-        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
+        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path", split="val")
         blend = parse_blend(train_files, flag="--train-data-path")
         self.fingerprint = fingerprint(
-            blend.paths,
+            [rows if isinstance(rows, EnergonRows) else rows.path for rows in train.sources],
             processor,
             weights=blend.weights,
             seed=args.seed,

@@ -82,6 +82,16 @@ RULES: tuple[Rule, ...] = (
         cure="correct the path",
     ),
     Rule(
+        name="energon",
+        refuses="`--dataloader-type energon` without the package megatron-energon, and a folder "
+        "as data path without that flag or without what `energon prepare` writes into it",
+        check=data_checks.energon_datasets,
+        reason="that package reads such datasets' lists, and other folders are no data",
+        cure="pip install 'loongplug[energon]', run energon prepare, and give "
+        "--dataloader-type energon; or name a JSONL file",
+        training_only=True,
+    ),
+    Rule(
         name="video-rate",
         refuses="`--video-fps` not above 0",
         check=data_checks.video_rate,
@@ -381,8 +391,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="data-loading",
-        refuses="a `--dataloader-type` other than `external`, a `--tokenizer-type` other than "
-        "`HuggingFaceTokenizer`",
+        refuses="a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` "
+        "other than `HuggingFaceTokenizer`",
         check=checks.data_loading,
         reason="LoongPlug loads samples and the tokenizer itself",
         cure="drop the flag",
