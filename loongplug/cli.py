@@ -242,6 +242,33 @@ def bench_packing(
         run(samples=samples, seq_length=seq_length, look_ahead=look_ahead, json_path=json_path)
 
 
+@bench.command("data")
+def bench_data(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="As for --data-path; else the demo's rows.")
+    ] = None,
+    tokenizer_model: Annotated[
+        Path | None, typer.Option(help="The folder of the model's tokenizer and processors.")
+    ] = None,
+    training_phase: Phase = "sft",
+    samples: Annotated[int, typer.Option(help="Samples of a round.", min=1)] = 10_000,
+    rounds: Annotated[int, typer.Option(help="How often all are made.", min=1)] = 5,
+    json_path: Json = None,
+) -> None:
+    """Measure how many samples a second one worker makes the text of, by headers of media only."""
+    with _user_errors():
+        from loongplug.bench.data import run
+
+        run(
+            files=files or (),
+            tokenizer_model=tokenizer_model,
+            training_phase=_phase(training_phase),
+            samples=samples,
+            rounds=rounds,
+            json_path=json_path,
+        )
+
+
 @bench.command(
     "convert",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -125,6 +125,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_own_flags(parser)
     add_megatron_arguments(parser)
     for action in parser._actions:
+        if action.dest == "dataloader_type":
+            action.choices = [*(action.choices or ()), "energon"]
         if callable(action.type) and action.type not in (int, float, str, bool):
             action.type = _speaking(action.type, action.choices)
     return parser
