@@ -228,6 +228,18 @@ def bench_attention(
         )
 
 
+@bench.command("switch")
+def bench_switch(
+    switches: Annotated[int, typer.Option(help="Measured calls.")] = 20_000,
+    json_path: Json = None,
+) -> None:
+    """Measure what a switch between parallel states costs."""
+    with _user_errors():
+        from loongplug.bench.switch import run
+
+        run(switches=switches, json_path=json_path)
+
+
 @bench.command("packing")
 def bench_packing(
     samples: Annotated[int, typer.Option(help="Samples of the length mix.", min=1)] = 100_000,
