@@ -15,7 +15,7 @@ from loongplug.models.architecture import (
 )
 
 _HEAD = 16  # channels of a head, in both modules
-_HIDDEN, _FFN, _EXPERT_FFN = 64, 96, 48
+_HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
 _EXPERTS = 8
 
 
@@ -116,12 +116,14 @@ def _encoder(encoder: VisionArchitecture, layout: Layout, *, demo_patches: bool)
 
 def _decoder(text: TextArchitecture, layout: Layout) -> dict[str, Any]:
     groups = up(2, layout.tp)
-    shared = text.num_attention_heads > text.num_query_groups
+    heads = groups * (2 if text.num_attention_heads > text.num_query_groups else 1)
+    filled = text.num_attention_heads * text.kv_channels == text.hidden_size
     sizes: dict[str, Any] = {
         "num_query_groups": groups,
-        "num_attention_heads": groups * (2 if shared else 1),
+        "num_attention_heads": heads,
         "kv_channels": _HEAD,
-        "hidden_size": up(_HIDDEN, layout.tp),
+        # Some families fix it at what the heads fill; in others the two differ.
+        "hidden_size": heads * _HEAD if filled else up(_HIDDEN, layout.tp),
         "ffn_hidden_size": up(_FFN, layout.tp),
         "mrope_section": _sections(text.mrope_section),
     }
