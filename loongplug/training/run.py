@@ -14,8 +14,10 @@ from megatron.training.global_vars import get_tensorboard_writer, set_global_var
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Mapping
+from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.observe.tracing import traced
 from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
+from loongplug.parallel.states import PARALLEL_STATES
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import per_module_data_parallel_table, setup_table
 from loongplug.training.arguments import parse_arguments
@@ -79,7 +81,10 @@ def run(
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
     with (
-        traced(args.trace, platform=platform, rank=args.rank, world_size=args.world_size),
+        traced(
+            args.trace, platform=platform, rank=args.rank, world_size=args.world_size
+        ) as recorder,
+        _switches_traced(recorder),
         megatron_output(args) as terminal,
         _watched(watch, mapping=hugging_face.mapping),
     ):
@@ -156,6 +161,19 @@ def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
         yield
     finally:
         table.undo()
+
+
+@contextmanager
+def _switches_traced(recorder: Recorder) -> Iterator[None]:
+    """Report the switches between parallel states to ``recorder``."""
+    if recorder is NOTHING:
+        yield
+        return
+    PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
+    try:
+        yield
+    finally:
+        PARALLEL_STATES.on_switch = None
 
 
 def _also_in_tensorboard(

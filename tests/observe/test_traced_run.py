@@ -260,3 +260,17 @@ def test_without_matplotlib_the_cure_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"loongplug\[plots\]"):
         trace(tmp_path, step=None)
+
+
+def test_switches_between_parallel_states_are_seen(short, tmp_path):
+    own = ("--tensor-model-parallel-size", "2", "model.image_encoder.tensor_model_parallel_size=1")
+    train(short, *own, "--trace", str(tmp_path))
+    for trace_ in read_folder(tmp_path):
+        names = [
+            (each.details["before"], each.name)
+            for each in trace_.events
+            if each.phase == "switch" and each.step == 2
+        ]
+        # Encoder and projector, forward and backward, of four microbatches: there and back.
+        there, back = ("text_decoder", "image_encoder"), ("image_encoder", "text_decoder")
+        assert names == [there, back] * (2 * 2 * 4)
