@@ -276,6 +276,25 @@ def test_gradients_are_bit_identical() -> None:
     assert model[1].unused.weight.grad is None
 
 
+class _Drops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        return None
+
+
+@in_one_rank
+def test_no_gradient_stays_none() -> None:
+    _, (encoder,) = _parts("encoder")
+    encoder = encoder.first
+    run_in_state(encoder, ENCODER)
+    _Drops.apply(encoder(torch.randn(3, 4))).sum().backward()
+    assert encoder.weight.grad is None
+
+
 # Recomputation
 
 
