@@ -131,6 +131,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if self._pin:
             microbatch = microbatch.pin_memory()
         self.consumed_samples += self._step
+        microbatch = replace(microbatch, patches=planned.unit.patches)
         if pixels is None:
             return microbatch
         vision = VisionInput(pixels=pixels, grid_thw=planned.unit.grid_thw())

@@ -75,6 +75,8 @@ class Microbatch:
     tokens: int  # tokens before padding
     vision: VisionInput | None  # None on ranks that were told not to load images
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
+    patches: int = 0  # of its images and videos, known also where they are not loaded
+    number: int | None = None  # its place in the step, where somebody counts
 
     def __post_init__(self) -> None:
         if self.segments is not None:

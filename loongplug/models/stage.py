@@ -37,7 +37,8 @@ def build_stage(
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
-    ``build_encoder`` is called where ``pre_process`` is set, in ``encoder_state`` and with its
+    ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every stage
+    where ``encoder_state`` says so, in ``encoder_state`` and with its
     groups, and what it gives always runs in that state. ``pg_collection`` is the decoder's, and
     without an ``encoder_state`` the encoder's too. ``layer_spec`` is every decoder layer's,
     ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
@@ -62,7 +63,7 @@ def build_stage(
         vp_stage=vp_stage,
     )
     image_encoder = image_projector = None
-    if pre_process:
+    if pre_process or (encoder_state.on_every_stage and not vp_stage):
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         with encoder_state.entered():
             image_encoder, image_projector = build_encoder(encoder_state.groups)

@@ -81,6 +81,7 @@ class ForwardStep:
             microbatch.input_ids,
             microbatch.position_ids,
             vision=microbatch.vision,
+            number=microbatch.number,
             labels=microbatch.labels,
             loss_mask=microbatch.loss_mask,
             packed_seq_params=packed_segments(microbatch),
