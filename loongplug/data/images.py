@@ -84,25 +84,29 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
 @contextmanager
 def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
     """The image, its pixels still to be read; what Pillow raises then says ``where``, too."""
-    source = None
     try:
         source = open_media_file(path)
-        image = Image.open(source)
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
-    except Image.DecompressionBombError as error:
-        raise ValueError(
-            f"{where}: image {path} has too many pixels ({error}): make it smaller."
-        ) from error
     except OSError as error:
         raise _unreadable(path, error, where=where) from error
-    except ValueError as error:  # a PNG's text that unpacks to too much
-        raise _damaged(path, error, where=where) from error
-    try:
-        with source, image:
-            yield image
-    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a PNG's chunks, of EXIF
-        raise _damaged(path, error, where=where) from error
+    with source:
+        try:
+            image = Image.open(source)
+        except UnidentifiedImageError as error:
+            raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
+        except Image.DecompressionBombError as error:
+            raise ValueError(
+                f"{where}: image {path} has too many pixels ({error}): make it smaller."
+            ) from error
+        except OSError as error:
+            raise _unreadable(path, error, where=where) from error
+        except ValueError as error:  # a PNG's text that unpacks to too much
+            raise _damaged(path, error, where=where) from error
+        try:
+            with image:
+                yield image
+        # SyntaxError: of a PNG's chunks, of EXIF
+        except (OSError, SyntaxError, ValueError) as error:
+            raise _damaged(path, error, where=where) from error
 
 
 def _damaged(path: MediaFile, error: Exception, *, where: str) -> ValueError:

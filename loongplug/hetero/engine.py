@@ -83,22 +83,16 @@ class Engine:
         """The step's timing, one for the run; None in a mode without one."""
         if self._timing is None and self._mode.timing is not None:
             place = self.place
-            members = place.placement.members
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            group = next(
-                each
-                for each in (groups.tp, groups.mp)
-                if set(dist.get_process_group_ranks(each)) >= set(members)
-                or place.group is None
+            exchange = Exchange(
+                place.placement,
+                groups.mp if place.placement.on_every_stage else groups.tp,
+                device=current_platform().device,
+                recorder=self.recorder,
             )
             self._timing = self._mode.timing(
                 place.placement,
-                Exchange(
-                    place.placement,
-                    group,
-                    device=current_platform().device,
-                    recorder=self.recorder,
-                ),
+                exchange,
                 group=place.group,
                 patches_per_token=self._block,
             )
@@ -109,13 +103,14 @@ class Engine:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         placement = self._mode.place(decoder, tp=self._encoder_tp or decoder.tp, rank=rank)
         mine = [number for number, ranks in enumerate(placement.groups) if rank in ranks]
-        if placement.layout == decoder:
+        encoder = placement.layout
+        if (encoder.tp, encoder.pp, encoder.dp) == (decoder.tp, decoder.pp, decoder.dp):
             state = ModuleState(groups=groups)
         else:
             adopt_parallel_state()
             create_parallel_state(
                 IMAGE_ENCODER,
-                placement.layout,
+                encoder,
                 seed=self._seed,
                 timeout_minutes=self._timeout,
             )

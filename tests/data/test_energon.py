@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -150,6 +151,61 @@ def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Process
     assert [dataset[n].grids for n in range(7)] == [
         (w, h), (h, w), (w, h), (h, w), (w, w), ((1, 2, 2),), (),
     ]  # fmt: skip
+
+
+def test_the_shard_in_the_docs_is_read(tmp_path: Path, processor: Processor) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    block = text.partition("which a test reads:\n\n```\n")[2].partition("```")[0]
+    samples: dict[str, dict[str, Any]] = {}
+    for line in block.splitlines():
+        name, _, content = line.partition(" ")
+        key, _, part = name.partition(".")
+        samples.setdefault(key, {})[part] = content.strip().encode() or png(seed=len(name))
+    write_shard(tmp_path / "d" / "a.tar", list(samples.items()))
+    rows = EnergonRows(prepare(tmp_path / "d", {"train": ".*"}), split="train")
+    dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
+    assert [len(dataset[n].media) for n in range(len(rows))] == [1, 2]
+
+
+def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) -> None:
+    """Its index stands at the file's end, and another video follows in the shard."""
+    videos = []
+    for number in range(2):
+        name = tmp_path / f"{number}.mp4"
+        with av.open(str(name), "w") as container:
+            stream = container.add_stream("mpeg4", rate=4)
+            stream.width, stream.height = 64, 32
+            for seed in range(6):
+                noise = np.random.RandomState(10 * number + seed).randint(0, 256, (32, 64, 3))
+                frame = av.VideoFrame.from_ndarray(noise.astype(np.uint8), format="rgb24")
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        videos.append(name.read_bytes())
+    messages = [{"role": "user", "content": "<video>What?"}, ANSWER]
+    rows = of_samples(
+        tmp_path / "d", *({"json": {"messages": messages}, "mp4": video} for video in videos)
+    )
+    files = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"messages": messages, "videos": [f"{n}.mp4"]}) for n in range(2)]
+    files.write_text("\n".join(lines))
+    loaders = [
+        MicrobatchLoader(
+            ChatDataset(source, processor=processor, seq_length=64, training_phase="sft"),
+            micro_batch_size=2,
+            dp_rank=0,
+            dp_size=1,
+            seed=None,
+            with_images=True,
+        )
+        for source in (rows, files)
+    ]
+    one, other = (next(each) for each in loaders)
+    assert one.vision is not None
+    assert other.vision is not None
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.vision.pixels, other.vision.pixels)
+    half = len(one.vision.pixels) // 2
+    assert not torch.equal(one.vision.pixels[:half], one.vision.pixels[half:])
 
 
 @pytest.mark.parametrize(
