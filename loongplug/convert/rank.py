@@ -30,7 +30,7 @@ from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
-from loongplug.training.provider import ModelProvider, backend_of
+from loongplug.training.provider import ModelProvider, backend_of, engine_of
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -168,6 +168,7 @@ def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
     provider = ModelProvider(
         parsed.model,
         parsed.family,
+        engine=engine_of(args, parsed.model),
         backend=backend_of(args),
     )
     stages = args.virtual_pipeline_model_parallel_size

@@ -65,6 +65,11 @@ class Engine:
             self._place = self._made()
         return self._place
 
+    @property
+    def steps(self) -> bool:
+        """Whether something is put around the decoder's schedules."""
+        return self._mode.timing is not None
+
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
         """Wrap Megatron's ``get_forward_backward_func``."""
 

@@ -108,7 +108,7 @@ class MultimodalModel(MegatronModule):
         assert self.image_projector is not None
         trainable = any(parameter.requires_grad for parameter in self.image_encoder.parameters())
         empty = vision is None or vision.pixels.shape[0] == 0
-        if empty:
+        if vision is None or empty:
             vision = self.image_encoder.blank_unit()
         # A frozen encoder's activations serve no backward pass: do not keep them.
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):

@@ -335,6 +335,24 @@ def per_module_data_parallel_table(
     )
 
 
+def stepped_schedules_table(schedules: Callable[[Any], Any]) -> ReplacementTable:
+    """Wrap the choice of the schedule of a training or evaluation step."""
+    return ReplacementTable(
+        "stepped schedules",
+        (
+            Replacement(
+                target="megatron.training.training.get_forward_backward_func",
+                wrapper=schedules,
+                signature="(pp_size: Optional[int] = None, vp_size: Optional[int] = None, "
+                "schedule_pg_collection: Optional[megatron.core.process_groups_config."
+                "MultiModuleProcessGroupCollection] = None)",
+                reason="gives schedules that know of no encoder phases before and after them",
+            ),
+        ),
+        importers=(),  # the training loop's own name only
+    )
+
+
 def apply_upstream_replacements(platform: Platform) -> None:
     """Replace what has to give way in Megatron, until the platform ends; idempotent.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch.distributed import ProcessGroup
 
 from loongplug.data.bad_samples import BadSamples
@@ -16,12 +17,13 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.data.workers import WorkerSettings
+from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.layers.router import balances_by
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
+from loongplug.training.assigned_units import AssignedUnits, replica_group
 from loongplug.training.chunk_streams import ChunkStreams
-from loongplug.training.first_stage_units import FirstStageUnits, replica_group
 from loongplug.training.packing_place import note_packing_place, packing_place
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
@@ -36,9 +38,12 @@ class DatasetProvider:
 
     is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
 
-    def __init__(self, args: Namespace, model: VisionLanguageArchitecture) -> None:
+    def __init__(
+        self, args: Namespace, model: VisionLanguageArchitecture, *, engine: Engine
+    ) -> None:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
+        self._engine = engine
         texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
         processor = load_processor(
             args.tokenizer_model,
@@ -160,8 +165,9 @@ class DatasetProvider:
             "micro_batch_size": args.micro_batch_size,
             "dp_rank": parallel_state.get_data_parallel_rank(),
             "dp_size": parallel_state.get_data_parallel_world_size(),
-            "roles": FirstStageUnits(
-                encodes=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            "roles": AssignedUnits(
+                self._engine.place,
+                step_units=get_num_microbatches(),
                 patch_dim=self._patch_dim,
                 device=lambda: platform.device,
                 replica=replica,

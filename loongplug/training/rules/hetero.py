@@ -11,7 +11,6 @@ _ONE_LAYOUT = {
     "log_params_norm": False,
     "log_num_zeros_in_grad": False,
     "num_distributed_optimizer_instances": 1,
-    "use_tp_pp_dp_mapping": False,
 }
 
 

@@ -38,6 +38,7 @@ UNSUPPORTED = (
     "rampup_batch_size",
     "overlap_param_gather_with_optimizer_step",
     "load_main_params_from_ckpt",
+    "use_tp_pp_dp_mapping",
 )
 
 

@@ -13,7 +13,6 @@ OWN_LAYOUT: Cases = {
             {**TP, "log_params_norm": True},
             {**TP, "log_num_zeros_in_grad": True},
             {**TP, "num_distributed_optimizer_instances": 2},
-            {**TP, "use_tp_pp_dp_mapping": True},
         ],
         [TP],
     ),
