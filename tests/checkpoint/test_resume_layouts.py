@@ -1,4 +1,8 @@
-"""A checkpoint resumed in another layout has the same weights and optimizer state, bit by bit."""
+"""A checkpoint resumed in another layout has the same weights and optimizer state, bit by bit.
+
+Each layout is visited with each kind of optimizer and of experts where it could matter, but not in
+each combination with precision: what a journey leaves out, another one of its kind has.
+"""
 
 from dataclasses import dataclass
 
@@ -36,7 +40,7 @@ class Journey:
 MODEL = ("model.foundation.num_query_groups=4",)
 JOURNEYS = {
     "distributed": Journey(
-        layouts=("tp2-pp2", "single", "dp2", "pp2-vpp2", "tp4", "tp2-dp2"),
+        layouts=("tp2-pp2", "single", "pp2-vpp2", "tp4", "tp2-dp2"),
         flags=(*MODEL, "--use-distributed-optimizer"),
     ),
     "distributed-bf16": Journey(
@@ -49,10 +53,10 @@ JOURNEYS = {
             *("--use-distributed-optimizer", "--distrib-optim-fully-reshardable-mem-efficient"),
         ),
     ),
-    "plain": Journey(layouts=("tp2-pp2", "single", "pp2-vpp2", "tp4", "dp2"), flags=MODEL),
+    "plain": Journey(layouts=("tp2-pp2", "pp2-vpp2", "dp2"), flags=MODEL),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
     "experts-distributed": Journey(
-        layouts=("ep2", "single", "ep2-tp2", "ep4-pp2"),
+        layouts=("ep2", "ep2-tp2", "ep4-pp2"),
         flags=("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer"),
     ),
     "experts-plain": Journey(
@@ -77,10 +81,12 @@ def test_another_layout_has_the_same_state(run_flags, tmp_path, name):
         ranks, layout_flags = LAYOUTS[layout]
         folder = tmp_path / layout
         load = ("--load", str(previous)) if previous else ()
+        is_last = layout == journey.layouts[-1]
+        save = () if is_last else ("--save", str(folder / "checkpoints"))
         found_steps = run_ranks(
             run_and_keep_state,
             ranks,
-            flags=[*flags, *layout_flags, *load, "--save", str(folder / "checkpoints")],
+            flags=[*flags, *layout_flags, *load, *save],
             folder=folder,
             timeout=120.0,
         )
