@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import VisionFeatures
+from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
 class MultimodalModel(MegatronModule):
@@ -27,6 +28,7 @@ class MultimodalModel(MegatronModule):
         image_encoder: MegatronModule | None,
         image_projector: MegatronModule | None,
         pg_collection: ProcessGroupCollection,
+        encoder_state: ModuleState,
     ) -> None:
         super().__init__(config=text_decoder.config)
         assert (image_encoder is None) == (image_projector is None)
@@ -34,10 +36,48 @@ class MultimodalModel(MegatronModule):
         self.image_projector = image_projector
         self.text_decoder = text_decoder
         self.pg_collection = pg_collection
+        self.encoder_state = encoder_state
         self.pre_process = text_decoder.pre_process
         self.post_process = text_decoder.post_process
         self.vp_stage = text_decoder.vp_stage
         self.share_embeddings_and_output_weights = text_decoder.share_embeddings_and_output_weights
+
+    def parallel_parts(self) -> tuple[ModulePart, ModulePart]:
+        """What has data parallel groups, gradient buffers and an optimizer of its own."""
+        vision: dict[str, nn.Module | None] = {
+            "image_encoder": self.image_encoder,
+            "image_projector": self.image_projector,
+        }
+        return (
+            ModulePart(
+                name="image_encoder",
+                state=self.encoder_state,
+                modules={name: module for name, module in vision.items() if module is not None},
+            ),
+            ModulePart(
+                name="text_decoder",
+                state=ModuleState(groups=self.pg_collection),
+                modules={"text_decoder": self.text_decoder},
+            ),
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As Megatron's, each part with the data parallel group of its own replicas."""
+        sharded: dict[str, Any] = {}
+        for part in self.parallel_parts():
+            of_part = {**(metadata or {}), "dp_cp_group": part.state.groups.dp_cp}
+            with part.state.entered():
+                for name, module in part.modules.items():
+                    assert isinstance(module, MegatronModule)
+                    sharded |= module.sharded_state_dict(
+                        f"{prefix}{name}.", sharded_offsets, of_part
+                    )
+        return sharded
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Take the previous stage's hidden states (Megatron's schedules call this)."""

@@ -1,4 +1,7 @@
-"""Every function of Megatron that LoongPlug replaces, each with its reason and signature."""
+"""Every function of Megatron that LoongPlug replaces, each with its reason and signature.
+
+Those that ``--trace`` wraps, only to report their calls, are in ``upstream_tracing.py``.
+"""
 
 import functools
 import importlib.util
@@ -90,6 +93,16 @@ def _keeping_step(original: Callable[[Any, Any, Any], None]) -> Callable[[Any, A
     return set_states
 
 
+def _with_no_main_params(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        if not any(self.float16_groups):
+            state_dict = {"fp32_from_fp16_params": [], **state_dict}
+        original(self, state_dict)
+
+    return load_state_dict
+
+
 EVERYWHERE: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
@@ -119,6 +132,14 @@ EVERYWHERE: tuple[Replacement, ...] = (
         signature="(self, model_param, tensors)",
         reason="wants the step of torch's Adam among the loaded tensors, and sets the step that "
         "was loaded back; copies into fp32 parameters, which are leaves that require grad",
+    ),
+    Replacement(
+        target="megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
+        "load_state_dict",
+        wrapper=_with_no_main_params,
+        signature="(self, state_dict)",
+        reason="asks for the fp32 parameters of a rank that has none, and of whose empty list "
+        "nothing was saved",
     ),
 )
 
@@ -277,6 +298,43 @@ def whole_checkpoints_table(
     )
 
 
+def per_module_data_parallel_table(
+    *, wrapper: type, optimizer: Callable[[Any], Any]
+) -> ReplacementTable:
+    """Let Megatron wrap model chunks with ``wrapper`` and wrap its optimizer's constructor."""
+    return ReplacementTable(
+        "per-module data parallelism",
+        (
+            Replacement(
+                target="megatron.training.training.DDP",
+                replacement=wrapper,
+                signature="(config: megatron.core.transformer.transformer_config."
+                "TransformerConfig, ddp_config: megatron.core.distributed."
+                "distributed_data_parallel_config.DistributedDataParallelConfig, module: "
+                "torch.nn.modules.module.Module, disable_bucketing: bool = False, pg_collection: "
+                "Optional[megatron.core.process_groups_config.ProcessGroupCollection] = None, "
+                "full_param_layout: Optional[megatron.core.optimizer.param_layout."
+                "FullParamLayout] = None)",
+                reason="puts one wrapper with one data parallel group around a whole chunk",
+            ),
+            Replacement(
+                target="megatron.training.training.get_megatron_optimizer",
+                wrapper=optimizer,
+                signature="(config: megatron.core.optimizer.optimizer_config.OptimizerConfig, "
+                "model_chunks: List[megatron.core.transformer.module.MegatronModule], "
+                "config_overrides: Optional[Dict[megatron.core.optimizer.optimizer_config."
+                "ParamKey, megatron.core.optimizer_param_scheduler.ParamGroupOverride]] = None, "
+                "use_gloo_process_groups: bool = True, pg_collection: Optional["
+                "megatron.core.process_groups_config.ProcessGroupCollection] = None, "
+                "dump_param_to_param_group_map: Optional[str] = None) -> "
+                "megatron.core.optimizer.optimizer.MegatronOptimizer",
+                reason="shards all parameters of a chunk over one data parallel group",
+            ),
+        ),
+        importers=(),  # the training loop's own names only
+    )
+
+
 def apply_upstream_replacements(platform: Platform) -> None:
     """Replace what has to give way in Megatron, until the platform ends; idempotent.
 
@@ -347,6 +405,40 @@ def training_log_table(
                 "config, verbose=False, non_loss_data_func=None, eval_iters=None, "
                 "pg_collection=None, p2p_communicator=None)",
                 reason="the only place that knows the validation loss; it has no hook",
+            ),
+        ),
+    )
+
+
+def setup_table(on_setup: Callable[[list[Any], Any], None]) -> ReplacementTable:
+    """Call ``on_setup(model_chunks, optimizer)`` on every rank before the first step.
+
+    The chunks are as training has them: wrapped for data parallelism, their weights loaded.
+    """
+
+    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = original(*args, **kwargs)
+            on_setup(model, optimizer)
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    return ReplacementTable(
+        "setup",
+        (
+            Replacement(
+                target="megatron.training.training.setup_model_and_optimizer",
+                wrapper=tapped,
+                signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
+                "cfg_container: "
+                "megatron.training.config.container.PretrainConfigContainer | None = "
+                "None, pg_collection: "
+                "megatron.core.process_groups_config.ProcessGroupCollection | "
+                "megatron.core.process_groups_config.MultiModuleProcessGroupCollection "
+                "| None = None)",
+                reason="the only place that has the optimizer before training; it has no hook",
             ),
         ),
     )

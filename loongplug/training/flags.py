@@ -3,7 +3,7 @@
 import argparse
 import re
 from argparse import SUPPRESS, Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
@@ -76,6 +76,42 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     )
 
 
+def without_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """``argv`` less the flags of these names in args, with their values; the order stays.
+
+    As :func:`read_command_line`, it imports ``megatron.training``. What stands in no flag's place
+    (overrides, unknown flags) is left where it is.
+    """
+    options = _build_parser()._option_string_actions
+    kept: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        flag, has_value, _ = token.partition("=")
+        action = options.get(flag)
+        if action is None or action.dest not in names:
+            kept.append(token)
+            continue
+        most = _most_values(action) if not has_value else 0
+        while tokens and most and not _begins_anew(tokens[0], options, single=most == 1):
+            del tokens[0]
+            most -= 1
+    return kept
+
+
+def _most_values(action: argparse.Action) -> int:
+    if action.nargs is None or action.nargs == "?":
+        return 1
+    return action.nargs if isinstance(action.nargs, int) else 1000
+
+
+def _begins_anew(token: str, options: Mapping[str, object], *, single: bool) -> bool:
+    """Whether ``token`` is no value of the flag before it; an override may be a single one."""
+    return token.partition("=")[0] in options or (
+        not single and _OVERRIDE.fullmatch(token) is not None
+    )
+
+
 def _build_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
@@ -89,6 +125,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_own_flags(parser)
     add_megatron_arguments(parser)
     for action in parser._actions:
+        if action.dest == "dataloader_type":
+            action.choices = [*(action.choices or ()), "energon"]
         if callable(action.type) and action.type not in (int, float, str, bool):
             action.type = _speaking(action.type, action.choices)
     return parser
@@ -135,6 +173,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " model's folder says",
     )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
+    group.add_argument(
+        "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
+    )
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,

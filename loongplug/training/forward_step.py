@@ -14,6 +14,7 @@ from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.platform import Platform
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
+OnLoss = Callable[[Microbatch, LossReport], None]
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
@@ -45,16 +46,20 @@ def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
         return None
     return pack_segments(
         microbatch.segments,
-        device=microbatch.input_ids.device,
+        device=microbatch.position_ids.device,
         padding=microbatch.capacity - microbatch.tokens,
     )
 
 
 class ForwardStep:
-    """Take the next microbatch, run this rank's chunk on it, count its tokens."""
+    """Take the next microbatch, run this rank's chunk on it, count its tokens.
 
-    def __init__(self, platform: Platform) -> None:
+    ``on_loss`` is called with each microbatch and its loss, where the losses are made.
+    """
+
+    def __init__(self, platform: Platform, *, on_loss: OnLoss | None = None) -> None:
         self._platform = platform
+        self._on_loss = on_loss
         # Of all training microbatches, without padding and with it; first stage only.
         self.tokens = 0
         self.capacity = 0
@@ -80,4 +85,18 @@ class ForwardStep:
             loss_mask=microbatch.loss_mask,
             packed_seq_params=packed_segments(microbatch),
         )
-        return output, partial(token_loss, microbatch.loss_mask)
+        if microbatch.labels is None:
+            return output, _no_loss
+        return output, partial(self._loss, microbatch)
+
+    def _loss(self, microbatch: Microbatch, losses: Tensor) -> LossReport:
+        assert microbatch.loss_mask is not None, "it comes with the labels"
+        report = token_loss(microbatch.loss_mask, losses)
+        if self._on_loss is not None:
+            self._on_loss(microbatch, report)
+        return report
+
+
+def _no_loss(output: Tensor) -> LossReport:
+    """The loss function of a stage that is not the last, which Megatron does not call."""
+    raise AssertionError("the loss was asked of a stage without labels")

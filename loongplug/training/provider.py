@@ -14,6 +14,8 @@ from loongplug.models.decoder import DecoderConfig
 from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
+from loongplug.parallel.encoder_state import inline_encoder_state
+from loongplug.parallel.module_state import ModuleState
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -37,6 +39,7 @@ class ModelProvider:
         self.backend = backend
         self.hf_folder = hf_folder
         self.chunks: list[MultimodalModel] = []
+        self._encoder_state: ModuleState | None = None  # made with the first chunk
 
     def __call__(
         self,
@@ -55,13 +58,22 @@ class ModelProvider:
         if config is None:
             config = core_transformer_config_from_args(get_args(), DecoderConfig)
         assert isinstance(config, DecoderConfig)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        if self._encoder_state is None:
+            self._encoder_state = inline_encoder_state(
+                self.model.image_encoder.tensor_model_parallel_size,
+                decoder_groups=groups,
+                seed=get_args().seed,
+                timeout_minutes=get_args().distributed_timeout_minutes,
+            )
         chunk: MultimodalModel = self.family.load_builder()(
             self.model,
             config,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
-            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            pg_collection=groups,
+            encoder_state=self._encoder_state,
             backend=self.backend,
         )
         self.chunks.append(chunk)

@@ -1,9 +1,10 @@
 """One training run: from a command line to a trained, saved and exported model."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO
 
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
@@ -11,7 +12,14 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.data.microbatch import Microbatch
+from loongplug.models.hf_mapping import Mapping
+from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.observe.tracing import traced
+from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
+from loongplug.parallel.states import PARALLEL_STATES
 from loongplug.platform import current_platform
+from loongplug.platform.upstream import per_module_data_parallel_table, setup_table
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.checkpoints import (
     check_checkpoint_folders,
@@ -19,7 +27,7 @@ from loongplug.training.checkpoints import (
     use_whole_checkpoints,
 )
 from loongplug.training.datasets import DatasetProvider
-from loongplug.training.forward_step import ForwardStep
+from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.log import LogTap, megatron_output
 from loongplug.training.progress import (
     StepReport,
@@ -31,8 +39,21 @@ from loongplug.training.progress import (
 from loongplug.training.provider import ModelProvider, backend_of
 
 
+class Watch(Protocol):
+    """What looks on while a run trains. Each method is called on every rank that has its news."""
+
+    def built(self, chunks: Sequence[Any], optimizer: Any, *, mapping: Mapping) -> None:
+        """The wrapped model chunks, their weights loaded, and the optimizer, on every rank."""
+
+    def loss(self, microbatch: Microbatch, report: LossReport) -> None:
+        """A microbatch and its loss, in order, on the ranks that make losses."""
+
+
 def run(
-    argv: Sequence[str], *, on_report: Callable[[StepReport], None] | None = None
+    argv: Sequence[str],
+    *,
+    on_report: Callable[[StepReport], None] | None = None,
+    watch: Watch | None = None,
 ) -> list[StepReport]:
     """Train as ``argv`` says; gives the reports of the run. Every rank enters.
 
@@ -41,6 +62,9 @@ def run(
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
+    platform.use(
+        per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
+    )
     use_whole_checkpoints(platform, asynchronous=args.async_save)
     datasets = DatasetProvider(args, parsed.model)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
@@ -55,8 +79,15 @@ def run(
         backend=backend_of(args),
         hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
-    forward_step = ForwardStep(platform)
-    with megatron_output(args) as terminal:
+    forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
+    with (
+        traced(
+            args.trace, platform=platform, rank=args.rank, world_size=args.world_size
+        ) as recorder,
+        _switches_traced(recorder),
+        megatron_output(args) as terminal,
+        _watched(watch, mapping=hugging_face.mapping),
+    ):
         set_global_variables(args)
         reports = _pretrain(
             args,
@@ -117,6 +148,32 @@ def _pretrain(
                     summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
                 )
     return tap.reports
+
+
+@contextmanager
+def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
+    if watch is None:
+        yield
+        return
+    table = setup_table(lambda chunks, optimizer: watch.built(chunks, optimizer, mapping=mapping))
+    table.apply()
+    try:
+        yield
+    finally:
+        table.undo()
+
+
+@contextmanager
+def _switches_traced(recorder: Recorder) -> Iterator[None]:
+    """Report the switches between parallel states to ``recorder``."""
+    if recorder is NOTHING:
+        yield
+        return
+    PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
+    try:
+        yield
+    finally:
+        PARALLEL_STATES.on_switch = None
 
 
 def _also_in_tensorboard(

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 EP = "--expert-model-parallel-size"
+ENCODER_TP = "model.image_encoder.tensor_model_parallel_size"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ()),
     "dp2": (2, ()),
@@ -22,6 +23,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-vpp2": (2, (PP, "2", "--num-virtual-stages-per-pipeline-rank", "2")),
     "tp2-dp2": (4, (TP, "2", "--sequence-parallel")),
     "tp4": (4, (TP, "4")),
+    "tp4-encoder2": (4, (TP, "4", f"{ENCODER_TP}=2")),
+    "tp4-encoder1": (4, (TP, "4", "--sequence-parallel", f"{ENCODER_TP}=1")),
+    "tp2-pp2-encoder1": (4, (TP, "2", PP, "2", f"{ENCODER_TP}=1")),
     "ep2": (2, (EP, "2")),
     "ep2-tp2": (4, (EP, "2", TP, "2", "--sequence-parallel")),
     "ep4-pp2": (8, (EP, "4", PP, "2")),
@@ -40,11 +44,19 @@ class Journey:
 MODEL = ("model.foundation.num_query_groups=4",)
 JOURNEYS = {
     "distributed": Journey(
-        layouts=("tp2-pp2", "single", "pp2-vpp2", "tp4", "tp2-dp2"),
+        layouts=(
+            "tp2-pp2",
+            "single",
+            "pp2-vpp2",
+            "tp4-encoder1",
+            "tp4",
+            "tp4-encoder2",
+            "tp2-dp2",
+        ),
         flags=(*MODEL, "--use-distributed-optimizer"),
     ),
     "distributed-bf16": Journey(
-        layouts=("dp2", "tp2-pp2", "single"),
+        layouts=("dp2", "tp2-pp2-encoder1", "single"),
         flags=(*MODEL, "--use-distributed-optimizer", "--bf16"),
     ),
     "distributed-one-writer": Journey(
@@ -53,7 +65,10 @@ JOURNEYS = {
             *("--use-distributed-optimizer", "--distrib-optim-fully-reshardable-mem-efficient"),
         ),
     ),
-    "plain": Journey(layouts=("tp2-pp2", "pp2-vpp2", "dp2"), flags=MODEL),
+    "plain": Journey(
+        layouts=("tp2-pp2-encoder1", "tp4-encoder2", "pp2-vpp2", "dp2"),
+        flags=MODEL,
+    ),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
     "experts-distributed": Journey(
         layouts=("ep2", "ep2-tp2", "ep4-pp2"),
@@ -63,7 +78,7 @@ JOURNEYS = {
         layouts=("ep2-tp2", "single", "ep2", "dp2"), flags=("--model-name", "qwen3_vl_moe_tiny")
     ),
     "frozen-tied": Journey(
-        layouts=("pp2-vpp2", "tp2-dp2", "single"),
+        layouts=("pp2-vpp2", "tp2-pp2-encoder1", "tp2-dp2", "single"),
         flags=(
             *("--use-distributed-optimizer", "model.foundation.tie_word_embeddings=true"),
             "+model.image_encoder.freeze=True",

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import rule_cases
 from command_lines import command_line, write_tokenizer
-from rule_cases import CASES, OVERRIDES, QWEN2_5_OVERRIDES, WITH_EXPERTS
+from rule_cases import CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
 
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
@@ -129,9 +129,18 @@ def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
             assert found == expected, (tp, overrides)
 
 
+@pytest.mark.parametrize("rule", OWN_LAYOUT)
+def test_own_layout_rule_fires_with_an_encoder_layout_only(prepared: Run, rule: str) -> None:
+    own = changed(prepared[1], ["image_encoder.tensor_model_parallel_size=1"])
+    for cases, expected in zip(OWN_LAYOUT[rule], ([rule], []), strict=True):
+        for changes in cases:
+            assert violated(prepared, model=own, **changes) == expected, changes
+            assert violated(prepared, **changes) == [], changes
+
+
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
-    all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES]
+    all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
     assert {rule.name for rule in RULES} == with_bad_case
 

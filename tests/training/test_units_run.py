@@ -1,6 +1,7 @@
 """Who decodes what in whole runs, and bad samples that all ranks leave out."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import RankError, run_ranks
 
-from loongplug.data import media
+from loongplug.data import loader, media
+from loongplug.data.dataset import Sample
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
@@ -31,12 +33,12 @@ def flags(flags, tmp_path_factory):
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     """A run's losses, and what this rank decoded: by its counter, and by the calls in its process.
 
-    Also which rows it trained no token of.
+    Also which rows it put into microbatches with no token that counts.
     """
     loaders: list[MicrobatchLoader] = []
     calls = 0
     untrained: list[int] = []
-    decode, original = media.decode_image, MicrobatchLoader.__next__
+    decode, original, collated = media.decode_image, MicrobatchLoader.__next__, loader.collate
 
     def counting(*args: Any, **kwargs: Any) -> Image.Image:
         nonlocal calls
@@ -46,13 +48,16 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     def next_microbatch(self: MicrobatchLoader) -> Any:
         if self not in loaders:
             loaders.append(self)
-        microbatch = original(self)
-        untrained.extend((microbatch.loss_mask.sum(dim=1) == 0).nonzero().flatten().tolist())
-        return microbatch
+        return original(self)
+
+    def collate(samples: Sequence[Sample], **options: Any) -> Any:
+        untrained.extend(n for n, sample in enumerate(samples) if not sample.loss_mask.any())
+        return collated(samples, **options)
 
     media.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
+    loader.collate = collate
     losses = [step.loss for step in run(flags)]
-    counted = sum(loader.decoded for loader in loaders)
+    counted = sum(each.decoded for each in loaders)
     return {"losses": losses, "decoded": counted, "calls": calls, "untrained": untrained}
 
 

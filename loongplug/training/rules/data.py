@@ -1,12 +1,14 @@
 """What a run's data have to be, and how they are packed."""
 
 import contextlib
+import importlib.util
 import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from loongplug.data.blend import parse_blend
+from loongplug.data.energon import is_energon
 from loongplug.training.rules.rule import Rule
 
 
@@ -35,6 +37,21 @@ def data_exists(args: Namespace, model: Any) -> str | None:
     return f"{', '.join(missing)} not found" if missing else None
 
 
+def energon_datasets(args: Namespace, model: Any) -> str | None:
+    """Folders are prepared energon datasets, asked for by a flag whose package is there."""
+    wanted = args.dataloader_type == "energon"
+    if wanted and importlib.util.find_spec("megatron.energon") is None:
+        return "--dataloader-type energon without megatron-energon"
+    folders: list[Path] = []
+    for flag, values in _data_flags(args):
+        with contextlib.suppress(ValueError):  # data_given tells of those
+            folders += [path for path in parse_blend(values, flag=flag).paths if path.is_dir()]
+    if folders and not wanted:
+        return f"folder {folders[0]} without --dataloader-type energon"
+    bare = [str(folder) for folder in folders if not is_energon(folder)]
+    return f"{', '.join(bare)} not prepared by energon" if bare else None
+
+
 def video_rate(args: Namespace, model: Any) -> str | None:
     """The frames taken per second of a video are more than none."""
     rate = args.video_fps
@@ -50,7 +67,7 @@ def one_row(args: Namespace, model: Any) -> str | None:
 
 def data_loading(args: Namespace, model: Any) -> str | None:
     """Data and tokenizer are LoongPlug's, not Megatron's."""
-    if args.dataloader_type != "external":
+    if args.dataloader_type not in ("external", "energon"):
         return f"--dataloader-type {args.dataloader_type}"
     if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
         return f"--tokenizer-type {args.tokenizer_type}"
@@ -86,6 +103,16 @@ RULES: tuple[Rule, ...] = (
         cure="correct the path",
     ),
     Rule(
+        name="energon",
+        refuses="`--dataloader-type energon` without the package megatron-energon, and a folder "
+        "as data path without that flag or without what `energon prepare` writes into it",
+        check=energon_datasets,
+        reason="that package reads such datasets' lists, and other folders are no data",
+        cure="pip install 'loongplug[energon]', run energon prepare, and give "
+        "--dataloader-type energon; or name a JSONL file",
+        training_only=True,
+    ),
+    Rule(
         name="video-rate",
         refuses="`--video-fps` not above 0",
         check=video_rate,
@@ -102,8 +129,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="data-loading",
-        refuses="a `--dataloader-type` other than `external`, a `--tokenizer-type` other than "
-        "`HuggingFaceTokenizer`",
+        refuses="a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` "
+        "other than `HuggingFaceTokenizer`",
         check=data_loading,
         reason="LoongPlug loads samples and the tokenizer itself",
         cure="drop the flag",

@@ -4,33 +4,65 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.training.rules.rule import Rule, indivisible
+from loongplug.training.rules.rule import Rule
+
+# Megatron's flags that count over one layout for all modules, or make groups for one.
+_ONE_LAYOUT = {
+    "log_params_norm": False,
+    "log_num_zeros_in_grad": False,
+    "num_distributed_optimizer_instances": 1,
+    "use_tp_pp_dp_mapping": False,
+}
+
+
+def encoder_tp(args: Namespace, model: Any) -> int | None:
+    """The encoder's tensor parallel size; None for a model without an encoder."""
+    if not isinstance(model, VisionLanguageArchitecture):
+        return None
+    own = model.image_encoder.tensor_model_parallel_size
+    return args.tensor_model_parallel_size if own is None else own
 
 
 def encoder_layout(args: Namespace, model: Any) -> str | None:
-    """The encoder asks for no tensor parallel size of its own."""
-    encoder = getattr(model, "image_encoder", None)
-    wanted = getattr(encoder, "tensor_model_parallel_size", None)
-    if wanted is None or wanted == args.tensor_model_parallel_size:
+    """The encoder's replicas fill the decoder's tensor parallel group."""
+    tp, decoder = encoder_tp(args, model), args.tensor_model_parallel_size
+    if tp is None or decoder < 1 or (tp >= 1 and decoder % tp == 0):
         return None
     return (
-        f"model.image_encoder.tensor_model_parallel_size {wanted} differs from "
-        f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
+        f"model.image_encoder.tensor_model_parallel_size {tp} does not divide "
+        f"--tensor-model-parallel-size {decoder}"
     )
+
+
+def encoder_state(args: Namespace, model: Any) -> str | None:
+    """An encoder with a layout of its own meets no flag that knows one layout only."""
+    if encoder_tp(args, model) in (None, args.tensor_model_parallel_size):
+        return None
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in _ONE_LAYOUT.items()
+        if getattr(args, name) != value
+    ]
+    return ", ".join(given) or None
 
 
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
-    """The encoder's and the projector's sizes can be split over the decoder's ranks."""
-    if not isinstance(model, VisionLanguageArchitecture):
+    """The encoder's and the projector's sizes can be split over the encoder's ranks."""
+    tp = encoder_tp(args, model)
+    if tp is None or encoder_layout(args, model) is not None:
         return None
     encoder = model.image_encoder
-    merged = encoder.hidden_size * encoder.spatial_merge_size**2
-    problems = (
-        indivisible("the encoder's num_attention_heads", encoder.num_attention_heads, args=args),
-        indivisible("the encoder's ffn_hidden_size", encoder.ffn_hidden_size, args=args),
-        indivisible("the projector's width", merged, args=args),
-    )
-    return "; ".join(problem for problem in problems if problem) or None
+    sizes = {
+        "the encoder's num_attention_heads": encoder.num_attention_heads,
+        "the encoder's ffn_hidden_size": encoder.ffn_hidden_size,
+        "the projector's width": encoder.hidden_size * encoder.spatial_merge_size**2,
+    }
+    problems = [
+        f"{what} {size} does not divide by the encoder's tp {tp}"
+        for what, size in sizes.items()
+        if size % tp
+    ]
+    return "; ".join(problems) or None
 
 
 def encoder_hetero_dp(args: Namespace, model: Any) -> str | None:
@@ -46,17 +78,26 @@ def full_hetero_dp(args: Namespace, model: Any) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule(
         name="encoder-layout",
-        refuses="an encoder `tensor_model_parallel_size` other than the decoder's",
+        refuses="an encoder `tensor_model_parallel_size` that does not divide the decoder's",
         check=encoder_layout,
-        reason="heterogeneous tensor parallelism is not there yet",
-        cure="leave it null",
+        reason="the encoder's replicas fill the decoder's tensor parallel group",
+        cure="set a divisor of the decoder's, or null for the decoder's own",
+    ),
+    Rule(
+        name="encoder-state",
+        refuses="with an encoder `tensor_model_parallel_size` of its own: "
+        + ", ".join(f"`--{name.replace('_', '-')}`" for name in _ONE_LAYOUT),
+        check=encoder_state,
+        reason="these count parameters, or make groups, by one layout for all modules",
+        cure="drop the flag, or leave the encoder's tensor_model_parallel_size null",
     ),
     Rule(
         name="encoder-sizes",
-        refuses="encoder heads, `ffn_hidden_size` or projector width that tp does not divide",
+        refuses="encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does "
+        "not divide",
         check=encoder_sizes,
-        reason="encoder and projector are sharded like the decoder",
-        cure="choose another --tensor-model-parallel-size",
+        reason="encoder and projector are split over the encoder's tensor parallel ranks",
+        cure="choose another model.image_encoder.tensor_model_parallel_size",
     ),
     Rule(
         name="encoder-hetero-dp",

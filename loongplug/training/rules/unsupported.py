@@ -36,6 +36,8 @@ UNSUPPORTED = (
     "fine_grained_activation_offloading",
     "overlap_moe_expert_parallel_comm",
     "rampup_batch_size",
+    "overlap_param_gather_with_optimizer_step",
+    "load_main_params_from_ckpt",
 )
 
 

@@ -14,6 +14,8 @@ CASES: Cases = {
     **unsupported.CASES,
 }
 WITH_EXPERTS: Cases = experts.WITH_EXPERTS
+# The same when the encoder has a layout of its own; without one, all of them are valid.
+OWN_LAYOUT: Cases = hetero.OWN_LAYOUT
 OVERRIDES: OverrideCases = {
     **start.OVERRIDES,
     **layout.OVERRIDES,

@@ -1,19 +1,34 @@
 """Cases of the rules in rules/hetero.py."""
 
-from rule_cases.kinds import Cases, OverrideCases
+from rule_cases.kinds import TP, Cases, OverrideCases
 
 CASES: Cases = {
     "encoder-hetero-dp": ([{"enable_encoder_hetero_dp": True}], []),
     "full-hetero-dp": ([{"enable_full_hetero_dp": True}], []),
 }
 
+OWN_LAYOUT: Cases = {
+    "encoder-state": (
+        [
+            {**TP, "log_params_norm": True},
+            {**TP, "log_num_zeros_in_grad": True},
+            {**TP, "num_distributed_optimizer_instances": 2},
+            {**TP, "use_tp_pp_dp_mapping": True},
+        ],
+        [TP],
+    ),
+}
+
 OVERRIDES: OverrideCases = {
     "encoder-layout": (
         [
-            (2, ["image_encoder.tensor_model_parallel_size=1"]),
             (1, ["image_encoder.tensor_model_parallel_size=2"]),
+            (2, ["image_encoder.tensor_model_parallel_size=3"]),
         ],
-        [(2, ["image_encoder.tensor_model_parallel_size=2"])],
+        [
+            (2, ["image_encoder.tensor_model_parallel_size=2"]),
+            (2, ["image_encoder.tensor_model_parallel_size=1"]),
+        ],
     ),
     "encoder-sizes": (
         [
@@ -28,7 +43,16 @@ OVERRIDES: OverrideCases = {
                 ],
             ),
         ],
-        [(2, ["image_encoder.num_attention_heads=2"])],
+        [
+            (2, ["image_encoder.num_attention_heads=2"]),
+            (
+                2,
+                [
+                    "image_encoder.num_attention_heads=1",
+                    "image_encoder.tensor_model_parallel_size=1",
+                ],
+            ),
+        ],
     ),
 }
 

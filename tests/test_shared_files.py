@@ -47,7 +47,7 @@ def test_each_file_is_run_by_one_process(tmp_path):
         "LOONGPLUG_TEST_SHARES": str(shares),
         "SAID": str(said),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "shares", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "shared_files", "-p", "no:cacheprovider"]
     running = [
         subprocess.Popen([*command, str(tests)], env=environment, stdout=subprocess.DEVNULL)
         for _ in range(2)

@@ -1,0 +1,106 @@
+"""``loongplug verify``: plan, run twice, compare, report."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loongplug.verify.plan import Plan, Request
+from loongplug.verify.runs import RecordRank, device_of, plan_runs, preload, record
+
+AGREES, DIFFERS, FAILED = 0, 1, 2
+
+
+def verify(
+    request: Request,
+    *,
+    json_path: Path | None = None,
+    keep: Path | None = None,
+    record_layout: RecordRank | None = None,
+) -> int:
+    """Run the command; gives its exit code, :data:`AGREES` or :data:`DIFFERS`.
+
+    ``keep`` is where recordings and logs stay. ``record_layout`` stands in for
+    :func:`loongplug.verify.record.record_run` on the layout's ranks.
+
+    Raises:
+        ValueError: the flags or the options cannot be used.
+        RankError: a run failed otherwise.
+    """
+    with _folder(keep) as folder:
+        console = Console(stderr=True)
+        with console.status("planning") if console.is_terminal else _quiet():
+            preload(device_of(request.flags, folder=folder))
+            plan = plan_runs(request, folder=folder)
+        found, expected = _record(
+            plan, steps=request.steps, folder=folder, console=console, layout=record_layout
+        )
+        from loongplug.verify.compare import compare
+        from loongplug.verify.recording import read_recording
+        from loongplug.verify.report import report, write_json
+
+        comparison = compare(read_recording(found), read_recording(expected))
+        print(report(plan, comparison))
+        if json_path is not None:
+            write_json(json_path, plan, comparison)
+        if keep is not None:
+            print(f"recordings and logs: {keep}")
+    return AGREES if comparison.agrees else DIFFERS
+
+
+def _record(
+    plan: Plan, *, steps: int, folder: Path, console: Console, layout: RecordRank | None
+) -> tuple[Path, Path]:
+    """Both recordings: the layout's first, which is the one that may fail."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,  # its thread would be there when ranks are forked
+        disable=not console.is_terminal,
+        transient=True,
+    ) as progress:
+
+        def run(name: str, flags: tuple[str, ...], ranks: int, rank: RecordRank | None) -> Path:
+            task = progress.add_task(f"{name}, {ranks} rank(s)", total=steps)
+            progress.refresh()
+
+            def on_step() -> None:
+                progress.advance(task)
+                progress.refresh()
+
+            return record(
+                flags,
+                ranks=ranks,
+                device=plan.device,
+                folder=folder / name,
+                on_step=on_step,
+                record_rank=rank,
+            )
+
+        return (
+            run("layout", plan.layout, plan.ranks, layout),
+            run("reference", plan.reference, 1, None),
+        )
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="loongplug-verify-") as name:
+            yield Path(name)
+        return
+    if keep.exists() and any(keep.iterdir()):
+        raise ValueError(f"--keep {keep} is not empty; give a new folder")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    yield

@@ -1,0 +1,259 @@
+"""From the user's command line to the two runs."""
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from loongplug.verify.flags import common_flags, reference_flags
+from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
+
+SCALES = ("tiny",)
+SEED = 1234
+_DEMO_LENGTH, _DEMO_SAMPLES = 80, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Two runs to compare; ``notes`` say where they are other than the user's flags."""
+
+    layout: tuple[str, ...]
+    reference: tuple[str, ...]
+    ranks: int
+    device: str
+    model: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for: training's flags, and the options of the command."""
+
+    flags: tuple[str, ...]
+    scale: str | None = None
+    steps: int = 3
+    ranks: int | None = None
+
+
+def make_plan(request: Request, *, folder: Path) -> Plan:
+    """Check the flags for both runs, and make in ``folder`` what they lack: data, weights.
+
+    Imports Megatron and leaves its traces in the process; no collectives.
+
+    Raises:
+        ValueError: the flags, or the options, cannot be used.
+    """
+    if request.scale not in (None, *SCALES):
+        raise ValueError(f"--scale is {request.scale!r}: expected {' or '.join(SCALES)}")
+    if request.steps < 1:
+        raise ValueError(f"--steps is {request.steps}: expected 1 or more")
+    from loongplug.platform import activate
+    from loongplug.training.flags import requested_device
+
+    device = activate(requested_device(request.flags)).name
+    return _Planner(request, folder=folder, device=device).plan()
+
+
+class _Planner:
+    def __init__(self, request: Request, *, folder: Path, device: str) -> None:
+        self._request = request
+        self._folder = folder
+        self._device = device
+        self._tiny = request.scale == "tiny"
+        self._notes: list[str] = []
+
+    def plan(self) -> Plan:
+        from loongplug.training.flags import read_command_line
+
+        given = read_command_line(self._request.flags)
+        args = given.args
+        _require_comparable(args)
+        flags = common_flags(
+            self._request.flags, steps=self._request.steps, drop_sources=self._tiny
+        )
+        flags += ["--device", self._device]
+        if args.bf16:
+            self._notes.append("fp32 instead of --bf16: rounding must not hide a difference")
+        flags += self._required(args)
+        flags += self._data(args)
+        if self._tiny:
+            flags += self._tiny_model(args, flags)
+        elif args.load:
+            flags += ["--finetune", "--no-load-optim", "--no-load-rng"]
+        ranks = self._ranks(args)
+        flags += self._batch(args, ranks)
+        layout = self._parsed(flags, ranks)
+        batch = layout.args.global_batch_size
+        reference = reference_flags(flags, global_batch_size=batch)
+        if not layout.args.load_hf and not layout.args.load:
+            weights = self._weights(layout)
+            flags += weights
+            reference += weights
+        self._parsed(reference, 1)
+        return Plan(
+            layout=tuple(flags),
+            reference=tuple(reference),
+            ranks=ranks,
+            device=self._device,
+            model=args.model_name or Path(args.config_file).stem,
+            notes=tuple(self._notes),
+        )
+
+    def _required(self, args: Namespace) -> list[str]:
+        """What training asks for and parity does not depend on."""
+        flags = []
+        if args.training_phase is None:
+            flags += ["--training-phase", "sft"]
+        if args.micro_batch_size is None:
+            flags += ["--micro-batch-size", "1"]
+        if args.lr is None:
+            flags += ["--lr", "1e-3"]
+        return flags
+
+    def _data(self, args: Namespace) -> list[str]:
+        """The user's data; at a small scale, the demo's where there are none."""
+        if args.tokenizer_model is not None or not self._tiny:
+            return [] if args.seq_length else ["--seq-length", "1024"]
+        from loongplug.data.demo import make_demo_data
+        from loongplug.data.demo_processor import write_processor
+        from loongplug.training.config import compose_model
+
+        demo = self._folder / "demo"
+        if not demo.is_dir():
+            make_demo_data(demo, train=_DEMO_SAMPLES, test=1)
+            model = compose_model(
+                model_name=args.model_name,
+                config_file=Path(args.config_file) if args.config_file else None,
+                trusted_packages=args.trusted_packages,
+            ).config
+            write_processor(demo / "processor", video_style=model.video_style())
+        self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
+        return [
+            *("--tokenizer-model", str(demo / "processor")),
+            *("--train-data-path", str(demo / "train.jsonl"), "--seq-length", str(_DEMO_LENGTH)),
+        ]
+
+    def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:
+        """Overrides that make the model its small likeness."""
+        from loongplug.training.config import compose_model
+        from loongplug.training.flags import read_command_line
+        from loongplug.training.special_tokens import read_tokenizer
+
+        line = read_command_line(flags)
+        composed = compose_model(
+            model_name=args.model_name,
+            config_file=Path(args.config_file) if args.config_file else None,
+            overrides=line.overrides,
+            trusted_packages=args.trusted_packages,
+        )
+        model, demo = composed.config, args.tokenizer_model is None
+        layout = _layout(args, model)
+        taps = len(getattr(model.image_encoder, "deepstack_layers", ()))
+        stages = tiny_stages(layout, taps=taps)
+        tokenizer = read_tokenizer(Path(line.args.tokenizer_model))
+        sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, demo_patches=demo)
+        overrides = as_overrides(sizes)
+        overrides += [f"model.{name}=null" for name in composed.family.special_tokens]
+        self._notes.append(
+            f"--scale tiny: {stages.layers} decoder layers of {sizes['foundation.hidden_size']} "
+            f"channels, {sizes['image_encoder.num_layers']} encoder layers, random weights"
+        )
+        more: list[str] = []
+        for flag, layers in (
+            ("--decoder-first-pipeline-num-layers", stages.first),
+            ("--decoder-last-pipeline-num-layers", stages.last),
+        ):
+            more += [] if layers is None else [flag, str(layers)]
+        if args.recompute_num_layers:
+            more += ["--recompute-num-layers", "1"]
+        if args.num_layers_per_virtual_pipeline_stage:
+            per_stage = stages.layers // (layout.pp * layout.vpp)
+            more += ["--num-layers-per-virtual-pipeline-stage", str(per_stage)]
+        return [*more, *overrides]
+
+    def _ranks(self, args: Namespace) -> int:
+        """As many as were asked for, else the fewest that the sizes ask for."""
+        least = least_world(args)
+        ranks = self._request.ranks or least
+        if ranks % least:
+            raise ValueError(f"--ranks {ranks}: this layout takes a multiple of {least}")
+        return ranks
+
+    def _batch(self, args: Namespace, ranks: int) -> list[str]:
+        """The global batch; at a small scale, no more of it than fills the pipeline twice."""
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        replicas = max(1, ranks // (tp * pp * args.context_parallel_size))
+        each = args.micro_batch_size or 1
+        enough = up(2 * pp, lcm(pp, tp))
+        given = (args.global_batch_size or 0) // (each * replicas)
+        if given and (not self._tiny or given <= enough):
+            return []
+        if given:
+            self._notes.append(
+                f"{enough} microbatches a replica instead of {given}: enough to fill the "
+                "pipeline twice"
+            )
+        return ["--global-batch-size", str(enough * each * replicas)]
+
+    def _weights(self, layout: Any) -> list[str]:
+        from loongplug.verify.weights import write_random_weights
+
+        folder = self._folder / "weights"
+        if not folder.is_dir():
+            write_random_weights(folder, layout.family.load_hugging_face(layout.model), seed=SEED)
+        return ["--load-hf", str(folder)]
+
+    def _parsed(self, flags: Sequence[str], ranks: int) -> Any:
+        from loongplug.training.arguments import parse_arguments
+
+        before = os.environ.get("WORLD_SIZE")
+        os.environ["WORLD_SIZE"] = str(ranks)
+        try:
+            return parse_arguments(flags)
+        finally:
+            if before is None:
+                del os.environ["WORLD_SIZE"]
+            else:
+                os.environ["WORLD_SIZE"] = before
+
+
+def least_world(args: Namespace) -> int:
+    """The fewest ranks that hold whole replicas of the model and of its experts."""
+    pp = args.pipeline_model_parallel_size
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    expert = args.expert_model_parallel_size * etp
+    return pp * (lcm(dense, expert) if args.expert_model_parallel_size > 1 else dense)
+
+
+def _layout(args: Namespace, model: Any) -> Layout:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    vpp = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage:
+        vpp = model.foundation.num_layers // (pp * args.num_layers_per_virtual_pipeline_stage)
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or tp,
+        encoder_tp=model.image_encoder.tensor_model_parallel_size or tp,
+        first=args.decoder_first_pipeline_num_layers is not None,
+        last=args.decoder_last_pipeline_num_layers is not None,
+    )
+
+
+def _require_comparable(args: Namespace) -> None:
+    """Refuse what no layout computes alike, or what is not measured here."""
+    if args.optimizer != "adam":
+        raise ValueError(f"--optimizer {args.optimizer}: only adam's state is compared")
+    types = args.moe_router_load_balancing_type
+    if "global_aux_loss" in ([types] if isinstance(types, str) else types or ()):
+        raise ValueError(
+            "--moe-router-load-balancing-type global_aux_loss counts over the microbatches that "
+            "run at one time, so that it is another loss with every other number of replicas; "
+            "verify with aux_loss"
+        )

@@ -1,0 +1,205 @@
+"""Ranks as forked processes: what the parent has imported is imported already."""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+GRACE_SECONDS = 5.0  # for the others to end by themselves when a rank has failed
+_POLL_SECONDS = 0.01
+_LOG_LINES = 30
+
+OnEvent = Callable[[str], None]
+
+
+class RankError(RuntimeError):
+    """A rank ended without a result; the message has what it said last."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int
+    folder: Path
+    code: int | None = None  # as os.waitstatus_to_exitcode gives it
+
+    def ended(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid == 0:
+                return False
+            self.code = os.waitstatus_to_exitcode(status)
+        return True
+
+    def report(self) -> dict[str, Any] | None:
+        path = self.folder / f"{self.number}.pickle"
+        return pickle.loads(path.read_bytes()) if path.is_file() else None
+
+    def kill(self) -> None:
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.code = -signal.SIGKILL
+
+
+def run_ranks(
+    function: Callable[[int, OnEvent], Any],
+    world_size: int,
+    *,
+    folder: Path,
+    on_event: OnEvent = lambda line: None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """``[function(rank, tell) for rank in range(world_size)]``, each in a process of its own.
+
+    RANK, LOCAL_RANK and WORLD_SIZE are set there; a process group is the function's to make.
+    ``tell`` hands one line to ``on_event`` here. What a rank prints goes to
+    ``folder/rank_<n>.log``. Results have to be picklable.
+
+    Raises:
+        ValueError: a rank raised one; the user's to mend.
+        RankError: a rank raised something else, died, or ``timeout`` seconds have passed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    ranks: list[_Rank] = []
+    try:
+        for number in range(world_size):
+            (folder / f"{number}.pickle").unlink(missing_ok=True)
+            pid = os.fork()
+            if pid == 0:
+                os.close(reading)
+                _live(function, number, world_size=world_size, folder=folder, events=writing)
+            ranks.append(_Rank(number, pid, folder))
+        _wait(ranks, reading, on_event=on_event, timeout=timeout)
+    finally:
+        os.close(reading)
+        os.close(writing)
+        for rank in ranks:
+            rank.kill()
+    return _results(ranks)
+
+
+def _wait(ranks: list[_Rank], events: int, *, on_event: OnEvent, timeout: float | None) -> None:
+    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    failed = False
+    while True:
+        alive = [rank for rank in ranks if not rank.ended()]
+        for line in _lines(events):
+            on_event(line)
+        if not alive:
+            return
+        if not failed and any(rank.code not in (None, 0) for rank in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _lines(events: int) -> list[str]:
+    """What was told since the last time; lines are short, and so written whole."""
+    try:
+        return os.read(events, 65536).decode().splitlines()
+    except BlockingIOError:
+        return []
+
+
+def _results(ranks: list[_Rank]) -> list[Any]:
+    reports = [rank.report() for rank in ranks]
+    errors = [
+        (report["time"], rank, report)
+        for rank, report in zip(ranks, reports, strict=True)
+        if report is not None and "error" in report
+    ]
+    if errors:
+        # The first to fail is the cause; what the others say is mostly that it is gone.
+        _, rank, report = min(errors, key=lambda each: each[0])
+        if report["user"]:
+            raise ValueError(report["message"])
+        raise RankError(f"rank {rank.number} failed:\n{report['error'].rstrip()}")
+    silent = [rank for rank, report in zip(ranks, reports, strict=True) if report is None]
+    if silent:
+        raise RankError(_silent(silent[0]))
+    return [report["result"] for report in reports if report is not None]
+
+
+def _silent(rank: _Rank) -> str:
+    log = rank.folder / f"rank_{rank.number}.log"
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    said = "\n".join(lines[-_LOG_LINES:])
+    how = "was stopped" if rank.code == -signal.SIGKILL else f"ended with code {rank.code}"
+    return f"rank {rank.number} {how} without a result; it printed last:\n{said}"
+
+
+def _live(
+    function: Callable[[int, OnEvent], Any],
+    rank: int,
+    *,
+    world_size: int,
+    folder: Path,
+    events: int,
+) -> NoReturn:
+    """The life of a rank; it never returns into the code that it was forked from."""
+    code = 1
+    try:
+        _own_process(rank, world_size=world_size, folder=folder)
+        try:
+            result = function(rank, lambda line: _tell(events, line))
+            _leave(folder, rank, {"result": result})
+            code = 0
+        except BaseException as error:
+            _leave(folder, rank, _failure(error))
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _own_process(rank: int, *, world_size: int, folder: Path) -> None:
+    """Its own output and environment; it ends when the parent does."""
+    with suppress(OSError, AttributeError):  # Linux only
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+
+
+def _tell(events: int, line: str) -> None:
+    with suppress(OSError):
+        os.write(events, f"{line}\n".encode())
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    stopped = isinstance(error, SystemExit) and error.code not in (None, 0)
+    return {
+        "error": traceback.format_exc(),
+        "message": str(error),
+        "user": isinstance(error, ValueError) or stopped,
+        "time": time.monotonic(),
+    }
+
+
+def _leave(folder: Path, rank: int, report: dict[str, Any]) -> None:
+    """Write the report whole or not at all."""
+    part = folder / f"{rank}.part"
+    part.write_bytes(pickle.dumps(report))
+    part.rename(folder / f"{rank}.pickle")

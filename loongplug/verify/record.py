@@ -1,0 +1,247 @@
+"""One rank of a recorded run: training as it is, and someone who writes down what it does."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from loongplug.checkpoint.hf_gather import What, WholeTensors
+from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor, TensorFileWriter
+from loongplug.data.microbatch import Microbatch
+from loongplug.models.hf_mapping import Bundle, Mapping
+from loongplug.verify.ranks import OnEvent
+from loongplug.verify.recording import (
+    FIRST_MOMENT,
+    PARAMETERS,
+    ROOM,
+    SECOND_MOMENT,
+    ApartNote,
+    MicrobatchLoss,
+    Recording,
+    Step,
+    TensorNote,
+    gradients_of,
+    tensor_file,
+)
+from loongplug.verify.replicas import digest, replicas_apart
+from loongplug.verify.state import (
+    States,
+    gather_gradient_shards,
+    learning_rate,
+    single_optimizers,
+    whole_states,
+)
+
+_COLLECTIVE_MINUTES = 10.0
+
+
+def record_run(
+    rank: int, tell: OnEvent, *, flags: Sequence[str], folder: Path, device: str
+) -> None:
+    """Train as ``flags`` say and leave the recording in ``folder``. For :func:`run_ranks`.
+
+    ``tell`` gets the number of each step that is done, from rank 0.
+    """
+    from loongplug.platform import activate
+
+    platform = activate(device)
+    if device == "cpu":
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    else:
+        _exact_cuda(rank)
+    dist.init_process_group(
+        platform.backend,
+        init_method=f"file://{folder.resolve()}/store",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=_COLLECTIVE_MINUTES),
+    )
+    from loongplug.training.run import run
+
+    recorder = Recorder(folder, tell=tell)
+    run(flags, watch=recorder)
+    recorder.write()
+    dist.barrier()  # a rank that goes early would take its sockets from those that still talk
+
+
+def _exact_cuda(rank: int) -> None:
+    """fp32 as fp32: no products in TF32."""
+    torch.cuda.set_device(rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+class Recorder:
+    """Looks on while a run trains (see :class:`loongplug.training.run.Watch`).
+
+    Gradients are taken when the optimizer is about to step: reduced, scaled, not yet clipped.
+    Weights are taken at the same time, when every rank has used them. Collective wherever it
+    looks: the default group.
+    """
+
+    def __init__(self, folder: Path, *, tell: OnEvent) -> None:
+        self._folder = folder
+        self._tell = tell
+        self._steps: list[Step] = []
+        self._losses: list[MicrobatchLoss] = []
+        self._start: dict[str, int] = {}
+        self._tensors: dict[str, TensorNote] = {}
+        self._room: dict[Any, Tensor] = {}
+
+    def built(self, chunks: Sequence[nn.Module], optimizer: Any, *, mapping: Mapping) -> None:
+        """Note the weights, and look on at every step of ``optimizer`` from now on."""
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        args = get_args()
+        self._chunks, self._optimizer, self._mapping = chunks, optimizer, mapping
+        self._total = args.train_iters
+        self._batch, self._micro = args.global_batch_size, args.micro_batch_size
+        self._replica = parallel_state.get_data_parallel_rank()
+        self._replicas = parallel_state.get_data_parallel_world_size()
+        self._speaks = parallel_state.get_tensor_model_parallel_rank() == 0
+        for bundle in mapping.bundles():
+            for source in bundle.sources:
+                self._tensors[source.name] = TensorNote(module_of(bundle), source.experts)
+        whole = WholeTensors(chunks, mapping)
+        for _, source, tensor in whole.collect(lambda _: 0):
+            self._start[source.name] = digest(tensor)
+        step = optimizer.step
+        optimizer.step = lambda: self._step(step)
+
+    def loss(self, microbatch: Microbatch, report: tuple[Tensor, Tensor, Any]) -> None:
+        """Note one microbatch; they come in order."""
+        if not self._speaks:
+            return
+        number = len(self._losses) * self._replicas + self._replica
+        assert microbatch.labels is not None, "where there is a loss there are labels"
+        assert microbatch.loss_mask is not None
+        self._losses.append(
+            MicrobatchLoss(
+                first_sample=len(self._steps) * self._batch + number * self._micro,
+                samples=digest(microbatch.labels) ^ digest(microbatch.loss_mask),
+                loss=report[0].item(),
+                tokens=report[1].item(),
+            )
+        )
+
+    def write(self) -> None:
+        """Write what was noted, on rank 0."""
+        if dist.get_rank() == 0:
+            Recording(
+                folder=self._folder,
+                ranks=dist.get_world_size(),
+                steps=tuple(self._steps),
+                tensors=self._tensors,
+                start=self._start,
+            ).write()
+
+    def _step(self, step: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        number = len(self._steps)
+        apart = self._apart("weights", lambda parameter: parameter.data)
+        gather_gradient_shards(self._chunks)
+        apart += self._apart("gradients", _gradient)
+        self._write(gradients_of(number), "grad")
+        rate = learning_rate(self._optimizer)
+        result = step()
+        self._note_room(number + 1)
+        norms = _from_all((float(result[1] or 0.0), self._losses, rate))
+        self._steps.append(
+            Step(
+                learning_rate=max(rate for _, _, rate in norms),
+                gradient_norms=tuple(norm for norm, _, _ in norms),
+                microbatches=tuple(
+                    sorted(
+                        (loss for _, losses, _ in norms for loss in losses),
+                        key=lambda loss: loss.first_sample,
+                    )
+                ),
+                apart=tuple(apart),
+            )
+        )
+        self._losses = []
+        if number + 1 == self._total:
+            self._write_state()
+        if dist.get_rank() == 0:
+            self._tell(str(number + 1))
+        return result
+
+    def _apart(self, what: str, select: Callable[[nn.Parameter], Tensor | None]) -> list[ApartNote]:
+        return [
+            ApartNote(what, each.name, each.ranks, each.error)
+            for each in replicas_apart(self._chunks, self._mapping, select)
+        ]
+
+    def _note_room(self, steps: int) -> None:
+        """Adam divides by the root of its second moment: keep the least that it has been."""
+        for single in single_optimizers(self._optimizer):
+            for group in getattr(single.optimizer, "param_groups", ()):
+                correction = 1.0 - group["betas"][1] ** steps
+                for main in group["params"]:
+                    moment = single.optimizer.state[main]["exp_avg_sq"]
+                    room = (moment / correction).sqrt() + group["eps"]
+                    before = self._room.get(main)
+                    self._room[main] = room if before is None else torch.minimum(before, room)
+
+    def _write_state(self) -> None:
+        kinds: dict[str, Callable[[nn.Parameter, States], Tensor]] = {
+            FIRST_MOMENT: lambda main, state: state["exp_avg"],
+            SECOND_MOMENT: lambda main, state: state["exp_avg_sq"],
+            ROOM: lambda main, state: self._room[main],
+        }
+        for kind, read in kinds.items():
+            self._write(kind, whole_states(self._optimizer, read).get)
+        mains = whole_states(self._optimizer, lambda main, state: main.data)
+        # What is frozen has no main parameter.
+        self._write(PARAMETERS, lambda parameter: mains.get(parameter, parameter.data))
+
+    def _write(self, kind: str, what: What) -> None:
+        whole = WholeTensors(self._chunks, self._mapping, what=what)
+        if dist.get_rank() != 0:
+            for _ in whole.collect(lambda _: 0):
+                pass
+            return
+        planned = tuple(
+            PlannedTensor(source.name, source.shape, whole.dtype(bundle))
+            for bundle in whole.bundles
+            for source in bundle.sources
+        )
+        plan = PlannedFile(tensor_file(kind), planned)
+        with TensorFileWriter(self._folder, plan) as writer:
+            for _, source, tensor in whole.collect(lambda _: 0):
+                writer.add(source.name, tensor)
+
+
+def module_of(bundle: Bundle) -> str:
+    """The row of the report that a parameter belongs to.
+
+    >>> from loongplug.models.hf_mapping import Row, Source
+    >>> module_of(Bundle(Row(("image_encoder.blocks.x",), ()), 0, None))
+    'image_encoder'
+    """
+    name = bundle.row.names[0]
+    module = name.partition(".")[0]
+    if module != "text_decoder":
+        return module
+    if ".embedding." in name:
+        return "text_decoder embeddings"
+    if ".layers." in name:
+        return "text_decoder experts" if bundle.row.experts is not None else "text_decoder layers"
+    return "text_decoder head"
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    return gradient
+
+
+def _from_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

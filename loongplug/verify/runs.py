@@ -1,0 +1,108 @@
+"""The recorded runs of a plan, in forked processes."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from loongplug.verify.plan import Plan, Request
+from loongplug.verify.ranks import OnEvent, run_ranks
+
+RecordRank = Callable[..., None]
+
+
+def preload(device: str) -> None:
+    """Import once what ranks need, where that is safe: on the CPU.
+
+    A process that has touched CUDA cannot fork ranks that use it, so there each rank imports.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if device != "cpu":
+        return
+    import warnings
+
+    import torch
+
+    # Before any parallel region: threads of an OpenMP pool don't survive a fork.
+    torch.set_num_threads(1)
+    from loongplug.platform import activate
+
+    platform = activate("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from loongplug.platform.upstream import apply_upstream_replacements
+
+        apply_upstream_replacements(platform)
+        import loongplug.training.run
+        import loongplug.verify.record  # noqa: F401
+
+
+def device_of(flags: Sequence[str], *, folder: Path) -> str:
+    """The device that ``--device`` stands for, asked in a process of its own: to ask touches CUDA.
+
+    Raises:
+        ValueError: it names no device, or one that is not there.
+    """
+
+    def choose(rank: int, tell: OnEvent) -> str:
+        from loongplug.platform.active import choose_device
+        from loongplug.training.flags import requested_device
+
+        return choose_device(requested_device(flags))
+
+    (device,) = run_ranks(choose, 1, folder=folder / "plan")
+    return str(device)
+
+
+def plan_runs(request: Request, *, folder: Path) -> Plan:
+    """:func:`loongplug.verify.plan.make_plan` in a process of its own, which leaves no trace."""
+    from loongplug.verify.plan import make_plan
+
+    def plan(rank: int, tell: OnEvent) -> Plan:
+        return make_plan(request, folder=folder)
+
+    (made,) = run_ranks(plan, 1, folder=folder / "plan")
+    assert isinstance(made, Plan)
+    return made
+
+
+def record(
+    flags: Sequence[str],
+    *,
+    ranks: int,
+    device: str,
+    folder: Path,
+    on_step: Callable[[], None] = lambda: None,
+    timeout: float | None = None,
+    record_rank: RecordRank | None = None,
+) -> Path:
+    """Run ``flags`` on ``ranks`` forked processes; gives the folder with the recording.
+
+    Raises:
+        ValueError: the flags cannot be used.
+        RankError: a rank failed otherwise.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if record_rank is None:
+        record_rank = _record_rank
+    run_ranks(
+        partial(record_rank, flags=flags, folder=folder, device=device),
+        ranks,
+        folder=folder / "ranks",
+        on_event=lambda line: on_step(),
+        timeout=timeout,
+    )
+    return folder
+
+
+def _record_rank(
+    rank: int, tell: OnEvent, *, flags: Sequence[str], folder: Path, device: str
+) -> None:
+    from loongplug.platform import activate
+
+    activate(device)  # before anything imports Megatron
+    from loongplug.verify.record import record_run
+
+    record_run(rank, tell, flags=flags, folder=folder, device=device)

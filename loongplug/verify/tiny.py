@@ -1,0 +1,162 @@
+"""A model's small likeness: the same modules and layout constraints, a few thousand parameters.
+
+Everything here is a pure function of the model's config and the layout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from loongplug.models.architecture import (
+    TextArchitecture,
+    VisionArchitecture,
+    VisionLanguageArchitecture,
+)
+
+_HEAD = 16  # channels of a head, in both modules
+_HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
+_EXPERTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a layout asks of a model's sizes. ``first`` and ``last`` say that the pipeline's ends
+    have numbers of layers of their own.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    encoder_tp: int = 1
+    first: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How many decoder layers the small likeness has, and its uneven ends have."""
+
+    layers: int
+    first: int | None = None
+    last: int | None = None
+
+
+def tiny_stages(layout: Layout, *, taps: int) -> Stages:
+    """The fewest decoder layers that fill the pipeline and reach beyond the deepstack features.
+
+    Uneven ends hold one layer in each virtual stage, all other stages two.
+    """
+    if layout.first or layout.last:
+        ends = layout.first + layout.last
+        layers = layout.vpp * (ends + 2 * (layout.pp - ends))
+        return Stages(
+            layers=layers,
+            first=layout.vpp if layout.first else None,
+            last=layout.vpp if layout.last else None,
+        )
+    return Stages(layers=up(max(2, taps + 1), layout.pp * layout.vpp))
+
+
+def tiny_sizes(
+    model: VisionLanguageArchitecture,
+    layout: Layout,
+    *,
+    vocabulary: int,
+    demo_patches: bool,
+) -> dict[str, Any]:
+    """Sizes of the likeness by their keys below ``model``.
+
+    ``vocabulary`` is how many ids the tokenizer has; with ``demo_patches``, images come from the
+    demo's processor, whose patches the encoder then takes.
+    """
+    encoder, text = model.image_encoder, model.foundation
+    sizes = {
+        f"image_encoder.{key}": value
+        for key, value in _encoder(encoder, layout, demo_patches=demo_patches).items()
+    }
+    taps = len(getattr(encoder, "deepstack_layers", ()))
+    decoder = _decoder(text, layout) | {
+        "num_layers": tiny_stages(layout, taps=taps).layers,
+        "vocab_size": up(vocabulary, layout.tp),
+    }
+    return sizes | {f"foundation.{key}": value for key, value in decoder.items()}
+
+
+def _encoder(encoder: VisionArchitecture, layout: Layout, *, demo_patches: bool) -> dict[str, Any]:
+    split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
+    heads = up(4, split)
+    sizes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "hidden_size": heads * _HEAD,
+        "ffn_hidden_size": up(_FFN, split),
+        "num_layers": 2,
+    }
+    if demo_patches:
+        sizes |= {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    taps = getattr(encoder, "deepstack_layers", None)
+    if taps is not None:  # the last layer's output is not among them
+        sizes |= {"num_layers": max(2, len(taps) + 1), "deepstack_layers": list(range(len(taps)))}
+    if getattr(encoder, "num_position_embeddings", None) is not None:
+        sizes["num_position_embeddings"] = 64
+    full = getattr(encoder, "full_attention_layers", None)
+    if full is not None:  # windows before each of two full layers, where the model has windows
+        windows = len(full) < encoder.num_layers
+        sizes |= {
+            "num_layers": 4 if windows else 2,
+            "full_attention_layers": [1, 3] if windows else [0, 1],
+            # One merged token wide, so that small images have several.
+            "window_size": sizes.get("patch_size", encoder.patch_size)
+            * sizes.get("spatial_merge_size", encoder.spatial_merge_size),
+        }
+    return sizes
+
+
+def _decoder(text: TextArchitecture, layout: Layout) -> dict[str, Any]:
+    groups = up(2, layout.tp)
+    heads = groups * (2 if text.num_attention_heads > text.num_query_groups else 1)
+    filled = text.num_attention_heads * text.kv_channels == text.hidden_size
+    sizes: dict[str, Any] = {
+        "num_query_groups": groups,
+        "num_attention_heads": heads,
+        "kv_channels": _HEAD,
+        # Some families fix it at what the heads fill; in others the two differ.
+        "hidden_size": heads * _HEAD if filled else up(_HIDDEN, layout.tp),
+        "ffn_hidden_size": up(_FFN, layout.tp),
+        "mrope_section": _sections(text.mrope_section),
+    }
+    experts: int | None = getattr(text, "num_experts", None)
+    if experts is not None:
+        per_token: int = text.experts_per_token  # type: ignore[attr-defined]
+        width = up(_EXPERT_FFN, layout.etp)
+        while sizes["hidden_size"] in (width, 2 * width):  # square, transformers cannot turn them
+            width += layout.etp
+        sizes |= {
+            "num_experts": up(min(experts, _EXPERTS), layout.ep),
+            "experts_per_token": min(per_token, 2),
+            "expert_ffn_hidden_size": width,
+        }
+    return sizes
+
+
+def _sections(sections: tuple[int, int, int]) -> list[int]:
+    """The rotary sections in the same proportions, over half of a head's channels."""
+    pairs, total = _HEAD // 2, sum(sections)
+    height, width = (section * pairs // total for section in sections[1:])
+    return [pairs - height - width, height, width]
+
+
+def up(number: int, divisor: int) -> int:
+    """The first multiple of ``divisor`` that is not below ``number``.
+
+    >>> up(7, 4), up(8, 4)
+    (8, 8)
+    """
+    return -(-number // divisor) * divisor
+
+
+def as_overrides(sizes: Mapping[str, Any]) -> list[str]:
+    """The sizes as overrides of a command line."""
+    return [f"model.{key}={str(value).replace(' ', '')}" for key, value in sizes.items()]

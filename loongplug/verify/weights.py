@@ -1,0 +1,50 @@
+"""A Hugging Face folder of random weights in which a wrong slice shows."""
+
+import zlib
+from math import prod, sqrt
+from pathlib import Path
+
+import torch
+
+from loongplug.checkpoint.tensor_files import (
+    PlannedTensor,
+    TensorFileWriter,
+    plan_files,
+    write_index,
+)
+from loongplug.models.hf_mapping import Source
+from loongplug.models.hf_model import HuggingFaceModel, hf_config
+
+_SPREAD = 0.1  # of norms around 1, and of biases around 0
+_MAX_FILE_BYTES = 5 * 1024**3
+
+
+def write_random_weights(folder: Path, model: HuggingFaceModel, *, seed: int) -> None:
+    """Write fp32 weights and ``config.json``; the same seed gives the same weights.
+
+    No tensor is left at 0 or 1, where a swapped or doubled slice would not show.
+    """
+    folder.mkdir(parents=True)
+    hf_config(model).save_pretrained(folder)
+    files = plan_files(
+        [
+            [PlannedTensor(source.name, source.shape, torch.float32) for source in bundle.sources]
+            for bundle in model.mapping.bundles()
+        ],
+        max_bytes=_MAX_FILE_BYTES,
+    )
+    sources = {s.name: s for bundle in model.mapping.bundles() for s in bundle.sources}
+    for file in files:
+        with TensorFileWriter(folder, file) as writer:
+            for tensor in file.tensors:
+                writer.add(tensor.name, random_tensor(sources[tensor.name], seed=seed))
+    write_index(folder, files)
+
+
+def random_tensor(source: Source, *, seed: int) -> torch.Tensor:
+    """A tensor that depends on its name and the seed only."""
+    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(source.name.encode()))
+    values = torch.randn(source.shape, generator=generator)
+    if len(source.matrix) == 1:
+        return _SPREAD * values + (0.0 if source.name.endswith("bias") else 1.0)
+    return values / sqrt(prod(source.matrix[1:]))

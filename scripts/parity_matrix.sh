@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Every cell of the parity matrix against a single rank, and docs/parity.md. What was run before
+# stays in runs/parity: an interrupted run goes on, and only changed code is run anew.
+#   ./scripts/parity_matrix.sh [--json FILE] [--sample N [--seed S]]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+loongplug_environment demo
+cd "$ROOT"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec python -m loongplug.verify.matrix "$@"

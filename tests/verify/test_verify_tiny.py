@@ -1,0 +1,107 @@
+"""A model's small likeness keeps the model's structure and divides by the layout."""
+
+import dataclasses
+import functools
+from argparse import Namespace
+
+import pytest
+
+from loongplug.models.hf_model import hf_config
+from loongplug.training import expert_checks, model_checks
+from loongplug.training.config import available_models, compose_model
+from loongplug.training.sizes import with_placeholder_ids
+from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
+
+pytestmark = pytest.mark.quick
+
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2, encoder_tp=1),
+    Layout(tp=4, pp=2, encoder_tp=2),
+    Layout(tp=8, pp=4, vpp=2, encoder_tp=8, etp=8),
+    Layout(tp=1, pp=4, ep=4),
+    Layout(tp=2, ep=16, etp=2, encoder_tp=2),
+    Layout(tp=3, pp=3, etp=3, encoder_tp=3),
+)
+
+
+@functools.cache
+def composed(name):
+    return compose_model(model_name=name)
+
+
+def likeness(name, layout):
+    """The model with its small sizes, as the overrides would give it."""
+    model = with_placeholder_ids(composed(name))
+    parts = {"image_encoder": {}, "foundation": {}}
+    for key, value in tiny_sizes(model, layout, vocabulary=101, demo_patches=False).items():
+        part, _, field = key.partition(".")
+        parts[part][field] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(
+        model,
+        **{
+            part: dataclasses.replace(getattr(model, part), **sizes)
+            for part, sizes in parts.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", available_models())
+def test_the_start_up_rules_have_nothing_against_it(name, layout):
+    model = likeness(name, layout)
+    family = composed(name).family
+    args = Namespace(
+        **{key: argument.value for key, argument in family.megatron_arguments(model).items()}
+    )
+    args.tensor_model_parallel_size = layout.tp
+    args.pipeline_model_parallel_size = layout.pp
+    args.expert_model_parallel_size = layout.ep if args.num_experts else 1
+    args.expert_tensor_parallel_size = layout.etp if args.num_experts else None
+    args.padded_vocab_size = model.foundation.vocab_size
+    for check in (
+        *(model_checks.decoder_heads, model_checks.decoder_ffn, model_checks.vocabulary),
+        *(model_checks.encoder_sizes, model_checks.positive_sizes, model_checks.query_groups),
+        *(model_checks.encoder_shape, model_checks.deepstack, model_checks.windows),
+        *(model_checks.mrope, expert_checks.experts_divide, expert_checks.expert_width),
+        expert_checks.experts_per_token,
+    ):
+        assert check(args, model) is None, check.__name__
+    assert model.image_encoder.num_attention_heads % layout.encoder_tp == 0
+    assert model.foundation.num_layers % (layout.pp * layout.vpp) == 0
+    hf_config(family.load_hugging_face(model))  # exchangeable, so that weights can be loaded
+
+
+@pytest.mark.parametrize("name", available_models())
+def test_the_structure_stays(name):
+    whole, small = composed(name).config, likeness(name, Layout(tp=2))
+    assert small.foundation.tie_word_embeddings == whole.foundation.tie_word_embeddings
+    encoder, likewise = whole.image_encoder, small.image_encoder
+    if hasattr(encoder, "deepstack_layers"):
+        assert len(likewise.deepstack_layers) == len(encoder.deepstack_layers)
+        assert max(likewise.deepstack_layers) < likewise.num_layers - 1
+        assert small.foundation.num_layers > len(likewise.deepstack_layers)
+    if hasattr(encoder, "full_attention_layers"):
+        assert 0 < len(likewise.full_attention_layers) < likewise.num_layers
+    grouped = whole.foundation.num_attention_heads > whole.foundation.num_query_groups
+    text = small.foundation
+    assert (text.num_attention_heads > text.num_query_groups) == grouped
+    assert hasattr(text, "num_experts") == hasattr(whole.foundation, "num_experts")
+
+
+def test_uneven_ends_have_fewer_layers_than_the_others():
+    stages = tiny_stages(Layout(pp=4, vpp=2, first=True, last=True), taps=0)
+    assert (stages.layers, stages.first, stages.last) == (12, 2, 2)
+    stages = tiny_stages(Layout(pp=2, first=True), taps=3)
+    assert (stages.layers, stages.first, stages.last) == (3, 1, None)
+
+
+def test_overrides_have_no_spaces():
+    assert as_overrides({"image_encoder.deepstack_layers": [0, 1]}) == [
+        "model.image_encoder.deepstack_layers=[0,1]"
+    ]
+
+
+@pytest.mark.parametrize(("number", "divisor", "expected"), [(1, 4, 4), (4, 4, 4), (5, 4, 8)])
+def test_up(number, divisor, expected):
+    assert up(number, divisor) == expected

@@ -1,0 +1,68 @@
+"""Plans and recordings for the tests of ``loongplug verify``, made once each."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from loongplug.verify.compare import Comparison, compare
+from loongplug.verify.plan import Plan, Request
+from loongplug.verify.recording import read_recording
+from loongplug.verify.runs import plan_runs, record
+
+Mutation = Callable[[int], None]  # called in each rank before it trains, with its number
+
+TINY = ("--device", "cpu", "--model-name", "qwen3_vl_tiny")
+TIED = "model.foundation.tie_word_embeddings=true"
+
+
+def made_plan(folder: Path, demo: Path, *flags: str, steps: int = 2, **options: Any) -> Plan:
+    """A plan on the tests' demo data; its files lie in ``folder``."""
+    data = folder / "demo"
+    if not data.is_dir():
+        shutil.copytree(demo, data)
+    request = Request(flags=(*TINY, *flags), scale="tiny", steps=steps, **options)
+    return plan_runs(request, folder=folder)
+
+
+class Pair:
+    """A plan, and its single rank's recording, which serves any number of layout runs."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan = plan
+        self._folder = folder
+        self._reference = record(plan.reference, ranks=1, device="cpu", folder=folder / "reference")
+
+    def compared(
+        self, mutation: Mutation | None = None, *, more: tuple[str, ...] = ()
+    ) -> Comparison:
+        """The layout, mutated, against the single rank."""
+        found = record(
+            (*self.plan.layout, *more),
+            ranks=self.plan.ranks,
+            device="cpu",
+            folder=self._folder / "layout",
+            timeout=120.0,
+            record_rank=None if mutation is None else partial(mutated, mutation=mutation),
+        )
+        return compare(read_recording(found), read_recording(self._reference))
+
+
+def mutated(rank: int, tell: Callable[[str], None], *, mutation: Mutation, **kwargs: Any) -> None:
+    """A rank of a recorded run after ``mutation`` has changed what it runs."""
+    from loongplug.verify.record import record_run
+
+    mutation(rank)
+    record_run(rank, tell, **kwargs)
+
+
+def failing(comparison: Comparison, what: str) -> set[str]:
+    """The modules in which some tensor fails by one measure."""
+    return {each.module for each in comparison.tensors if each.what == what and each.fails}
+
+
+def with_flags(plan: Plan, *flags: str) -> Plan:
+    """The same plan with more flags for the layout."""
+    return replace(plan, layout=(*plan.layout, *flags))
