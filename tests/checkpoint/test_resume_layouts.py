@@ -1,4 +1,8 @@
-"""A checkpoint resumed in another layout has the same weights and optimizer state, bit by bit."""
+"""A checkpoint resumed in another layout has the same weights and optimizer state, bit by bit.
+
+Each layout is visited with each kind of optimizer and of experts where it could matter, but not in
+each combination with precision: what a journey leaves out, another one of its kind has.
+"""
 
 from dataclasses import dataclass
 
@@ -43,7 +47,6 @@ JOURNEYS = {
         layouts=(
             "tp2-pp2",
             "single",
-            "dp2",
             "pp2-vpp2",
             "tp4-encoder1",
             "tp4",
@@ -63,12 +66,12 @@ JOURNEYS = {
         ),
     ),
     "plain": Journey(
-        layouts=("tp2-pp2-encoder1", "single", "tp4-encoder2", "pp2-vpp2", "tp4", "dp2"),
+        layouts=("tp2-pp2-encoder1", "tp4-encoder2", "pp2-vpp2", "dp2"),
         flags=MODEL,
     ),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
     "experts-distributed": Journey(
-        layouts=("ep2", "single", "ep2-tp2", "ep4-pp2"),
+        layouts=("ep2", "ep2-tp2", "ep4-pp2"),
         flags=("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer"),
     ),
     "experts-plain": Journey(
@@ -93,10 +96,12 @@ def test_another_layout_has_the_same_state(run_flags, tmp_path, name):
         ranks, layout_flags = LAYOUTS[layout]
         folder = tmp_path / layout
         load = ("--load", str(previous)) if previous else ()
+        is_last = layout == journey.layouts[-1]
+        save = () if is_last else ("--save", str(folder / "checkpoints"))
         found_steps = run_ranks(
             run_and_keep_state,
             ranks,
-            flags=[*flags, *layout_flags, *load, "--save", str(folder / "checkpoints")],
+            flags=[*flags, *layout_flags, *load, *save],
             folder=folder,
             timeout=120.0,
         )
