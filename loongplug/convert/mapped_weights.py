@@ -31,13 +31,14 @@ class _Part:
         """Have the system read the bytes ahead; page by page as they are touched is slower."""
         if not hasattr(os, "posix_fadvise"):
             return
-        saved = self.saved
         last = sum(
-            (size - 1) * stride for size, stride in zip(saved.shape, saved.stride(), strict=True)
+            (size - 1) * step
+            for size, step in zip(self.saved.shape, self.saved.stride(), strict=True)
         )
+        start, length = int(self.saved.storage_offset()), int(last) + 1
         descriptor = os.open(self.file, os.O_RDONLY)
         try:
-            os.posix_fadvise(descriptor, saved.storage_offset(), last + 1, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 
