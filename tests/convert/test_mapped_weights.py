@@ -1,5 +1,6 @@
 """Parameters that stay in a checkpoint's files: which ones, and that every bit is the right one."""
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,23 @@ def test_halves_of_a_layer_are_put_together(tmp_path):
     assert weights(second) is weights(second)  # its two halves are asked for one after the other
     assert torch.equal(weights(first), layers[0])
     assert torch.equal(weights(second), layers[1])
+
+
+def test_what_is_needed_is_read_ahead(tmp_path, monkeypatch):
+    """Of the file, from the first byte that is needed to the last."""
+    weights = write(tmp_path, {(0, 0): WHOLE})
+    parameter = empty(4, 2)
+    assert weights.add(parameter, [needed(parameter.data, at=(4, 3), of=(12, 6))])
+    asked: list[bytes] = []
+
+    def advise(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append(os.pread(descriptor, length, start))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    weights(parameter)
+    values = WHOLE.flatten()[4 * 6 + 3 : 7 * 6 + 5]
+    assert asked == [values.view(torch.uint8).numpy().tobytes()]
 
 
 def test_a_place_that_stands_the_other_way_round(tmp_path):
