@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
 
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.stepped import Schedule, stepped
 from loongplug.hetero.timing import Timing
+from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.module_state import ModuleState
@@ -80,8 +80,8 @@ class Engine:
 
         return get_forward_backward_func
 
-    def attach(self, chunk: nn.Module) -> None:
-        """Have a chunk ask this engine for features; a MultimodalModel."""
+    def attach(self, chunk: MultimodalModel) -> None:
+        """Have a chunk ask this engine for features."""
         chunk.feature_source = self.timing()
 
     def timing(self) -> Timing | None:
@@ -130,8 +130,7 @@ class Engine:
             (
                 each
                 for each in (groups.tp, state.groups.tp)
-                if mine
-                and tuple(dist.get_process_group_ranks(each)) == placement.groups[mine[0]]
+                if mine and tuple(dist.get_process_group_ranks(each)) == placement.groups[mine[0]]
             ),
             None,
         )

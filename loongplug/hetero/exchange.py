@@ -95,10 +95,7 @@ class Exchange:
         with self._recorder.span("exchange", "units", bytes=nbytes):
             dist.all_to_all_single(rows, torch.cat([empty, *out]), received, sent, self._group)
         arrived = [
-            each.unit
-            for rank in self._ranks
-            for each in due
-            if each.source == rank != self._rank
+            each.unit for rank in self._ranks for each in due if each.source == rank != self._rank
         ]
         parts = rows.split([units.tokens[unit] for unit in arrived]) if arrived else ()
         return kept | dict(zip(arrived, parts, strict=True))

@@ -52,7 +52,9 @@ class GroupAhead:
         self._microbatches: Sequence[Microbatch] = ()
         self._groups: dict[int, _Group] = {}
 
-    def begin(self, chunk: nn.Module, microbatches: Sequence[Microbatch], *, training: bool) -> None:
+    def begin(
+        self, chunk: nn.Module, microbatches: Sequence[Microbatch], *, training: bool
+    ) -> None:
         """Only notes what will be needed."""
         if self._mine is None:
             return

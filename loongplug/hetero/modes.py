@@ -27,12 +27,8 @@ class Mode:
 
 
 UNIFORM = Mode(name="uniform", place=together)
-ENCODER_HETERO_DP = Mode(
-    name="heterogeneous DP", place=in_turn, timing=GroupAhead, encoder_tp=1
-)
-FULL_HETERO_DP = Mode(
-    name="full separation", place=on_all_ranks, timing=ThreePhases, encoder_tp=1
-)
+ENCODER_HETERO_DP = Mode(name="heterogeneous DP", place=in_turn, timing=GroupAhead, encoder_tp=1)
+FULL_HETERO_DP = Mode(name="full separation", place=on_all_ranks, timing=ThreePhases, encoder_tp=1)
 
 
 def mode_of(args: Namespace) -> Mode:

@@ -69,7 +69,9 @@ class ThreePhases:
                 self._arrived.gradients(), self._units
             )
             self._arrived = None  # the features are not needed any more
-            pending = [(self._payloads.pop(unit), gradients.pop(unit)) for unit in sorted(gradients)]
+            pending = [
+                (self._payloads.pop(unit), gradients.pop(unit)) for unit in sorted(gradients)
+            ]
             if self._padding is not None:
                 pending.append((self._padding, torch.zeros_like(self._padding)))
             while pending:

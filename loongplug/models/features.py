@@ -24,7 +24,6 @@ class VisionFeatures:
             embeddings=self.embeddings[:0], deepstack=tuple(each[:0] for each in self.deepstack)
         )
 
-
     def packed(self) -> Tensor:
         """All of a token side by side, as it travels, [tokens, (1 + deepstack) * hidden]."""
         return torch.cat([self.embeddings, *self.deepstack], dim=1)

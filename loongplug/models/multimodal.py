@@ -17,8 +17,8 @@ class MultimodalModel(MegatronModule):
     """One pipeline stage (or virtual chunk) of a multimodal model.
 
     The first stage has the encoder and the projector beside its decoder layers; other stages have
-    them in the modes in which all ranks encode, else decoder layers only. What Megatron's training loop asks of a language model is answered by
-    the decoder.
+    them in the modes in which all ranks encode, else decoder layers only. What Megatron's training
+    loop asks of a language model is answered by the decoder.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class MultimodalModel(MegatronModule):
     def encode(self, vision: VisionInput | None) -> VisionFeatures:
         """Vision features of one unit; the encoder's tensor parallel group enters together.
 
-        A unit without images, or None, runs through the encoder like any other, as a blank image whose
-        features are dropped: its parameters then have a (zero) gradient in every microbatch, which
-        the overlapped gradient reduction counts on.
+        A unit without images, or None, runs through the encoder like any other, as a blank image
+        whose features are dropped: its parameters then have a (zero) gradient in every microbatch,
+        which the overlapped gradient reduction counts on.
         """
         assert self.image_encoder is not None
         assert self.image_projector is not None

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
+from loongplug.hetero.modes import UNIFORM, mode_of
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.training.rules.rule import Rule
 
@@ -18,8 +19,8 @@ def encoder_tp(args: Namespace, model: Any) -> int | None:
     """The encoder's tensor parallel size; None for a model without an encoder."""
     if not isinstance(model, VisionLanguageArchitecture):
         return None
-    own = model.image_encoder.tensor_model_parallel_size
-    return args.tensor_model_parallel_size if own is None else own
+    own: int | None = model.image_encoder.tensor_model_parallel_size
+    return own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
 
 
 def encoder_layout(args: Namespace, model: Any) -> str | None:
@@ -35,7 +36,8 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
 
 def encoder_state(args: Namespace, model: Any) -> str | None:
     """An encoder with a layout of its own meets no flag that knows one layout only."""
-    if encoder_tp(args, model) in (None, args.tensor_model_parallel_size):
+    own = encoder_tp(args, model) not in (None, args.tensor_model_parallel_size)
+    if not own and mode_of(args) is UNIFORM:
         return None
     given = [
         f"--{name.replace('_', '-')}"
@@ -64,14 +66,10 @@ def encoder_sizes(args: Namespace, model: Any) -> str | None:
     return "; ".join(problems) or None
 
 
-def encoder_hetero_dp(args: Namespace, model: Any) -> str | None:
-    """No heterogeneous data parallelism of the encoder."""
-    return "--enable-encoder-hetero-dp" if args.enable_encoder_hetero_dp else None
-
-
-def full_hetero_dp(args: Namespace, model: Any) -> str | None:
-    """No encoder phase of its own."""
-    return "--enable-full-hetero-dp" if args.enable_full_hetero_dp else None
+def one_mode(args: Namespace, model: Any) -> str | None:
+    """Not two modes at once."""
+    both = args.enable_encoder_hetero_dp and args.enable_full_hetero_dp
+    return "--enable-encoder-hetero-dp with --enable-full-hetero-dp" if both else None
 
 
 RULES: tuple[Rule, ...] = (
@@ -99,17 +97,10 @@ RULES: tuple[Rule, ...] = (
         cure="choose another model.image_encoder.tensor_model_parallel_size",
     ),
     Rule(
-        name="encoder-hetero-dp",
-        refuses="`--enable-encoder-hetero-dp`",
-        check=encoder_hetero_dp,
-        reason="heterogeneous data parallelism of the encoder is not there yet",
-        cure="drop the flag: the encoder then runs in the first stage's tensor parallel group",
-    ),
-    Rule(
-        name="full-hetero-dp",
-        refuses="`--enable-full-hetero-dp`",
-        check=full_hetero_dp,
-        reason="full separation of encoder and decoder is not there yet",
-        cure="drop the flag: the encoder then runs in the first stage's tensor parallel group",
+        name="one-mode",
+        refuses="`--enable-encoder-hetero-dp` with `--enable-full-hetero-dp`",
+        check=one_mode,
+        reason="they are two ways to spread the same work",
+        cure="drop one; full separation is the faster one with a pipeline",
     ),
 )

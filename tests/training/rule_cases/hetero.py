@@ -3,8 +3,10 @@
 from rule_cases.kinds import TP, Cases, OverrideCases
 
 CASES: Cases = {
-    "encoder-hetero-dp": ([{"enable_encoder_hetero_dp": True}], []),
-    "full-hetero-dp": ([{"enable_full_hetero_dp": True}], []),
+    "one-mode": (
+        [{"enable_encoder_hetero_dp": True, "enable_full_hetero_dp": True}],
+        [{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}],
+    ),
 }
 
 OWN_LAYOUT: Cases = {
