@@ -43,6 +43,7 @@ class ThreePhases:
             chunk, "image_encoder", return_model_obj=True
         )
         encoder = self._encoder = EncoderOfStep(chunk, model, training=training)
+        encoder.runs_apart()
         units = self._units = units_of(
             microbatches, self._placement, model=model, patches_per_token=self._block
         )

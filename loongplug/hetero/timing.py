@@ -13,6 +13,9 @@ from loongplug.models.features import FeatureSource, VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 
 
+_PART = "image_encoder"  # of a chunk's data parallel wrapper
+
+
 class Timing(FeatureSource, Protocol):
     """What a step's schedule is wrapped in, and what the decoder asks for features meanwhile."""
 
@@ -40,6 +43,10 @@ class EncoderOfStep:
             parameter.requires_grad for module in modules for parameter in module.parameters()
         )
 
+    def runs_apart(self) -> None:
+        """The schedule has nothing to gather or reduce for it."""
+        self._chunk.run_apart.add(_PART)
+
     def payload(self, microbatch: Microbatch | None) -> Tensor:
         """A unit's features as they travel, [tokens, width]; None stands for no images at all."""
         vision = None if microbatch is None else microbatch.vision
@@ -52,7 +59,7 @@ class EncoderOfStep:
         if not more:
             payload.backward(gradient)
             return
-        with self._chunk.parts["image_encoder"].no_sync():
+        with self._chunk.parts[_PART].no_sync():
             payload.backward(gradient)
 
 

@@ -60,7 +60,10 @@ class ModuleDataParallel(DistributedDataParallel):
             for part in self.parts.values()
             for parameter, group in part.param_to_bucket_group.items()
         }
-        self.overlap_param_gather_with_optimizer_step = False
+        # Parts that run outside of the schedule, which so cannot tell when their parameters are
+        # needed and their gradients made: each module waits for the ones, the last of the
+        # others starts the reduction.
+        self.run_apart: set[str] = set()
 
     def _all(self, name: str) -> list[Any]:
         return [each for part in self.parts.values() for each in getattr(part, name)]
@@ -74,6 +77,20 @@ class ModuleDataParallel(DistributedDataParallel):
     def force_all_reduce(self, force: bool) -> None:
         for part in self.parts.values():
             part.force_all_reduce = force
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reduction of the gradients that the schedule has made."""
+        for name, part in self.parts.items():
+            if name not in self.run_apart:
+                part.start_grad_sync()
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Start gathering what the schedule needs; with ``force_sync`` gather all, now."""
+        for name, part in self.parts.items():
+            if force_sync or name not in self.run_apart:
+                part.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def enable_forward_pre_hook(self) -> None:
         """Wait for each module's parameters before its forward, for all parts."""
