@@ -12,7 +12,6 @@ from loongplug.hetero.placement import Placement
 from loongplug.models.features import FeatureSource, VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 
-
 _PART = "image_encoder"  # of a chunk's data parallel wrapper
 
 
