@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loongplug.verify.cells import Cell, all_cells, sample
+from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.runs import preload, record
 
@@ -119,7 +120,7 @@ class Matrix:
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
             *("--seq-length", str(_LENGTH), "--micro-batch-size", "1"),
             *("--global-batch-size", str(_BATCH), "--train-iters", str(STEPS)),
-            *("--lr", "1e-3", "--lr-decay-style", "constant", "--log-interval", "1"),
+            *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled"),
         ]
 
@@ -158,7 +159,6 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     from loongplug.data.demo_processor import write_processor
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.plan import SEED
     from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes
     from loongplug.verify.weights import write_random_weights
 

@@ -13,6 +13,8 @@ from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages,
 
 SCALES = ("tiny",)
 SEED = 1234
+# Rounding moves parameters apart in steps of the rate (see docs/verify.md): a small one.
+LEARNING_RATE = 1e-4
 _DEMO_LENGTH, _DEMO_SAMPLES = 80, 64
 
 
@@ -110,7 +112,7 @@ class _Planner:
         if args.micro_batch_size is None:
             flags += ["--micro-batch-size", "1"]
         if args.lr is None:
-            flags += ["--lr", "1e-3"]
+            flags += ["--lr", str(LEARNING_RATE)]
         return flags
 
     def _data(self, args: Namespace) -> list[str]:
