@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loongplug.verify.cells import Cell, all_cells, sample
+from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
+from loongplug.verify.results import Result, as_result, outcome
 from loongplug.verify.runs import preload, record
 
 STEPS = 2
 _BATCH, _LENGTH, _SAMPLES = 8, 80, 64
 _SECONDS = 300.0  # for one run
 _LARGEST = 4  # any size of the axes divides it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What one cell came to: figures, or why there are none."""
-
-    cell: Cell
-    agrees: bool = False
-    gradients: float | None = None
-    gradient_norm: float | None = None
-    loss: float | None = None
-    parameters: float | None = None
-    refused: str | None = None  # by the start-up rules
-    failed: str | None = None
-    seconds: float = 0.0
 
 
 class Matrix:
@@ -119,7 +106,7 @@ class Matrix:
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
             *("--seq-length", str(_LENGTH), "--micro-batch-size", "1"),
             *("--global-batch-size", str(_BATCH), "--train-iters", str(STEPS)),
-            *("--lr", "1e-3", "--lr-decay-style", "constant", "--log-interval", "1"),
+            *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled"),
         ]
 
@@ -158,7 +145,6 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     from loongplug.data.demo_processor import write_processor
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.plan import SEED
     from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes
     from loongplug.verify.weights import write_random_weights
 
@@ -196,11 +182,6 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def as_result(line: dict[str, Any]) -> Result:
-    """A result as :class:`Matrix` keeps it."""
-    return Result(**line | {"cell": Cell(**line["cell"])})
-
-
 def run_cells(cells: Sequence[Cell], *, folder: Path, console: Console) -> list[Result]:
     """Results of all cells, run now or before."""
     matrix = Matrix(folder)
@@ -226,15 +207,6 @@ def run_cells(cells: Sequence[Cell], *, folder: Path, console: Console) -> list[
             progress.advance(task)
             progress.refresh()
     return results
-
-
-def outcome(result: Result) -> str:
-    """One word or a figure more."""
-    if result.refused is not None:
-        return "refused"
-    if result.failed is not None:
-        return f"failed: {result.failed.strip().splitlines()[-1]}"
-    return f"{'agrees' if result.agrees else 'differs'} ({result.gradients:.1e})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,10 @@
 """``docs/parity.md``, made of the matrix's results."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from loongplug.verify.cells import MOST_RANKS
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
-
-if TYPE_CHECKING:
-    from loongplug.verify.matrix import Result
+from loongplug.verify.results import Result
 
 _HEAD = (
     *("encoder TP", "TP", "PP", "VPP", "DP", "EP", "SP", "recompute", "tied", "optimizer"),
@@ -15,7 +12,7 @@ _HEAD = (
 )
 
 
-def page(results: Sequence["Result"], *, whole: int) -> str:
+def page(results: Sequence[Result], *, whole: int) -> str:
     """The page for ``results``, of a matrix of ``whole`` cells."""
     ran = [result for result in results if result.refused is None]
     agree = sum(result.agrees for result in ran)
@@ -39,18 +36,20 @@ def page(results: Sequence["Result"], *, whole: int) -> str:
     ]
     for model in dict.fromkeys(result.cell.model for result in results):
         mine = [result for result in results if result.cell.model == model]
-        lines += ["", f"## {model}", "", *_summary(mine), "", *_table(mine)]
+        lines += ["", f"## {model}", "", *_summary(mine), *_table(mine)]
     return "\n".join(lines) + "\n"
 
 
-def _summary(results: Sequence["Result"]) -> Iterable[str]:
-    for name in ("gradients", "gradient_norm"):
-        values = [value for each in results if (value := getattr(each, name)) is not None]
-        if values:
-            yield f"- largest error of the {name.replace('_', ' ')}: {max(values):.1e}"
+def _summary(results: Sequence[Result]) -> Iterable[str]:
+    ran = [each for each in results if each.gradients is not None]
+    if ran:
+        gradients = max(each.gradients or 0.0 for each in ran)
+        norm = max(each.gradient_norm or 0.0 for each in ran)
+        yield f"Largest error of any gradient {gradients:.1e}, of a gradient norm {norm:.1e}."
+        yield ""
 
 
-def _table(results: Sequence["Result"]) -> Iterable[str]:
+def _table(results: Sequence[Result]) -> Iterable[str]:
     yield _line(_HEAD)
     yield _line(["---:"] * 6 + ["---"] * 4 + ["---:"] * 4 + ["---"])
     for each in sorted(results, key=lambda result: result.cell):
@@ -71,7 +70,7 @@ def _table(results: Sequence["Result"]) -> Iterable[str]:
         )
 
 
-def _verdict(result: "Result") -> str:
+def _verdict(result: Result) -> str:
     if result.refused is not None:
         return "refused"
     if result.failed is not None:

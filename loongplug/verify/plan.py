@@ -13,7 +13,10 @@ from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages,
 
 SCALES = ("tiny",)
 SEED = 1234
+# Rounding moves parameters apart in steps of the rate (see docs/verify.md): a small one.
+LEARNING_RATE = 1e-4
 _DEMO_LENGTH, _DEMO_SAMPLES = 80, 64
+_DATA = frozenset(("data_path", "train_data_path", "media_root", "seq_length"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class _Planner:
         self._notes: list[str] = []
 
     def plan(self) -> Plan:
-        from loongplug.training.flags import read_command_line
+        from loongplug.training.flags import read_command_line, without_flags
 
         given = read_command_line(self._request.flags)
         args = given.args
@@ -78,7 +81,10 @@ class _Planner:
         if args.bf16:
             self._notes.append("fp32 instead of --bf16: rounding must not hide a difference")
         flags += self._required(args)
-        flags += self._data(args)
+        if self._tiny and args.tokenizer_model is None:
+            flags = without_flags(flags, _DATA) + self._demo(args)
+        elif args.seq_length is None:
+            flags += ["--seq-length", "1024"]
         if self._tiny:
             flags += self._tiny_model(args, flags)
         elif args.load:
@@ -110,13 +116,11 @@ class _Planner:
         if args.micro_batch_size is None:
             flags += ["--micro-batch-size", "1"]
         if args.lr is None:
-            flags += ["--lr", "1e-3"]
+            flags += ["--lr", str(LEARNING_RATE)]
         return flags
 
-    def _data(self, args: Namespace) -> list[str]:
-        """The user's data; at a small scale, the demo's where there are none."""
-        if args.tokenizer_model is not None or not self._tiny:
-            return [] if args.seq_length else ["--seq-length", "1024"]
+    def _demo(self, args: Namespace) -> list[str]:
+        """The demo's data and tokenizer, where the user names no tokenizer."""
         from loongplug.data.demo import make_demo_data
         from loongplug.data.demo_processor import write_processor
         from loongplug.training.config import compose_model
@@ -131,9 +135,10 @@ class _Planner:
             ).config
             write_processor(demo / "processor", video_style=model.video_style())
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
+        length = up(_DEMO_LENGTH, args.tensor_model_parallel_size)
         return [
             *("--tokenizer-model", str(demo / "processor")),
-            *("--train-data-path", str(demo / "train.jsonl"), "--seq-length", str(_DEMO_LENGTH)),
+            *("--train-data-path", str(demo / "train.jsonl"), "--seq-length", str(length)),
         ]
 
     def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:
@@ -177,8 +182,8 @@ class _Planner:
     def _ranks(self, args: Namespace) -> int:
         """As many as were asked for, else the fewest that the sizes ask for."""
         least = least_world(args)
-        ranks = self._request.ranks or least
-        if ranks % least:
+        ranks = least if self._request.ranks is None else self._request.ranks
+        if ranks < 1 or ranks % least:
             raise ValueError(f"--ranks {ranks}: this layout takes a multiple of {least}")
         return ranks
 
@@ -222,11 +227,10 @@ class _Planner:
 
 def least_world(args: Namespace) -> int:
     """The fewest ranks that hold whole replicas of the model and of its experts."""
-    pp = args.pipeline_model_parallel_size
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    expert = args.expert_model_parallel_size * etp
-    return pp * (lcm(dense, expert) if args.expert_model_parallel_size > 1 else dense)
+    pp: int = args.pipeline_model_parallel_size
+    return pp * lcm(dense, args.expert_model_parallel_size * etp)
 
 
 def _layout(args: Namespace, model: Any) -> Layout:

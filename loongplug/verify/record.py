@@ -71,7 +71,9 @@ def record_run(
 
 
 def _exact_cuda(rank: int) -> None:
-    """fp32 as fp32: no products in TF32."""
+    """fp32 as fp32, no products in TF32, and sums in one order: copies stay copies."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.cuda.set_device(rank)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

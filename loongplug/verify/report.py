@@ -25,7 +25,7 @@ MODULES = (
     "text_decoder experts",
     "text_decoder head",
 )
-_SHOWN = 8  # of what differs, of each kind
+_SHOWN = 5  # of what differs, of each kind
 
 
 def report(plan: Plan, comparison: Comparison) -> str:

@@ -36,6 +36,12 @@ def preload(device: str) -> None:
         apply_upstream_replacements(platform)
         import loongplug.training.run
         import loongplug.verify.record  # noqa: F401
+        from loongplug.training.config import available_models, compose_model
+        from loongplug.training.flags import read_command_line
+
+        # What these keep for the next time, source lines and a grammar, ranks inherit.
+        read_command_line([])
+        compose_model(model_name=next(iter(available_models())))
 
 
 def device_of(flags: Sequence[str], *, folder: Path) -> str:

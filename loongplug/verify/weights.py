@@ -43,7 +43,8 @@ def write_random_weights(folder: Path, model: HuggingFaceModel, *, seed: int) ->
 
 def random_tensor(source: Source, *, seed: int) -> torch.Tensor:
     """A tensor that depends on its name and the seed only."""
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(source.name.encode()))
+    # torch takes 32 bits of a seed on the CPU.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))
     values = torch.randn(source.shape, generator=generator)
     if len(source.matrix) == 1:
         return _SPREAD * values + (0.0 if source.name.endswith("bias") else 1.0)

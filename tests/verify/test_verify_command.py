@@ -82,6 +82,7 @@ def test_a_layout_that_differs(kept, tmp_path, capsys):
     assert printed.splitlines()[-1].startswith("verdict: differs")
     written = json.loads((tmp_path / "r.json").read_text())
     assert {each["what"] for each in written["tensors"]} == {"parameters"}
+    assert max(each["error"] for each in written["tensors"]) == pytest.approx(1e-2, rel=0.1)
     assert written["gradient_norm"] < 1e-5
 
 

@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from loongplug.verify.cells import Cell, all_cells, sample
-from loongplug.verify.matrix import Matrix, Result, main, outcome, run_cells
+from loongplug.verify.matrix import Matrix, main, run_cells
 from loongplug.verify.parity_page import page
+from loongplug.verify.results import Result, outcome
 
 SEED, CELLS, MOST = 5, 3, 4
 

@@ -49,9 +49,12 @@ def double_encoder(rank):
 def sum_norms_over_tp(rank):
     """What an all-reduce too many does: the gradients of replicated parameters times TP."""
 
+    from megatron.core import parallel_state
+
     def change(name, parameter):
         if "image_projector" in name and ".norm." in name:
-            dist.all_reduce(parameter.main_grad)
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.all_reduce(parameter.main_grad, group=group)
 
     after_finalize(change)
 

@@ -1,0 +1,61 @@
+"""How many ranks a layout takes, and how its flags become two runs."""
+
+from argparse import Namespace
+
+import pytest
+from verify_cases import made_plan
+
+from loongplug.training.flags import read_command_line
+from loongplug.verify.plan import least_world
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, 1),
+        ({"tp": 2, "pp": 4}, 8),
+        ({"cp": 2, "tp": 2}, 4),
+        ({"ep": 4}, 4),
+        ({"ep": 4, "tp": 2}, 8),  # experts are split as the rest is
+        ({"ep": 4, "tp": 2, "etp": 1}, 4),
+        ({"ep": 2, "tp": 4, "etp": 1, "pp": 2}, 8),
+        ({"tp": 2, "etp": 4}, 4),
+    ],
+)
+def test_the_smallest_world(sizes, expected):
+    args = Namespace(
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
+        context_parallel_size=sizes.get("cp", 1),
+        expert_model_parallel_size=sizes.get("ep", 1),
+        expert_tensor_parallel_size=sizes.get("etp"),
+    )
+    assert least_world(args) == expected
+
+
+def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
+    plan = made_plan(
+        tmp_path,
+        demo,
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+        *("--global-batch-size", "64", "--train-data-path", "elsewhere.jsonl", "--save", "run"),
+        *("--num-virtual-stages-per-pipeline-rank", "2", "--sequence-parallel"),
+        ranks=8,
+    )
+    layout, reference = read_command_line(plan.layout), read_command_line(plan.reference)
+    assert plan.ranks == 8
+    assert layout.args.tensor_model_parallel_size == 2
+    assert reference.args.tensor_model_parallel_size == 1
+    assert not reference.args.sequence_parallel
+    for name in (
+        *("global_batch_size", "micro_batch_size", "load_hf", "train_data_path", "lr", "seed"),
+        *("seq_length", "tokenizer_model", "model_name", "train_iters"),
+    ):
+        assert getattr(layout.args, name) == getattr(reference.args, name), name
+    assert layout.args.global_batch_size == 8  # two replicas, two pipelines full each
+    assert layout.args.train_data_path == [str(tmp_path / "demo" / "train.jsonl")]
+    assert layout.args.save is None
+    assert reference.overrides[: len(layout.overrides)] == layout.overrides
+    assert (tmp_path / "weights" / "model.safetensors").is_file()

@@ -1,0 +1,110 @@
+"""The seams that a recorder looks through, and what it makes of them."""
+
+import pytest
+import torch
+
+from loongplug.data.microbatch import Microbatch
+from loongplug.models.hf_mapping import Bundle, Row, Source
+from loongplug.platform import current_platform
+from loongplug.platform.upstream import setup_table
+from loongplug.training.forward_step import ForwardStep
+from loongplug.verify.record import module_of
+from loongplug.verify.replicas import digest
+from loongplug.verify.state import single_optimizers
+from loongplug.verify.weights import random_tensor
+
+pytestmark = pytest.mark.quick
+
+
+def test_model_and_optimizer_are_told_once_they_are_set_up():
+    told = []
+    (row,) = setup_table(lambda model, optimizer: told.append((model, optimizer))).rows
+    result = row.wrapper(lambda kind, **more: ([kind], "optimizer", more))("model", key=1)
+    assert result == (["model"], "optimizer", {"key": 1})
+    assert told == [(["model"], "optimizer")]
+
+
+def test_the_setup_is_tapped_where_training_looks_it_up_and_given_back():
+    from megatron.training import training
+
+    table = setup_table(lambda model, optimizer: None)
+    original = training.setup_model_and_optimizer
+    table.apply()
+    try:
+        assert training.setup_model_and_optimizer.__wrapped__ is original
+    finally:
+        table.undo()
+    assert training.setup_model_and_optimizer is original
+
+
+def test_each_loss_comes_with_its_microbatch():
+    told = []
+    step = ForwardStep(
+        current_platform(), on_loss=lambda microbatch, report: told.append((microbatch, report))
+    )
+    microbatch = Microbatch(
+        input_ids=torch.ones(1, 2, dtype=torch.int64),
+        position_ids=torch.zeros(3, 1, 2, dtype=torch.int64),
+        labels=torch.ones(1, 2, dtype=torch.int64),
+        loss_mask=torch.tensor([[1.0, 0.0]]),
+        tokens=2,
+        vision=None,
+    )
+
+    class Model(torch.nn.Module):
+        pre_process = True
+
+        def forward(self, *args, **kwargs):
+            return torch.tensor([[3.0, 5.0]])
+
+    _, loss = step(iter([microbatch]), Model())
+    total, tokens, _ = loss(torch.tensor([[3.0, 5.0]]))
+    assert (total.item(), tokens.item()) == (3.0, 1)
+    ((seen, report),) = told
+    assert torch.equal(seen.labels, microbatch.labels)
+    assert report[0].item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "expected"),
+    [
+        ("image_encoder.blocks.layers.{}.mlp.linear_fc1.weight", None, "image_encoder"),
+        ("image_projector.merger.norm.weight", None, "image_projector"),
+        ("text_decoder.embedding.word_embeddings.weight", None, "text_decoder embeddings"),
+        ("text_decoder.decoder.layers.{}.mlp.router.weight", None, "text_decoder layers"),
+        ("text_decoder.decoder.layers.{}.mlp.experts.x", 8, "text_decoder experts"),
+        ("text_decoder.decoder.final_layernorm.weight", None, "text_decoder head"),
+        ("text_decoder.output_layer.weight", None, "text_decoder head"),
+    ],
+)
+def test_modules_of_the_report(name, experts, expected):
+    assert module_of(Bundle(Row((name,), (), experts=experts), 0, 0)) == expected
+
+
+def test_a_digest_sees_a_bit():
+    tensor = torch.ones(4)
+    other = tensor.clone()
+    other[2] += 2**-23
+    assert digest(tensor) == digest(tensor.clone()) != digest(other)
+    assert digest(tensor) != digest(torch.ones(5))
+
+
+def test_the_optimizers_of_nested_chains():
+    class Chain:
+        def __init__(self, *parts):
+            self.chained_optimizers = parts
+
+    assert single_optimizers(Chain("a", Chain("b", Chain()), "c")) == ["a", "b", "c"]
+
+
+def test_random_weights_are_nowhere_at_0_or_1_and_differ_from_each_other():
+    norm, bias = Source("a.norm.weight", (64,)), Source("a.norm.bias", (64,))
+    assert abs(random_tensor(norm, seed=0).mean().item() - 1.0) < 0.1
+    assert abs(random_tensor(bias, seed=0).mean().item()) < 0.1
+    assert random_tensor(norm, seed=0).std().item() > 0.05
+    inputs = Source("up", (3, 16, 64), experts=True, transposed=True)
+    outputs = Source("down", (64, 16))
+    for source in (inputs, outputs):
+        assert abs(random_tensor(source, seed=0).std().item() - 0.25) < 0.03  # 1 / sqrt(16 inputs)
+    assert not torch.equal(random_tensor(norm, seed=0), random_tensor(norm, seed=1))
+    assert torch.equal(random_tensor(norm, seed=1), random_tensor(norm, seed=1))
