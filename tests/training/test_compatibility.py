@@ -31,7 +31,8 @@ def test_two_modes_are_refused_together_by_the_rule_that_is_about_both(cells: Ma
     assert cells["packing", "sample balance"] == ("packing-balancing",)
     assert cells["SP", "MoE"] == cells["TP", "TP"] == cells["packing", "MoE"] == ()
     assert cells["VPP", "overlap"] == ()
-    assert cells["CP", "hetero DP"] == ("context-parallel", "encoder-hetero-dp")
+    assert cells["CP", "hetero DP"] == ("context-parallel",)
+    assert cells["hetero DP", "full hetero"] == ("one-mode",)
 
 
 def test_modes_of_different_models_do_not_meet(cells: Matrix) -> None:
