@@ -1,8 +1,8 @@
 """Which ranks encode, as far as one model replica is concerned. Pure arithmetic of layouts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from loongplug.parallel.layout import Layout
+from loongplug.parallel.layout import Layout, encoder_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def together(decoder: Layout, *, tp: int, rank: int) -> Placement:
     """
     consumers = _consumers(decoder, rank)
     return Placement(
-        layout=_on_stages(decoder, tp=tp),
+        layout=encoder_layout(decoder, tp=tp, on_first_stage=True),
         groups=(consumers,),
         consumers=consumers,
         on_every_stage=False,
@@ -49,7 +49,7 @@ def in_turn(decoder: Layout, *, tp: int, rank: int) -> Placement:
     """The replicas in the first stage's tensor parallel group encode different units."""
     consumers = _consumers(decoder, rank)
     return Placement(
-        layout=_on_stages(decoder, tp=tp),
+        layout=encoder_layout(decoder, tp=tp, on_first_stage=True),
         groups=_cut(consumers, tp),
         consumers=consumers,
         on_every_stage=False,
@@ -59,24 +59,13 @@ def in_turn(decoder: Layout, *, tp: int, rank: int) -> Placement:
 
 def on_all_ranks(decoder: Layout, *, tp: int, rank: int) -> Placement:
     """All ranks of a model replica encode, those of later stages too."""
-    _require_divisor(decoder, tp)
     return Placement(
-        layout=Layout(tp=tp, dp=decoder.world_size // tp, first_rank=decoder.first_rank),
+        layout=encoder_layout(decoder, tp=tp, on_first_stage=False),
         groups=_cut(tuple(decoder.group("tp_cp_pp", rank)), tp),
         consumers=_consumers(decoder, rank),
         on_every_stage=True,
         gradient_factor=1.0,
     )
-
-
-def _on_stages(decoder: Layout, *, tp: int) -> Layout:
-    """An encoder's layout in the first of the decoder's stages.
-
-    It has stages as the decoder has, so that every rank is of it, and what is summed over its
-    model parallel group (the gradient norm) is known to later stages, which hold none of it.
-    """
-    _require_divisor(decoder, tp)
-    return replace(decoder, tp=tp, dp=decoder.stage_size // tp, cp=1, ep=1, etp=tp)
 
 
 def _consumers(decoder: Layout, rank: int) -> tuple[int, ...]:
@@ -86,11 +75,3 @@ def _consumers(decoder: Layout, rank: int) -> tuple[int, ...]:
 
 def _cut(ranks: tuple[int, ...], tp: int) -> tuple[tuple[int, ...], ...]:
     return tuple(ranks[start : start + tp] for start in range(0, len(ranks), tp))
-
-
-def _require_divisor(decoder: Layout, tp: int) -> None:
-    if tp < 1 or decoder.tp % tp:
-        raise ValueError(
-            f"the encoder's tensor_model_parallel_size is {tp}: it has to divide the decoder's, "
-            f"{decoder.tp}. Set another one in the encoder's YAML."
-        )

@@ -142,9 +142,10 @@ class Layout:
 def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
     """The layout of an encoder with a tensor parallel size of its own beside ``decoder``.
 
-    Without pipeline, context or expert parallelism: what ``tp`` leaves of the ranks is data
-    parallel. The ranks are those of the decoder's first stage, or with ``on_first_stage=False``
-    all of the decoder's.
+    Without context or expert parallelism: what ``tp`` leaves of the ranks is data parallel. With
+    ``on_first_stage`` it has the decoder's stages, so that every rank is of it and what is summed
+    over its model parallel group (the gradient norm) is known to later stages too, which hold
+    none of it. Else its replicas lie on all of the decoder's ranks.
 
     Raises:
         ValueError: ``tp`` does not divide the decoder's.
@@ -156,8 +157,8 @@ def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
             f"which is {decoder.tp}. Set tensor_model_parallel_size in the encoder's YAML to "
             f"{_one_of(allowed)}."
         )
-    ranks = decoder.stage_size if on_first_stage else decoder.world_size
-    return Layout(tp=tp, dp=ranks // tp, first_rank=decoder.first_rank)
+    pp = decoder.pp if on_first_stage else 1
+    return Layout(tp=tp, dp=decoder.world_size // pp // tp, pp=pp, first_rank=decoder.first_rank)
 
 
 def _axes_of(kind: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ranks import model_parallel, run_ranks
 
-from loongplug.parallel.layout import Layout, encoder_layout
+from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import (
     PARALLEL_STATES,
     adopt_parallel_state,
@@ -35,7 +35,8 @@ def decoder_and_encoder(
 ) -> Iterator[Layout]:
     """The decoder's state of these sizes, and an encoder's beside it; the latter's layout."""
     with adopted(**sizes) as decoder:
-        encoder = encoder_layout(decoder, tp=encoder_tp, on_first_stage=on_first_stage)
+        ranks = decoder.stage_size if on_first_stage else decoder.world_size
+        encoder = Layout(tp=encoder_tp, dp=ranks // encoder_tp)  # ranks of later stages have none
         create_parallel_state(ENCODER, encoder, seed=seed)
         yield encoder
 

@@ -16,7 +16,7 @@ from ranks import RankError, model_parallel, run_ranks
 from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
 
 from loongplug.parallel.discovery import STATE_NAMES
-from loongplug.parallel.layout import Layout, encoder_layout
+from loongplug.parallel.layout import Layout
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.states import (
     PARALLEL_STATES,
@@ -307,7 +307,7 @@ def _misuse(rank: int) -> dict[str, str]:
             "layout too early": _error(lambda: layout_of(DECODER)),
         }
         decoder = adopt_parallel_state()
-        encoder = encoder_layout(decoder, tp=1, on_first_stage=True)
+        encoder = Layout(dp=decoder.stage_size)
         create_parallel_state(ENCODER, encoder, seed=1)
         errors |= {
             "unknown": _error(lambda: change_parallel_state("image_encodr")),
