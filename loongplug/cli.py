@@ -112,6 +112,18 @@ def convert(
         run(context.args, ranks=ranks)
 
 
+@app.command("trace")
+def trace(
+    folder: Annotated[Path, typer.Argument(help="The folder that a run with --trace wrote.")],
+    step: Annotated[int | None, typer.Option(help="The step to show; else the last.")] = None,
+) -> None:
+    """Merge a run's trace for Perfetto, draw one step, and print where its time went."""
+    with _user_errors():
+        from loongplug.observe.command import trace as run
+
+        run(folder, step=step)
+
+
 @app.command(
     "verify",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -167,6 +179,32 @@ def bench_step(
         run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
 
 
+@bench.command(
+    "trace",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench_trace(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
+    steps: Annotated[int, typer.Option(help="Measured steps.")] = 10,
+    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 3,
+    json_path: Json = None,
+) -> None:
+    """Measure what --trace costs a training run, given by train.py's own flags."""
+    with _user_errors():
+        from loongplug.bench.trace import bench_trace as run
+
+        run(
+            context.args,
+            ranks=ranks,
+            warmup=warmup,
+            steps=steps,
+            rounds=rounds,
+            json_path=json_path,
+        )
+
+
 @bench.command("attention")
 def bench_attention(
     sequence_length: Annotated[int, typer.Option(help="Tokens.")] = 2048,
@@ -190,6 +228,18 @@ def bench_attention(
         )
 
 
+@bench.command("switch")
+def bench_switch(
+    switches: Annotated[int, typer.Option(help="Measured calls.")] = 20_000,
+    json_path: Json = None,
+) -> None:
+    """Measure what a switch between parallel states costs."""
+    with _user_errors():
+        from loongplug.bench.switch import run
+
+        run(switches=switches, json_path=json_path)
+
+
 @bench.command("packing")
 def bench_packing(
     samples: Annotated[int, typer.Option(help="Samples of the length mix.", min=1)] = 100_000,
@@ -202,6 +252,33 @@ def bench_packing(
         from loongplug.bench.packing import run
 
         run(samples=samples, seq_length=seq_length, look_ahead=look_ahead, json_path=json_path)
+
+
+@bench.command("data")
+def bench_data(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="As for --data-path; else the demo's rows.")
+    ] = None,
+    tokenizer_model: Annotated[
+        Path | None, typer.Option(help="The folder of the model's tokenizer and processors.")
+    ] = None,
+    training_phase: Phase = "sft",
+    samples: Annotated[int, typer.Option(help="Samples of a round.", min=1)] = 10_000,
+    rounds: Annotated[int, typer.Option(help="How often all are made.", min=1)] = 5,
+    json_path: Json = None,
+) -> None:
+    """Measure how many samples a second one worker makes the text of, by headers of media only."""
+    with _user_errors():
+        from loongplug.bench.data import run
+
+        run(
+            files=files or (),
+            tokenizer_model=tokenizer_model,
+            training_phase=_phase(training_phase),
+            samples=samples,
+            rounds=rounds,
+            json_path=json_path,
+        )
 
 
 @bench.command(

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     apply_upstream_replacements(_PLATFORM)
 
 
-pytest_plugins = ["demo_fixtures"]
+pytest_plugins = ["demo_fixtures", "shared_files"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

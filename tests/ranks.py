@@ -8,6 +8,7 @@ way a rank can end badly (an exception, an exit, a signal, no end at all) become
 import copy
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -125,6 +126,9 @@ def run_ranks(
         folder = Path(name)
         ranks: list[_Rank] = []
         try:
+            # A rank's collections leave alone what was there before: looking at every module that
+            # is loaded would take time, and copy the pages that ranks share.
+            gc.freeze()
             for rank in range(world_size):
                 pid = os.fork()
                 if pid == 0:
@@ -132,6 +136,7 @@ def run_ranks(
                 ranks.append(_Rank(rank, pid, os.pidfd_open(pid), folder))
             stuck = _wait(ranks, timeout)
         finally:
+            gc.unfreeze()
             for each in ranks:
                 each.kill()
                 each.reap(block=True)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -24,6 +25,7 @@ from loongplug.bench.against_transformers import (
 from loongplug.bench.step import StepFigures
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
 
 
@@ -52,7 +54,7 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
     for _ in range(warmup + steps):
         start = time.perf_counter()
         batch = [next(loader) for _ in range(GLOBAL_BATCH_SIZE // MICRO_BATCH_SIZE)]
-        counted = sum(microbatch.loss_mask.sum() for microbatch in batch)
+        counted = sum(_whole(microbatch)[1].sum() for microbatch in batch)
         total = 0.0
         for microbatch in batch:
             assert microbatch.vision is not None
@@ -63,10 +65,11 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
                 image_grid_thw=microbatch.vision.grid_thw,
                 use_cache=False,
             )
+            labels, loss_mask = _whole(microbatch)
             token_losses = F.cross_entropy(
-                output.logits.flatten(0, 1), microbatch.labels.flatten(), reduction="none"
+                output.logits.flatten(0, 1), labels.flatten(), reduction="none"
             )
-            loss = (token_losses * microbatch.loss_mask.flatten()).sum() / counted
+            loss = (token_losses * loss_mask.flatten()).sum() / counted
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,6 +86,13 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
         losses=tuple(losses),
         peak_memory_bytes=(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,),
     )
+
+
+def _whole(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Labels and loss mask, which are there where nothing was left out."""
+    assert microbatch.labels is not None
+    assert microbatch.loss_mask is not None
+    return microbatch.labels, microbatch.loss_mask
 
 
 def main() -> None:

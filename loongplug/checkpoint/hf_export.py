@@ -16,7 +16,7 @@ from loongplug.checkpoint.carried_files import (
     copy_carried_files,
 )
 from loongplug.checkpoint.dtypes import usual_dtype
-from loongplug.checkpoint.hf_gather import WholeTensors
+from loongplug.checkpoint.hf_gather import WeightOf, WholeTensors, loaded_weight
 from loongplug.checkpoint.holders import own_rank
 from loongplug.checkpoint.progress import OnBytes, ignore_bytes
 from loongplug.checkpoint.replaced_folder import replaced_folder
@@ -69,6 +69,7 @@ def save_hf_folder(
     processor_folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: OnBytes = ignore_bytes,
+    weight_of: WeightOf = loaded_weight,
 ) -> None:
     """Write weights, config, generation config, tokenizer and processor into ``folder``.
 
@@ -77,7 +78,7 @@ def save_hf_folder(
     together: memory beside the parameters is that of one tensor and a slice of it. The folder
     appears whole or not at all; an older export under that name is replaced. All ranks must see
     the same folder. ``on_bytes`` is told, on every rank, how many bytes of how many have been
-    dealt with.
+    dealt with. ``weight_of`` gives a parameter's values where they are not in it.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -91,7 +92,7 @@ def save_hf_folder(
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)
-    tensors = WholeTensors(model_chunks, model.mapping)
+    tensors = WholeTensors(model_chunks, model.mapping, weight_of=weight_of)
     files = plan_files(
         (_planned(bundle, tensors.dtype(bundle)) for bundle in tensors.bundles),
         max_bytes=max_file_bytes,

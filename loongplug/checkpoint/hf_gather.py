@@ -25,6 +25,12 @@ from loongplug.models.hf_mapping import (
 )
 
 What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
+WeightOf = Callable[[nn.Parameter], Tensor]
+
+
+def loaded_weight(parameter: nn.Parameter) -> Tensor:
+    """The values of a parameter that has them."""
+    return parameter.data
 
 
 class WholeTensors:
@@ -40,9 +46,16 @@ class WholeTensors:
     """
 
     def __init__(
-        self, model_chunks: Sequence[nn.Module], mapping: Mapping, *, what: What = "weight"
+        self,
+        model_chunks: Sequence[nn.Module],
+        mapping: Mapping,
+        *,
+        what: What = "weight",
+        weight_of: WeightOf = loaded_weight,
     ) -> None:
         """Learn who has what.
+
+        ``weight_of`` is asked for a parameter's values when they are due, once or more.
 
         Raises:
             ValueError: on all ranks alike; a parameter without a row, or a weight without a rank.
@@ -54,13 +67,12 @@ class WholeTensors:
         except ValueError as caught:
             error = caught
         raise_together(error)
-        self._tensors: dict[Piece, Tensor] = {}
-        for own in owned:
-            tensor = _select(own.parameter, what)
-            if tensor is not None:
-                self._tensors[own.piece] = tensor
+        self._value_of = weight_of if what == "weight" else _reader(what)
+        if what != "weight":
+            owned = [own for own in owned if self._value_of(own.parameter) is not None]
+        self._parameters = {own.piece: own.parameter for own in owned}
         self._device = next(model_chunks[0].parameters()).device
-        holders, dtypes = all_holders([own for own in owned if own.piece in self._tensors])
+        holders, dtypes = all_holders(owned)
         self._holders, self._dtypes = holders, dtypes
         self._pieces: dict[tuple[int, int | None], list[Piece]] = {}
         for piece in holders:
@@ -112,7 +124,7 @@ class WholeTensors:
             holder = self._holders[piece][0]
             # Of what another rank holds, this one knows the shape.
             local = (
-                self._tensors[piece]
+                self._local(piece)
                 if holder == own_rank()
                 else torch.empty(local_shape(bundle.row, tp=piece.parts), device="meta")
             )
@@ -129,15 +141,20 @@ class WholeTensors:
         if len(pieces) > 1 or self._holders[pieces[0][0]][0] != own_rank():
             return None
         ((piece, entry),) = pieces
-        parts = _parts(entry, self._tensors[piece], piece, index)
+        parts = _parts(entry, self._local(piece), piece, index)
         shape = bundle.sources[index].shape
         return parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else None
 
     def _send(self, bundle: Bundle, index: int, *, target: int) -> None:
         for piece, entry in self._pieces_and_entries(bundle):
             if self._holders[piece][0] == own_rank():
-                for _, part in _parts(entry, self._tensors[piece], piece, index):
+                for _, part in _parts(entry, self._local(piece), piece, index):
                     dist.send(part.contiguous(), dst=target)
+
+    def _local(self, piece: Piece) -> Tensor:
+        value = self._value_of(self._parameters[piece])
+        assert value is not None
+        return value
 
     def _pieces_and_entries(self, bundle: Bundle) -> Iterator[tuple[Piece, Entry]]:
         entries = {entry.expert: entry for entry in bundle.entries()}
@@ -173,7 +190,7 @@ def replica_differences(
     """
     differences: dict[str, float] = {}
     for own in owned_parameters(model_chunks, mapping):
-        tensor = _select(own.parameter, what)
+        tensor = own.parameter.data if what == "weight" else _reader(what)(own.parameter)
         if own.entry.row.split is not Split.NONE or tensor is None:
             continue
         difference = torch.zeros((), device=tensor.device)
@@ -202,10 +219,10 @@ def _require_whole(mapping: Mapping, holders: Holders) -> None:
         raise ValueError(f"No rank has the whole of {', '.join(missing)}.")
 
 
-def _select(parameter: nn.Parameter, what: What) -> Tensor | None:
-    if callable(what):
-        return what(parameter)
-    if what == "weight":
-        return parameter.data
+def _reader(what: What) -> Callable[[nn.Parameter], Tensor | None]:
+    return what if callable(what) else _gradient
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad

@@ -81,15 +81,33 @@ def _model_shapes(sharded_state_dict: Mapping[str, Any]) -> dict[str, tuple[int,
     }
 
 
-def saved_tensors(folder: Path) -> dict[str, Any]:
-    """torch's description (size and properties) of each tensor of a ``torch_dist`` checkpoint."""
+def saved_metadata(folder: Path) -> Any:
+    """torch's own description of a ``torch_dist`` checkpoint.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(
+            f"{folder / '.metadata'} cannot be read ({error!r}): copy or save the checkpoint anew."
+        ) from error
+
+
+def saved_tensors(folder: Path) -> dict[str, Any]:
+    """torch's description (size and properties) of each tensor of a ``torch_dist`` checkpoint.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name: described
-        for name, described in stored.items()
+        for name, described in saved_metadata(folder).state_dict_metadata.items()
         if isinstance(described, TensorStorageMetadata)
     }
 

@@ -18,6 +18,7 @@ from loongplug.checkpoint.dtypes import (
     usual_dtype,
 )
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.hf_gather import WeightOf, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.convert.progress import ByteProgress
@@ -29,7 +30,7 @@ from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
-from loongplug.training.provider import ModelProvider, backend_of
+from loongplug.training.provider import ModelProvider, backend_of, engine_of
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -67,6 +68,7 @@ def convert(flags: Sequence[str]) -> Converted:
     use_whole_checkpoints(current_platform(), asynchronous=False)
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
+        weight_of: WeightOf = loaded_weight
         with ByteProgress(terminal, shown=args.rank == 0) as progress:
             if args.load_hf:
                 give_folder_dtypes(chunks, model.mapping, dtypes)
@@ -80,7 +82,9 @@ def convert(flags: Sequence[str]) -> Converted:
                 )
             else:
                 give_checkpoint_dtypes(chunks, dtypes)
-                load_in_place(chunks, _iteration_folder(Path(args.load)))
+                weight_of = load_in_place(
+                    chunks, _iteration_folder(Path(args.load)), in_the_file=args.device == "cpu"
+                )
             if args.save:
                 write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
                 if args.rank == 0:
@@ -93,6 +97,7 @@ def convert(flags: Sequence[str]) -> Converted:
                     model=model,
                     processor_folder=processor_folder,
                     on_bytes=progress.of("writing"),
+                    weight_of=weight_of,
                 )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     itemsize = max(parameter.dtype.itemsize for parameter in parameters)
@@ -163,6 +168,7 @@ def _build(parsed: ParsedArguments) -> list[MultimodalModel]:
     provider = ModelProvider(
         parsed.model,
         parsed.family,
+        engine=engine_of(args, parsed.model),
         backend=backend_of(args),
     )
     stages = args.virtual_pipeline_model_parallel_size

@@ -6,10 +6,12 @@ model once more. That is right beside training, and too much for a conversion.
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing import load_content_metadata
+from megatron.core.dist_checkpointing import ShardedTensor, load_content_metadata
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -19,9 +21,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.hf_gather import WeightOf
 from loongplug.checkpoint.same_tensors import check_same_tensors
+from loongplug.convert.mapped_weights import MappedWeights
 
 
 class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
@@ -47,29 +52,78 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
         )
 
 
-def load_in_place(model_chunks: Sequence[nn.Module], folder: Path) -> None:
+def load_in_place(
+    model_chunks: Sequence[nn.Module], folder: Path, *, in_the_file: bool = False
+) -> WeightOf:
     """Fill the parameters from a checkpoint's folder, after a look at names and shapes.
 
     Upstream loads the halves of a gated projection and puts them together afterwards; here they
-    are views of the parameter, so that nothing is left to do. Collective: the default group.
+    are views of the parameter, so that nothing is left to do. With ``in_the_file``, for models
+    that are not trained, the parameters that the files hold as they are stay there, mapped.
+    Collective: the default group.
+
+    Returns:
+        what gives a parameter's values.
 
     Raises:
-        ValueError: on all ranks alike, where the checkpoint is of another model.
+        ValueError: on all ranks alike, where the checkpoint is of another model, or damaged.
     """
-
-    def shards() -> dict[str, Any]:
-        return {
-            f"model{number}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-            for number, chunk in enumerate(model_chunks)
-        }
-
-    metadata = load_content_metadata(str(folder))
-    check_same_tensors(shards(), folder)
     error: Exception | None = None
     try:
-        in_place = shards()
-        apply_factories(in_place)
-        TorchDistLoadShardedStrategy().load(in_place, folder)
+        weights = MappedWeights(folder)
+        state = _sharded_state(model_chunks, folder)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)
+    check_same_tensors(state, folder)
+    try:
+        to_read = _left_out(weights, model_chunks, state) if in_the_file else state
+        if to_read:
+            _read(to_read, folder)
+    except Exception as caught:
+        error = caught
+    raise_together(error)
+    return weights
+
+
+def _sharded_state(model_chunks: Sequence[nn.Module], folder: Path) -> dict[str, Any]:
+    """Megatron's description of what the chunks need, in the place where it has to be."""
+    metadata = load_content_metadata(str(folder))
+    state: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for number, chunk in enumerate(model_chunks)
+    }
+    apply_factories(state)
+    return state
+
+
+def _left_out(
+    weights: MappedWeights, model_chunks: Sequence[nn.Module], state: dict[str, Any]
+) -> dict[str, Any]:
+    """Have ``weights`` map what it can; the shards of the parameters that it cannot."""
+    by_memory: dict[int, list[ShardedTensor]] = {}
+    for shard in nested_values(state):
+        if isinstance(shard, ShardedTensor) and shard.data is not None:
+            by_memory.setdefault(shard.data.untyped_storage().data_ptr(), []).append(shard)
+    left: list[ShardedTensor] = []
+    for parameter in (parameter for chunk in model_chunks for parameter in chunk.parameters()):
+        shards = by_memory.get(parameter.untyped_storage().data_ptr(), [])
+        assert sum(shard.data.numel() for shard in shards) == parameter.numel(), shards
+        if not weights.add(parameter, shards):
+            left += shards
+    return {str(number): shard for number, shard in enumerate(left)}
+
+
+def _read(state: dict[str, Any], folder: Path) -> None:
+    """Upstream's load, with an error for the user."""
+    try:
+        TorchDistLoadShardedStrategy().load(state, folder)
+    except (Exception, CheckpointException) as caught:  # torch's is no Exception
+        failures = getattr(caught, "failures", {})  # by rank, each with its trace
+        reason = next((failure[0] for failure in failures.values()), caught)
+        told = repr(reason)
+        if isinstance(reason, UnpicklingError):  # whose text says how to run what is in there
+            told = "some of it is no saved tensor"
+        raise ValueError(
+            f"The checkpoint {folder} cannot be read ({told}): copy or save it anew."
+        ) from caught

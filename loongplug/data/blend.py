@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.media_files import MediaRoot
 from loongplug.data.rows import Rows
+
+Source = JsonlIndex | EnergonRows
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,37 @@ def _number(value: str) -> float | None:
 
 
 def open_rows(
-    values: Sequence[str], *, flag: str, seed: int, media_root: str | Path | None = None
+    values: Sequence[str],
+    *,
+    flag: str,
+    seed: int,
+    media_root: str | Path | None = None,
+    split: str | None = None,
 ) -> Rows:
-    """The rows that a data flag's values name; ValueError for what is missing or malformed."""
+    """The rows that a data flag's values name; ValueError for what is missing or malformed.
+
+    Of energon datasets, ``split`` is taken, or all.
+    """
     spec = parse_blend(values, flag=flag)
-    sources = [JsonlIndex(path, media_root=media_root) for path in spec.paths]
+    sources = [open_source(path, media_root=media_root, split=split) for path in spec.paths]
     if len(sources) == 1:
         return sources[0]
     return Blend(sources, weights=spec.weights, seed=seed)
+
+
+def sources_of(rows: Rows) -> tuple[Source, ...]:
+    """The files and datasets that rows come from."""
+    if isinstance(rows, Blend):
+        return tuple(each for source in rows.sources for each in sources_of(source))
+    assert isinstance(rows, Source), rows
+    return (rows,)
+
+
+def open_source(path: Path, *, media_root: str | Path | None, split: str | None) -> Source:
+    """The rows of a JSONL file, or of the folder of a prepared energon dataset."""
+    if is_energon(path):
+        return EnergonRows(path, split=split)
+    return JsonlIndex(path, media_root=media_root)
 
 
 class Blend:
@@ -117,8 +144,8 @@ class Blend:
         source, row = self._find(index)
         return source.where(row)
 
-    def media_root(self, index: int) -> Path:
-        """What relative paths in the row start at."""
+    def media_root(self, index: int) -> MediaRoot:
+        """What the names of images and videos in the row start at."""
         source, row = self._find(index)
         return source.media_root(row)
 

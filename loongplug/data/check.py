@@ -10,12 +10,12 @@ import numpy as np
 from rich.console import Console
 
 from loongplug.data.bad_samples import BadSample
-from loongplug.data.blend import parse_blend
+from loongplug.data.blend import open_source, parse_blend
 from loongplug.data.conversation import Conversation, Medium, Video, VideoFile
 from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.media_files import MediaFile
 from loongplug.data.parallel_rows import map_rows
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
@@ -54,7 +54,11 @@ class RowChecker:
         findings: list[BadSample] = []
         media: list[Medium] = []
         grids: list[Grid] = []
-        for medium in conversation.media(rows.media_root(index)):
+        try:
+            named = conversation.media(rows.media_root(index))
+        except ValueError as error:  # a part that its sample does not have
+            return [BadSample("media", str(error))]
+        for medium in named:
             try:
                 opened, grid = self._opened(medium, where=where)
             except ValueError as error:
@@ -68,7 +72,7 @@ class RowChecker:
             findings += self._text(conversation, media, grids)
         return findings
 
-    def _opened(self, medium: Path | Video | VideoFile, *, where: str) -> tuple[Medium, Grid]:
+    def _opened(self, medium: MediaFile | Video | VideoFile, *, where: str) -> tuple[Medium, Grid]:
         opened = self._videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
         return opened, medium_grid(opened, self._processor, videos=self._videos, where=where)
 
@@ -99,7 +103,7 @@ class RowChecker:
 def _fault(medium: Medium) -> str | None:
     """Why the pixels cannot be read, if they cannot."""
     try:
-        if isinstance(medium, Path):
+        if isinstance(medium, MediaFile):
             decode_image(medium, where="")
         elif isinstance(medium, Video):
             for frame in medium.frames:
@@ -133,7 +137,8 @@ def check(
     started = time.monotonic()
     console = Console(stderr=True)
     sources = [
-        JsonlIndex(path, media_root=media_root) for path in parse_blend(data, flag="--data").paths
+        open_source(path, media_root=media_root, split=None)
+        for path in parse_blend(data, flag="--data").paths
     ]
     checker = RowChecker(
         load_processor(tokenizer_model),

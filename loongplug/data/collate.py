@@ -1,45 +1,64 @@
 """Samples into one microbatch: a padded batch, or a pack."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from loongplug.data.dataset import Sample
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds
 
 
 def collate(
-    samples: Sequence[Sample], *, pad_token_id: int, seq_length: int, packed: bool = False
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    seq_length: int,
+    packed: bool = False,
+    needs: TextNeeds = ALL_TEXT,
 ) -> Microbatch:
     """Pad the samples' text parts to ``seq_length`` on the right; there is no vision part yet.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Padding has position 0 and mask 0.
+    Padding has position 0 and mask 0. Only what ``needs`` names is made.
     """
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    labels = np.full(shape, pad_token_id, dtype=np.int64)
-    loss_mask = np.zeros(shape, dtype=np.float32)
+    spans = list(_spans(rows, seq_length=seq_length))
+
+    def filled(wanted: bool, values: str, padding: int, dtype: type[np.generic]) -> Tensor | None:
+        if not wanted:
+            return None
+        target: NDArray[np.generic] = np.full(shape, padding, dtype=dtype)
+        for row, span, sample in spans:
+            target[row, span] = getattr(sample, values)
+        return torch.from_numpy(target)  # [b, s]
+
     position_ids = np.zeros((3, *shape), dtype=np.int64)
-    for row, members in enumerate(rows):
-        start = 0
-        for sample in members:
-            end = start + len(sample.input_ids)
-            assert end <= seq_length, (end, seq_length)
-            input_ids[row, start:end] = sample.input_ids
-            labels[row, start:end] = sample.labels
-            loss_mask[row, start:end] = sample.loss_mask
-            position_ids[:, row, start:end] = sample.position_ids
-            start = end
-    lengths = [len(sample.input_ids) for sample in samples]
+    for row, span, sample in spans:
+        position_ids[:, row, span] = sample.position_ids
+    lengths = [len(sample) for sample in samples]
     return Microbatch(
-        input_ids=torch.from_numpy(input_ids),  # [b, s]
+        input_ids=filled(needs.input_ids, "input_ids", pad_token_id, np.int64),
         position_ids=torch.from_numpy(position_ids),  # [3, b, s]
-        labels=torch.from_numpy(labels),  # [b, s]
-        loss_mask=torch.from_numpy(loss_mask),  # [b, s]
+        labels=filled(needs.labels, "labels", pad_token_id, np.int64),
+        loss_mask=filled(needs.loss_mask, "loss_mask", 0, np.float32),
         tokens=sum(lengths),
         vision=None,
         segments=tuple(length for length in lengths if length) if packed else None,
     )
+
+
+def _spans(
+    rows: Sequence[Sequence[Sample]], *, seq_length: int
+) -> Iterator[tuple[int, slice, Sample]]:
+    """Where each sample lies: its row, its tokens' places there."""
+    for row, members in enumerate(rows):
+        start = 0
+        for sample in members:
+            end = start + len(sample)
+            assert end <= seq_length, (end, seq_length)
+            yield row, slice(start, end), sample
+            start = end

@@ -1,8 +1,9 @@
 """What a row says, whatever format it was written in: messages of text, images and videos."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from loongplug.data.media_files import MediaFile, MediaRoot
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Message:
 class Video:
     """The image files of a video's frames, in order, and how many of them make a second."""
 
-    frames: tuple[Path, ...]
+    frames: tuple[MediaFile, ...]
     fps: float
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[MediaFile, ...]:
         """All files that make up the video."""
         return self.frames
 
@@ -65,7 +66,7 @@ class Video:
 class VideoFile:
     """A video file whose header has not been read yet; ``fps`` as in :class:`VideoPart`."""
 
-    path: Path
+    path: MediaFile
     fps: float | None
 
 
@@ -73,7 +74,7 @@ class VideoFile:
 class VideoClip:
     """The frames that are taken of a video file, chosen from its header."""
 
-    path: Path
+    path: MediaFile
     indices: tuple[int, ...]  # of the frames taken, ascending
     total_frames: int
     file_fps: float
@@ -81,7 +82,7 @@ class VideoClip:
     width: int
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[MediaFile, ...]:
         """All files that make up the video."""
         return (self.path,)
 
@@ -101,7 +102,7 @@ class VideoClip:
         return f"the video {self.path}"
 
 
-Medium = Path | Video | VideoClip  # an image is the path of its file
+Medium = MediaFile | Video | VideoClip  # an image is its file
 
 
 @dataclass(frozen=True)
@@ -115,20 +116,20 @@ class Conversation:
     where: str
     plain: bool = False
 
-    def media(self, folder: Path) -> tuple[Path | Video | VideoFile, ...]:
-        """Images and videos in the order of their tokens; relative paths start at ``folder``."""
-        found: list[Path | Video | VideoFile] = []
+    def media(self, root: MediaRoot) -> tuple[MediaFile | Video | VideoFile, ...]:
+        """Images and videos in the order of their tokens; their names start at ``root``."""
+        found: list[MediaFile | Video | VideoFile] = []
         for message in self.messages:
             for part in message.parts:
                 if isinstance(part, VideoPart):
-                    found.append(_video(part, folder))
+                    found.append(_video(part, root))
                 elif part.kind == "image":
-                    found.append(folder / part.value)
+                    found.append(root / part.value)
         return tuple(found)
 
 
-def _video(part: VideoPart, folder: Path) -> Video | VideoFile:
+def _video(part: VideoPart, root: MediaRoot) -> Video | VideoFile:
     if isinstance(part.source, str):
-        return VideoFile(folder / part.source, part.fps)
+        return VideoFile(root / part.source, part.fps)
     assert part.fps is not None, "the schema asks for it"
-    return Video(tuple(folder / frame for frame in part.source), part.fps)
+    return Video(tuple(root / frame for frame in part.source), part.fps)

@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
+from loongplug.data.blend import Source, sources_of
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import medium_grid, open_media, placeholder
+from loongplug.data.media_files import MediaFile
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
 from loongplug.data.rows import Rows
@@ -51,6 +54,10 @@ class Sample:
             where="",
             bad=bad,
         )
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.input_ids)
 
     def untrained(self) -> "Sample":
         """The same sample with no token that counts."""
@@ -119,6 +126,11 @@ class ChatDataset:
                 raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         return parts
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The files and datasets that the rows come from."""
+        return sources_of(self._rows)
+
     def share_cache(self, processes: int) -> None:
         """Keep only so much that this many processes together keep what one would."""
         self._cache = ByteBoundedCache(self._cache_bytes // processes)
@@ -150,8 +162,8 @@ class ChatDataset:
                 )
         return Sample(
             input_ids=tokens.ids,
-            labels=np.append(tokens.ids[1:], tokens.ids[-1]),
-            loss_mask=np.append(tokens.trained[1:], False).astype(np.float32),
+            labels=_followed(tokens.ids, last=tokens.ids[-1], dtype=np.int64),
+            loss_mask=_followed(tokens.trained, last=0, dtype=np.float32),
             position_ids=self._positions(tokens.ids, media, grids),
             media=media,
             grids=grids,
@@ -167,14 +179,24 @@ class ChatDataset:
         time_steps = [
             style.time_step(fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
             for video in media
-            if not isinstance(video, Path)
+            if not isinstance(video, MediaFile)
         ]
         return mrope_position_ids(
             ids,
             image_token_id=processor.image_token_id,
             video_token_id=processor.video_token_id,
-            image_grids=[grid for medium, grid in pairs if isinstance(medium, Path)],
-            video_grids=[grid for medium, grid in pairs if not isinstance(medium, Path)],
+            image_grids=[grid for medium, grid in pairs if isinstance(medium, MediaFile)],
+            video_grids=[grid for medium, grid in pairs if not isinstance(medium, MediaFile)],
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )
+
+
+def _followed[Kind: np.generic](
+    values: NDArray[Any], *, last: Any, dtype: type[Kind]
+) -> NDArray[Kind]:
+    """At each place the value that follows [n], and ``last`` behind the last."""
+    shifted = np.empty(len(values), dtype=dtype)
+    shifted[:-1] = values[1:]
+    shifted[-1] = last
+    return shifted

@@ -5,10 +5,13 @@ stream of samples is the same, which two equal fingerprints show.
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.energon import EnergonRows
 from loongplug.data.processor import Processor
 
 # Files up to this size are read whole. Of larger ones this much, so that every rank can afford
@@ -26,41 +29,52 @@ _PROCESSOR_FILES = (
 )
 
 
-def content_digest(path: Path) -> str:
+def content_digest(*paths: Path) -> str:
     """A digest of the file's size and content, as 16 hexadecimal digits.
 
-    Of a file above SAMPLED_BYTES, blocks at even distances are read, the first and the last
-    among them. What adds, drops or moves rows shows; an edit that keeps the file's size and lies
-    between two blocks does not, and neither does it change which rows there are.
+    Several files count as one that has the content of all. Of a file above SAMPLED_BYTES, blocks
+    at even distances are read, the first and the last among them. What adds, drops or moves rows
+    shows; an edit that keeps the file's size and lies between two blocks does not, and neither
+    does it change which rows there are.
     """
-    size = path.stat().st_size
+    ends = list(accumulate(path.stat().st_size for path in paths))
+    size = ends[-1]
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= SAMPLED_BYTES:
-            digest.update(file.read())
-        else:
-            blocks = SAMPLED_BYTES // BLOCK_BYTES
-            for block in range(blocks):
-                file.seek((size - BLOCK_BYTES) * block // (blocks - 1))
-                digest.update(file.read(BLOCK_BYTES))
+    blocks, length = 1, size
+    if size > SAMPLED_BYTES:
+        blocks, length = SAMPLED_BYTES // BLOCK_BYTES, BLOCK_BYTES
+    for block in range(blocks):
+        start = (size - length) * block // max(1, blocks - 1)
+        digest.update(_read(paths, ends, start=start, length=length))
     return digest.hexdigest()[:16]
 
 
+def _read(paths: Sequence[Path], ends: Sequence[int], *, start: int, length: int) -> bytes:
+    """A piece of what the files hold one behind the other; ``ends`` are their ends there."""
+    found = bytearray()
+    number = bisect_right(ends, start)
+    while len(found) < length and number < len(paths):
+        path, end = paths[number], ends[number]
+        with path.open("rb") as file:
+            file.seek(start + len(found) - (end - path.stat().st_size))
+            piece = file.read(length - len(found))
+        found += piece
+        number += 1
+    return bytes(found)
+
+
 def fingerprint(
-    files: Sequence[Path], processor: Processor, **settings: Any
+    sources: Sequence[Path | EnergonRows], processor: Processor, **settings: Any
 ) -> dict[str, dict[str, Any]]:
     """The stream of samples as plain data, by what the user would call its parts.
 
-    ``files`` hold the rows. Paths are not part of it: data may move. ``settings`` are what else
-    decides on the stream: lengths, seeds, weights, flags of the templates.
+    ``sources`` hold the rows: JSONL files and energon datasets. Paths are not part of it: data
+    may move. ``settings`` are what else decides on the stream: lengths, seeds, weights, flags of
+    the templates.
     """
     return {
         "rows": {
-            f"file {number}": {
-                "bytes": path.stat().st_size,
-                "digest": content_digest(path),
-            }
-            for number, path in enumerate(files, start=1)
+            f"file {number}": _of_source(source) for number, source in enumerate(sources, start=1)
         },
         "processor": {
             name: content_digest(processor.folder / name)
@@ -68,4 +82,16 @@ def fingerprint(
             if (processor.folder / name).is_file()
         },
         "settings": settings,
+    }
+
+
+def _of_source(source: Path | EnergonRows) -> dict[str, Any]:
+    """Size and content; of an energon dataset, those of its shards, and its lists of them."""
+    if isinstance(source, Path):
+        return {"bytes": source.stat().st_size, "digest": content_digest(source)}
+    return {
+        "bytes": sum(shard.stat().st_size for shard in source.shards),
+        "digest": content_digest(*source.shards),
+        "samples": len(source),
+        "lists": content_digest(*source.meta),
     }

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, open_media_file
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -25,7 +25,7 @@ _TURN_UPRIGHT = {
 _TURNS_THAT_SWAP_SIDES = (5, 6, 7, 8)
 
 
-def image_size(path: Path, *, where: str) -> tuple[int, int]:
+def image_size(path: MediaFile, *, where: str) -> tuple[int, int]:
     """Height and width of the image once it is upright; reads the file's header only."""
     if (plain := plain_size(path)) is not None:
         return plain
@@ -36,7 +36,7 @@ def image_size(path: Path, *, where: str) -> tuple[int, int]:
     return height, width
 
 
-def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
+def image_grid(path: MediaFile, processor: Processor, *, where: str) -> Grid:
     """The patch grid that the image processor will make of this file; reads its header only."""
     height, width = image_size(path, where=where)
     size = processor.image_processor.size
@@ -54,7 +54,7 @@ def image_grid(path: Path, processor: Processor, *, where: str) -> Grid:
     return 1, height // patch, width // patch
 
 
-def decode_image(path: Path, *, where: str) -> Image.Image:
+def decode_image(path: MediaFile, *, where: str) -> Image.Image:
     """The image, upright and in RGB; ValueError for a file that is missing or damaged."""
     with _opened(path, where=where) as image:
         turn = _TURN_UPRIGHT.get(_orientation(image))
@@ -66,47 +66,54 @@ def decode_image(path: Path, *, where: str) -> Image.Image:
 class FileVersion:
     """A file as it is now: equal to itself later only while nothing has written to it."""
 
-    path: Path
+    path: MediaFile
     modified_ns: int
     size: int
 
 
-def file_version(path: Path, *, where: str) -> FileVersion:
+def file_version(path: MediaFile, *, where: str) -> FileVersion:
     """The file's present version; ValueError when there is no such image file."""
     try:
-        state = path.stat()
+        state = file_on_disk(path).stat()
     except OSError as error:
         raise _unreadable(path, error, where=where) from error
-    return FileVersion(path, modified_ns=state.st_mtime_ns, size=state.st_size)
+    size = path.size if isinstance(path, TarMember) else state.st_size
+    return FileVersion(path, modified_ns=state.st_mtime_ns, size=size)
 
 
 @contextmanager
-def _opened(path: Path, *, where: str) -> Iterator[Image.Image]:
+def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
     """The image, its pixels still to be read; what Pillow raises then says ``where``, too."""
     try:
-        image = Image.open(path)
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
-    except Image.DecompressionBombError as error:
-        raise ValueError(
-            f"{where}: image {path} has too many pixels ({error}): make it smaller."
-        ) from error
+        source = open_media_file(path)
     except OSError as error:
         raise _unreadable(path, error, where=where) from error
-    except ValueError as error:  # a PNG's text that unpacks to too much
-        raise _damaged(path, error, where=where) from error
-    try:
-        with image:
-            yield image
-    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a PNG's chunks, of EXIF
-        raise _damaged(path, error, where=where) from error
+    with source:
+        try:
+            image = Image.open(source)
+        except UnidentifiedImageError as error:
+            raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
+        except Image.DecompressionBombError as error:
+            raise ValueError(
+                f"{where}: image {path} has too many pixels ({error}): make it smaller."
+            ) from error
+        except OSError as error:
+            raise _unreadable(path, error, where=where) from error
+        except ValueError as error:  # a PNG's text that unpacks to too much
+            raise _damaged(path, error, where=where) from error
+        try:
+            with image:
+                yield image
+        # SyntaxError: of a PNG's chunks, of EXIF
+        except (OSError, SyntaxError, ValueError) as error:
+            raise _damaged(path, error, where=where) from error
 
 
-def _damaged(path: Path, error: Exception, *, where: str) -> ValueError:
+def _damaged(path: MediaFile, error: Exception, *, where: str) -> ValueError:
     return ValueError(f"{where}: image {path} is damaged ({error}): replace the file.")
 
 
-def _unreadable(path: Path, error: OSError, *, where: str) -> ValueError:
+def _unreadable(path: MediaFile, error: OSError, *, where: str) -> ValueError:
     if isinstance(error, FileNotFoundError):
         return ValueError(
             f"{where}: no image file at {path}: relative paths start at the JSONL file's folder or"

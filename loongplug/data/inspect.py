@@ -13,6 +13,7 @@ from loongplug.data.blend import open_rows
 from loongplug.data.conversation import Medium, VideoClip
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.images import image_size
+from loongplug.data.media_files import MediaFile
 from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.template import TrainingPhase
@@ -126,7 +127,7 @@ def describe(sample: Sample, processor: Processor) -> Iterator[str]:
 
 
 def _describe_medium(medium: Medium, *, where: str) -> str:
-    if isinstance(medium, Path):
+    if isinstance(medium, MediaFile):
         height, width = image_size(medium, where=where)
         return f"image {medium}, {width} x {height} pixels"
     count, rate = len(medium.times), f"{medium.fps:.3g} a second"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset, Sample
-from loongplug.data.microbatch import Microbatch, VisionInput
+from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, VisionInput
 from loongplug.data.text_stream import PackedTexts, PaddedTexts, ResumePoint
 from loongplug.data.units import EncodesAll, EncodesNone, LoadedUnit, Unit, UnitLoader, UnitRoles
 from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
@@ -38,6 +38,8 @@ class MicrobatchLoader(Iterator[Microbatch]):
     each time. ``bad_samples`` says what becomes of a sample that cannot be used: where it may be
     left out, its row stays empty, or, when only its pixels are bad, untrained and without them.
 
+    ``needs`` says what of the text its microbatches hold; the rest is None.
+
     With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
     whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
     given, packs are planned from the first sample on, however many are consumed.
@@ -58,6 +60,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         look_ahead: int | None = None,
         resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
+        needs: TextNeeds = ALL_TEXT,
         workers: WorkerSettings = IN_PROCESS,
     ) -> None:
         assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
@@ -66,6 +69,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._packed = look_ahead is not None
         self._roles = roles or (EncodesAll() if with_images else EncodesNone())
         self._bad_samples = bad_samples or BadSamples()
+        self._needs = needs
         self._pin = workers.pin_memory
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
         self.decoded = 0  # images and videos that this rank has read for its microbatches
@@ -122,10 +126,12 @@ class MicrobatchLoader(Iterator[Microbatch]):
             pad_token_id=self._dataset.processor.pad_token_id,
             seq_length=self._dataset.seq_length,
             packed=self._packed,
+            needs=self._needs,
         )
         if self._pin:
             microbatch = microbatch.pin_memory()
         self.consumed_samples += self._step
+        microbatch = replace(microbatch, patches=planned.unit.patches)
         if pixels is None:
             return microbatch
         vision = VisionInput(pixels=pixels, grid_thw=planned.unit.grid_thw())

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium, VideoClip, VideoFile
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
+from loongplug.data.media_files import MediaFile, MediaRoot
 from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -18,11 +18,11 @@ from loongplug.data.video import VideoProcessor, patch_times
 
 
 def open_media(
-    conversation: Conversation, root: Path, *, videos: VideoProcessor
+    conversation: Conversation, root: MediaRoot, *, videos: VideoProcessor
 ) -> tuple[Medium, ...]:
     """The row's images and videos, in the order of their tokens; reads headers of video files.
 
-    Relative paths start at ``root``.
+    Their names start at ``root``.
     """
     return tuple(
         videos.clip(medium, where=conversation.where) if isinstance(medium, VideoFile) else medium
@@ -34,7 +34,7 @@ def medium_grid(
     medium: Medium, processor: Processor, *, videos: VideoProcessor, where: str
 ) -> Grid:
     """The patch grid that the pixels will have; reads file headers only."""
-    if isinstance(medium, Path):
+    if isinstance(medium, MediaFile):
         return image_grid(medium, processor, where=where)
     return videos.grid(medium, where=where)
 
@@ -46,7 +46,7 @@ def placeholder(
     time, height, width = grid
     tokens = processor.tokens
     tokens_per_time = height * width // processor.spatial_merge_size**2
-    if isinstance(medium, Path):
+    if isinstance(medium, MediaFile):
         return Placeholder(token=tokens.image, text=tokens.image, run=time * tokens_per_time)
     if not videos.style.timestamps:
         return Placeholder(token=tokens.video, text=tokens.video, run=time * tokens_per_time)
@@ -106,7 +106,7 @@ class MediaLoader:
         images = {
             version: decode_image(medium, where=where)
             for version, medium in media.items()
-            if isinstance(medium, Path)
+            if isinstance(medium, MediaFile)
         }
         processed: dict[_Version, _Patches] = {}
         if images:
@@ -119,7 +119,7 @@ class MediaLoader:
                 # A view would keep the whole call's pixels alive.
                 processed[version] = _Patches(pixels=part.clone(), grid=tuple(grid))
         for version, medium in media.items():
-            if not isinstance(medium, Path):
+            if not isinstance(medium, MediaFile):
                 part, grid = self._videos.patches(medium, where=where)
                 processed[version] = _Patches(pixels=part, grid=grid)
         return processed
@@ -137,7 +137,7 @@ class _Patches:
 
 
 def _version(medium: Medium, *, where: str) -> _Version:
-    if isinstance(medium, Path):
+    if isinstance(medium, MediaFile):
         return file_version(medium, where=where)
     indices = medium.indices if isinstance(medium, VideoClip) else ()
     return (*(file_version(file, where=where) for file in medium.files), *indices)

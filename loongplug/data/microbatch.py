@@ -1,5 +1,6 @@
 """What one microbatch holds when it reaches the model."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +25,41 @@ class VisionInput:
         assert self.pixels.shape[0] == expected, (self.pixels.shape, self.grid_thw.tolist())
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextNeeds:
+    """Which tensors of a microbatch's text a pipeline stage consumes; all take the positions."""
+
+    input_ids: bool
+    labels: bool
+    loss_mask: bool
+
+    @classmethod
+    def of_stage(cls, *, first: bool, last: bool, balances: bool) -> "TextNeeds":
+        """Ids where text is embedded, labels where the loss is.
+
+        ``balances``: the stage has routers with a balancing loss, which ask what counts.
+        """
+        return cls(input_ids=first, labels=last, loss_mask=last or balances)
+
+    @classmethod
+    def any_of(cls, needs: Iterable["TextNeeds"]) -> "TextNeeds":
+        """What at least one of them names."""
+        needs = tuple(needs)
+        return cls(
+            input_ids=any(each.input_ids for each in needs),
+            labels=any(each.labels for each in needs),
+            loss_mask=any(each.loss_mask for each in needs),
+        )
+
+
+ALL_TEXT = TextNeeds(input_ids=True, labels=True, loss_mask=True)
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch in decoder layout: b samples padded on the right to s tokens, or one pack.
+
+    What a stage has no use for is None there (see :class:`TextNeeds`).
 
     The labels are already shifted: ``labels[:, t]`` is the token that follows
     ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
@@ -35,23 +68,25 @@ class Microbatch:
     only; ``segments`` are then the tokens of each, on the host. Padding stands behind the last.
     """
 
-    input_ids: Tensor  # [b, s] int64
+    input_ids: Tensor | None  # [b, s] int64
     position_ids: Tensor  # [3, b, s] int64: time, height, width
-    labels: Tensor  # [b, s] int64
-    loss_mask: Tensor  # [b, s] float32
+    labels: Tensor | None  # [b, s] int64
+    loss_mask: Tensor | None  # [b, s] float32
     tokens: int  # tokens before padding
     vision: VisionInput | None  # None on ranks that were told not to load images
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
+    patches: int = 0  # of its images and videos, known also where they are not loaded
+    number: int | None = None  # its place in the step, where somebody counts
 
     def __post_init__(self) -> None:
         if self.segments is not None:
-            assert len(self.input_ids) == 1, self.input_ids.shape
+            assert self.position_ids.shape[1] == 1, self.position_ids.shape
             assert sum(self.segments) == self.tokens, (self.segments, self.tokens)
 
     @property
     def capacity(self) -> int:
         """Tokens with padding."""
-        return self.input_ids.numel()
+        return self.position_ids[0].numel()
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch with its tensors on ``device`` (grids stay on the host)."""
@@ -60,21 +95,30 @@ class Microbatch:
             vision = VisionInput(
                 pixels=vision.pixels.to(device, non_blocking=True), grid_thw=vision.grid_thw
             )
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            loss_mask=self.loss_mask.to(device, non_blocking=True),
-            vision=vision,
-        )
+        text = self._text(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(text, vision=vision)
 
     def pin_memory(self) -> "Microbatch":
         """The same with the text part in page-locked memory."""
+        return self._text(Tensor.pin_memory)
+
+    def only(self, needs: TextNeeds) -> "Microbatch":
+        """The same without the text that ``needs`` does not name; what it names has to be here."""
+        for name in ("input_ids", "labels", "loss_mask"):
+            assert not getattr(needs, name) or getattr(self, name) is not None, name
         return replace(
             self,
-            input_ids=self.input_ids.pin_memory(),
-            position_ids=self.position_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            loss_mask=self.loss_mask.pin_memory(),
+            input_ids=self.input_ids if needs.input_ids else None,
+            labels=self.labels if needs.labels else None,
+            loss_mask=self.loss_mask if needs.loss_mask else None,
+        )
+
+    def _text(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
+        """The same with ``change`` made to each tensor of the text that is there."""
+        return replace(
+            self,
+            input_ids=None if self.input_ids is None else change(self.input_ids),
+            position_ids=change(self.position_ids),
+            labels=None if self.labels is None else change(self.labels),
+            loss_mask=None if self.loss_mask is None else change(self.loss_mask),
         )

@@ -4,9 +4,10 @@ Only where nothing is out of the ordinary: for all else the answer is None, and 
 """
 
 import struct
-from pathlib import Path
 
 from PIL import Image
+
+from loongplug.data.media_files import MediaFile, read_head
 
 _READ = 4096  # bytes; whose header is longer is left to Pillow
 _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
@@ -18,12 +19,11 @@ _START_OF_FRAME = frozenset((0xC0, 0xC1, 0xC2))
 _HARMLESS = frozenset((0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
 
 
-def plain_size(path: Path) -> tuple[int, int] | None:
+def plain_size(file: MediaFile) -> tuple[int, int] | None:
     """Height and width, or None for whatever takes a closer look, a missing file among it."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            head = file.read(_READ)
-    except OSError:
+        head = read_head(file, _READ)
+    except OSError:  # it is not there, or a folder
         return None
     if head.startswith(_PNG):
         size = _png_size(head)

@@ -45,18 +45,18 @@ def mrope_position_ids(
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
     in_picture = (input_ids == image_token_id) | (input_ids == video_token_id)
-    for start in np.flatnonzero(in_picture).tolist():
-        if start < token:  # inside the picture before
-            continue
-        positions[:, token:start] = np.arange(start - token) + position
+    visual = np.flatnonzero(in_picture)
+    while (at := int(visual.searchsorted(token))) < len(visual):  # the next outside of pictures
+        start = int(visual[at])
+        positions[:, token:start] = np.arange(position, position + start - token)
         position += start - token
         kind = int(input_ids[start])
         picture = _next_picture(pictures[kind], start=start)
         token = start + picture.time * picture.height * picture.width
         _require_run(input_ids, kind=kind, start=start, end=token)
-        positions[:, start:token] = picture.positions() + position
+        picture.write(positions[:, start:token], start=position)
         position += max(picture.height, picture.width)
-    positions[:, token:] = np.arange(len(input_ids) - token) + position
+    positions[:, token:] = np.arange(position, position + len(input_ids) - token)
     for kind, rest in pictures.items():
         if left := len(list(rest)):
             raise ValueError(
@@ -80,15 +80,17 @@ class _Picture:
         time, height, width = grid
         return cls(time, height // merge, width // merge, time_step)
 
-    def positions(self) -> NDArray[np.int64]:
-        """Positions [3, tokens] within the picture."""
-        grid = np.empty((3, self.time, self.height, self.width), dtype=np.int64)
-        # float32, as in transformers: near a whole number, float64 would count another one.
-        times = np.arange(self.time, dtype=np.float32) * np.float32(self.time_step)
-        grid[0] = times.astype(np.int64)[:, None, None]
-        grid[1] = np.arange(self.height)[:, None]
-        grid[2] = np.arange(self.width)
-        return grid.reshape(3, -1)
+    def write(self, positions: NDArray[np.int64], *, start: int) -> None:
+        """Fill ``positions`` [3, tokens] of the picture, which begins at position ``start``."""
+        grid = positions.reshape(3, self.time, self.height, self.width)  # a view
+        if self.time == 1:
+            grid[0] = start
+        else:
+            # float32, as in transformers: near a whole number, float64 would count another one.
+            times = np.arange(self.time, dtype=np.float32) * np.float32(self.time_step)
+            grid[0] = (times.astype(np.int64) + start)[:, None, None]
+        grid[1] = np.arange(start, start + self.height)[:, None]
+        grid[2] = np.arange(start, start + self.width)
 
 
 def _next_picture(pictures: Iterator[_Picture], *, start: int) -> _Picture:
@@ -101,8 +103,8 @@ def _next_picture(pictures: Iterator[_Picture], *, start: int) -> _Picture:
 
 
 def _require_run(ids: NDArray[np.int64], *, kind: int, start: int, end: int) -> None:
-    if end > len(ids) or not (ids[start:end] == kind).all():
-        found = int((ids[start:end] == kind).sum())
+    found = np.count_nonzero(ids[start:end] == kind)
+    if found != end - start:
         raise ValueError(
             f"The picture at token {start} has {found} tokens in the text, but its grid needs"
             f" {end - start}: write exactly as many."

@@ -1,7 +1,8 @@
 """Where rows come from."""
 
-from pathlib import Path
 from typing import Any, Protocol
+
+from loongplug.data.media_files import MediaRoot
 
 
 class Rows(Protocol):
@@ -17,6 +18,6 @@ class Rows(Protocol):
         """``path:line`` of the row, for messages."""
         ...
 
-    def media_root(self, index: int) -> Path:
-        """What relative paths in the row start at."""
+    def media_root(self, index: int) -> MediaRoot:
+        """What the names of images and videos in the row start at."""
         ...

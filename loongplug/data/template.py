@@ -9,6 +9,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from loongplug.data.chat_template import render_chat
 from loongplug.data.conversation import Conversation, Message, Part, VideoPart
 from loongplug.data.processor import Processor, VisionTokens
 
@@ -73,12 +74,17 @@ def tokenize_conversation(
     )
     encoded = _encode(texts, processor)
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
-    lengths = [len(part) for part in encoded]
-    trained = np.repeat([segment.trained for segment in segments], lengths)
+    trained = np.empty(len(ids), dtype=np.bool_)
+    start = 0
+    for segment, part in zip(segments, encoded, strict=True):
+        trained[start : start + len(part)] = segment.trained
+        start += len(part)
     for token in processor.vision_token_ids:
         trained &= ids != token
+    if not placeholders:
+        return Tokens(ids=ids, trained=trained)
     repeats = _repeats(ids, processor, placeholders)
-    return Tokens(ids=np.repeat(ids, repeats), trained=np.repeat(trained, repeats))
+    return Tokens(ids=ids.repeat(repeats), trained=trained.repeat(repeats))
 
 
 def _encode(texts: Sequence[str], processor: Processor) -> list[list[int]]:
@@ -181,15 +187,13 @@ def _render(
     messages: Sequence[Message], processor: Processor, *, where: str, prompt: bool = False
 ) -> str:
     try:
-        text = processor.tokenizer.apply_chat_template(
+        return render_chat(
             [_as_template_input(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=prompt,
+            processor.tokenizer,
+            prompt=prompt,
         )
     except TemplateError as error:
         raise ValueError(f"{where}: the chat template refuses this row: {error}.") from error
-    assert isinstance(text, str)
-    return text
 
 
 def _as_template_input(message: Message) -> dict[str, Any]:

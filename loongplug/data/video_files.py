@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.conversation import VideoClip
+from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, open_media_file
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
 
@@ -24,7 +24,7 @@ class VideoHeader:
     width: int
 
 
-def video_header(path: Path, *, where: str) -> VideoHeader:
+def video_header(path: MediaFile, *, where: str) -> VideoHeader:
     """Read the container's header and decode the first frame, which knows how it is turned.
 
     Where the container does not say how many frames there are, their packets are counted; none
@@ -76,7 +76,17 @@ def _upright(frame: Any) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _opened(path: Path, *, where: str) -> Iterator[tuple[Any, Any]]:
+def _source(path: MediaFile) -> Iterator[str | BinaryIO]:
+    """What PyAV opens: a file by its path, which it reads quicker than through Python."""
+    if not isinstance(path, TarMember):
+        yield str(path)
+        return
+    with open_media_file(path) as file:
+        yield file
+
+
+@contextmanager
+def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream; what goes wrong inside says ``where``, too."""
     try:
         import av
@@ -85,13 +95,13 @@ def _opened(path: Path, *, where: str) -> Iterator[tuple[Any, Any]]:
             f"{where}: {path} is a video file, and PyAV, which reads them, is not installed: pip"
             " install 'loongplug[video]', or give the video's frames as image files."
         ) from error
-    if not path.is_file():
+    if not file_on_disk(path).is_file():
         raise ValueError(
             f"{where}: no video file at {path}: relative paths start at the JSONL file's folder or"
             " at --media-root."
         )
     try:
-        with av.open(str(path)) as container:
+        with _source(path) as source, av.open(source) as container:
             if not container.streams.video:
                 raise ValueError("it has no video stream")
             yield container, container.streams.video[0]

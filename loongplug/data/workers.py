@@ -1,6 +1,8 @@
 """Work ahead of its use in background processes, by torch's data loader."""
 
 import os
+import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,10 +70,12 @@ class Background[Item, Result](Iterator[Result]):
             self._results = self._start()
         try:
             result, failure = next(self._results)
-        except RuntimeError as error:  # torch's, when it finds a process gone
+        # RuntimeError is torch's, when it finds a process gone; the others come of asking one for
+        # the memory of a result that it announced before it died.
+        except (RuntimeError, OSError, EOFError) as error:
             raise RuntimeError(
-                f"A data loading process has died: {error} Mostly that is a lack of memory: give"
-                " fewer by --num-workers."
+                f"A data loading process has died: {error or type(error).__name__}. Mostly that is"
+                " a lack of memory: give fewer by --num-workers."
             ) from error
         if failure is None:
             return result
@@ -97,7 +101,13 @@ class Background[Item, Result](Iterator[Result]):
             worker_init_fn=_begin,
             generator=torch.Generator(),  # by default it draws from the one that training uses
         )
-        return iter(loader)
+        before = signal.getsignal(signal.SIGCHLD)
+        results = iter(loader)
+        # Torch's handler raises wherever the main thread is when a process dies, in the middle of
+        # a step. That it is dead shows when its results are waited for: there it can be told.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+        return results
 
 
 class _Task[Item, Result](Dataset[Any]):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from loongplug.data.media import MediaLoader
+from loongplug.data.media_files import MediaFile
 from loongplug.data.processor import Processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.evaluate.questions import Question
@@ -110,8 +111,8 @@ def _batch(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     media = [medium for question in questions for medium in question.media]
     where = ", ".join(question.where for question in questions if question.media)
-    images = [medium for medium in media if isinstance(medium, Path)]
-    videos = [medium for medium in media if not isinstance(medium, Path)]
+    images = [medium for medium in media if isinstance(medium, MediaFile)]
+    videos = [medium for medium in media if not isinstance(medium, MediaFile)]
     if images:
         vision = loader.load(images, where=where)
         inputs |= {"pixel_values": vision.pixels, "image_grid_thw": vision.grid_thw}
@@ -130,7 +131,8 @@ def _video_times(
     questions: Sequence[Question], processor: Processor, style: VideoStyle
 ) -> dict[str, Tensor]:
     """What a model without timestamps is told of its videos' times, [videos] seconds."""
-    rates = [m.fps for question in questions for m in question.media if not isinstance(m, Path)]
+    media = [medium for question in questions for medium in question.media]
+    rates = [medium.fps for medium in media if not isinstance(medium, MediaFile)]
     if style.timestamps or not rates:
         return {}
     return {"second_per_grid_ts": torch.tensor([processor.temporal_patch_size / r for r in rates])}

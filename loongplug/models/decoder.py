@@ -107,7 +107,7 @@ class TextDecoder(GPTModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor,
         *,
         features: VisionFeatures | None = None,
@@ -119,17 +119,21 @@ class TextDecoder(GPTModel):
         """This stage's forward, as GPTModel's.
 
         Args:
-            input_ids: [b, s] int64. position_ids: [3, b, s] int64, on every stage.
+            input_ids: [b, s] int64, on the first stage.
+            position_ids: [3, b, s] int64, on every stage.
             features: the unit's vision features, on the first stage.
             labels: [b, s] int64, on the last stage.
-            loss_mask: [b, s] float32, on every stage; needed for the experts' balancing losses.
+            loss_mask: [b, s] float32; on every stage where experts have balancing losses.
             packed_seq_params: of a pack (b = 1), on every stage: the segments that cover the row.
 
         Returns:
             on the last stage the loss of every token [b, s] float32 (or logits [b, s, vocab / tp]
             without labels), elsewhere the hidden states for the next stage.
         """
-        decoder_input = self.embed(input_ids, features) if self.pre_process else None
+        decoder_input = None
+        if self.pre_process:
+            assert input_ids is not None, "the first stage embeds the text"
+            decoder_input = self.embed(input_ids, features)
         kinds = None
         if loss_mask is not None and self.training and balances(self.config):
             kinds = token_kinds(position_ids, loss_mask, packed=packed_seq_params)

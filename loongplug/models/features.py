@@ -1,6 +1,7 @@
 """Vision features: what the projector hands to the decoder, and where they go."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,24 @@ class VisionFeatures:
         return VisionFeatures(
             embeddings=self.embeddings[:0], deepstack=tuple(each[:0] for each in self.deepstack)
         )
+
+    def packed(self) -> Tensor:
+        """All of a token side by side, as it travels, [tokens, (1 + deepstack) * hidden]."""
+        return torch.cat([self.embeddings, *self.deepstack], dim=1)
+
+    @classmethod
+    def unpacked(cls, payload: Tensor, *, hidden: int) -> "VisionFeatures":
+        """What :meth:`packed` was made of."""
+        embeddings, *deepstack = payload.split(hidden, dim=1)
+        return cls(embeddings=embeddings, deepstack=tuple(deepstack))
+
+
+class FeatureSource(Protocol):
+    """Where a decoder gets its units' features from; it knows of no mode."""
+
+    def features(self, number: int) -> VisionFeatures:
+        """Of the step's microbatch ``number``. Asked on the first stage, once per forward."""
+        ...
 
 
 def visual_positions(input_ids: Tensor, token_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:

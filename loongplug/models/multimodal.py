@@ -5,19 +5,20 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.decoder import TextDecoder
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import FeatureSource, VisionFeatures
+from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
 class MultimodalModel(MegatronModule):
     """One pipeline stage (or virtual chunk) of a multimodal model.
 
-    The first stage has the encoder and the projector beside its decoder layers; every other stage
-    has decoder layers only. What Megatron's training loop asks of a language model is answered by
-    the decoder.
+    The first stage has the encoder and the projector beside its decoder layers; other stages have
+    them in the modes in which all ranks encode, else decoder layers only. What Megatron's training
+    loop asks of a language model is answered by the decoder.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class MultimodalModel(MegatronModule):
         image_encoder: MegatronModule | None,
         image_projector: MegatronModule | None,
         pg_collection: ProcessGroupCollection,
+        encoder_state: ModuleState,
     ) -> None:
         super().__init__(config=text_decoder.config)
         assert (image_encoder is None) == (image_projector is None)
@@ -34,10 +36,49 @@ class MultimodalModel(MegatronModule):
         self.image_projector = image_projector
         self.text_decoder = text_decoder
         self.pg_collection = pg_collection
+        self.encoder_state = encoder_state
+        self.feature_source: FeatureSource | None = None  # None: encode in each forward
         self.pre_process = text_decoder.pre_process
         self.post_process = text_decoder.post_process
         self.vp_stage = text_decoder.vp_stage
         self.share_embeddings_and_output_weights = text_decoder.share_embeddings_and_output_weights
+
+    def parallel_parts(self) -> tuple[ModulePart, ModulePart]:
+        """What has data parallel groups, gradient buffers and an optimizer of its own."""
+        vision: dict[str, nn.Module | None] = {
+            "image_encoder": self.image_encoder,
+            "image_projector": self.image_projector,
+        }
+        return (
+            ModulePart(
+                name="image_encoder",
+                state=self.encoder_state,
+                modules={name: module for name, module in vision.items() if module is not None},
+            ),
+            ModulePart(
+                name="text_decoder",
+                state=ModuleState(groups=self.pg_collection),
+                modules={"text_decoder": self.text_decoder},
+            ),
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As Megatron's, each part with the data parallel group of its own replicas."""
+        sharded: dict[str, Any] = {}
+        for part in self.parallel_parts():
+            of_part = {**(metadata or {}), "dp_cp_group": part.state.groups.dp_cp}
+            with part.state.entered():
+                for name, module in part.modules.items():
+                    assert isinstance(module, MegatronModule)
+                    sharded |= module.sharded_state_dict(
+                        f"{prefix}{name}.", sharded_offsets, of_part
+                    )
+        return sharded
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Take the previous stage's hidden states (Megatron's schedules call this)."""
@@ -56,18 +97,18 @@ class MultimodalModel(MegatronModule):
             if frozen and module is not None:
                 module.requires_grad_(False)
 
-    def encode(self, vision: VisionInput) -> VisionFeatures:
+    def encode(self, vision: VisionInput | None) -> VisionFeatures:
         """Vision features of one unit; the encoder's tensor parallel group enters together.
 
-        A unit without images runs through the encoder like any other, as a blank image whose
-        features are dropped: its parameters then have a (zero) gradient in every microbatch, which
-        the overlapped gradient reduction counts on.
+        A unit without images, or None, runs through the encoder like any other, as a blank image
+        whose features are dropped: its parameters then have a (zero) gradient in every microbatch,
+        which the overlapped gradient reduction counts on.
         """
         assert self.image_encoder is not None
         assert self.image_projector is not None
         trainable = any(parameter.requires_grad for parameter in self.image_encoder.parameters())
-        empty = vision.pixels.shape[0] == 0
-        if empty:
+        empty = vision is None or vision.pixels.shape[0] == 0
+        if vision is None or empty:
             vision = self.image_encoder.blank_unit()
         # A frozen encoder's activations serve no backward pass: do not keep them.
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
@@ -81,15 +122,20 @@ class MultimodalModel(MegatronModule):
         position_ids: Tensor,
         *,
         vision: VisionInput | None = None,
+        number: int | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """This stage's forward; see :meth:`TextDecoder.forward` for shapes.
 
-        ``vision`` is needed on the first stage, with zero rows for a text-only microbatch.
+        On the first stage the vision features of microbatch ``number`` of the step come from the
+        feature source, or where there is none from ``vision``, with zero rows for a text-only one.
         """
         features = None
-        if self.image_encoder is not None:
+        if self.pre_process and self.feature_source is not None:
+            assert number is not None, "the source knows units by their microbatch's number"
+            features = self.feature_source.features(number)
+        elif self.pre_process and self.image_encoder is not None:
             assert vision is not None, "the first stage needs the unit's images"
             features = self.encode(vision)
         return self.text_decoder(

@@ -16,6 +16,7 @@ from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig, TextDecoder
 from loongplug.models.layers.specs import Backend, final_norm
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.module_state import ModuleState
 
 EncoderAndProjector = tuple[MegatronModule, MegatronModule]
 
@@ -26,20 +27,24 @@ def build_stage(
     *,
     layer_spec: ModuleSpec,
     rope_axes: Tensor,
-    build_encoder: Callable[[], EncoderAndProjector],
+    build_encoder: Callable[[ProcessGroupCollection], EncoderAndProjector],
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
+    encoder_state: ModuleState | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
-    ``build_encoder`` is called where ``pre_process`` is set; what it gives is sharded over the
-    decoder's tensor parallel group. ``layer_spec`` is every decoder layer's, ``rope_axes`` as in
-    :class:`~loongplug.models.mrope.MultimodalRotary`.
+    ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every stage
+    where ``encoder_state`` says so, in ``encoder_state`` and with its
+    groups, and what it gives always runs in that state. ``pg_collection`` is the decoder's, and
+    without an ``encoder_state`` the encoder's too. ``layer_spec`` is every decoder layer's,
+    ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
     """
     foundation = model.foundation
+    encoder_state = encoder_state or ModuleState(groups=pg_collection)
     num_layers = get_num_layers_to_build(config, vp_stage, get_pg_rank(pg_collection.pp))
     decoder = TextDecoder(
         config,
@@ -58,14 +63,20 @@ def build_stage(
         vp_stage=vp_stage,
     )
     image_encoder = image_projector = None
-    if pre_process:
+    if pre_process or (encoder_state.on_every_stage and not vp_stage):
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
-        image_encoder, image_projector = build_encoder()
+        with encoder_state.entered():
+            image_encoder, image_projector = build_encoder(encoder_state.groups)
+        for module in (image_encoder, image_projector):
+            # Whoever asks where its slices lie (checkpoints, Hugging Face folders) asks it.
+            module.pg_collection = encoder_state.groups
+            encoder_state.run(module)
     composed = MultimodalModel(
         decoder,
         image_encoder=image_encoder,
         image_projector=image_projector,
         pg_collection=pg_collection,
+        encoder_state=encoder_state,
     )
     composed.freeze(
         image_encoder=model.image_encoder.freeze, image_projector=model.image_projector.freeze

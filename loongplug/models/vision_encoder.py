@@ -11,9 +11,9 @@ from loongplug.models.architecture import VisionArchitecture
 
 
 def vision_transformer_config(
-    architecture: VisionArchitecture, *, decoder: TransformerConfig, **family: Any
+    architecture: VisionArchitecture, *, decoder: TransformerConfig, tp: int, **family: Any
 ) -> TransformerConfig:
-    """The encoder's Megatron config: its own architecture, the decoder's precision and tp.
+    """The encoder's Megatron config: its own architecture and ``tp``, the decoder's precision.
 
     ``family`` is what one family's encoders have in common, such as the norm and the activation.
     No sequence parallelism: an image's patches need not divide by tp. No pipeline: the encoder is
@@ -35,7 +35,7 @@ def vision_transformer_config(
         bias_dropout_fusion=decoder.bias_dropout_fusion,
         # RotarySelfAttention turns queries and keys itself; upstream's rope is never reached.
         apply_rope_fusion=False,
-        tensor_model_parallel_size=decoder.tensor_model_parallel_size,
+        tensor_model_parallel_size=tp,
         params_dtype=decoder.params_dtype,
         fp16=decoder.fp16,
         bf16=decoder.bf16,

@@ -1,4 +1,7 @@
-"""Every function of Megatron that LoongPlug replaces, each with its reason and signature."""
+"""Every function of Megatron that LoongPlug replaces, each with its reason and signature.
+
+Those that ``--trace`` wraps, only to report their calls, are in ``upstream_tracing.py``.
+"""
 
 import functools
 import importlib.util
@@ -90,6 +93,16 @@ def _keeping_step(original: Callable[[Any, Any, Any], None]) -> Callable[[Any, A
     return set_states
 
 
+def _with_no_main_params(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        if not any(self.float16_groups):
+            state_dict = {"fp32_from_fp16_params": [], **state_dict}
+        original(self, state_dict)
+
+    return load_state_dict
+
+
 EVERYWHERE: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
@@ -119,6 +132,14 @@ EVERYWHERE: tuple[Replacement, ...] = (
         signature="(self, model_param, tensors)",
         reason="wants the step of torch's Adam among the loaded tensors, and sets the step that "
         "was loaded back; copies into fp32 parameters, which are leaves that require grad",
+    ),
+    Replacement(
+        target="megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
+        "load_state_dict",
+        wrapper=_with_no_main_params,
+        signature="(self, state_dict)",
+        reason="asks for the fp32 parameters of a rank that has none, and of whose empty list "
+        "nothing was saved",
     ),
 )
 
@@ -274,6 +295,61 @@ def whole_checkpoints_table(
                 reason="empties the file that names the latest checkpoint before it is written",
             ),
         ),
+    )
+
+
+def per_module_data_parallel_table(
+    *, wrapper: type, optimizer: Callable[[Any], Any]
+) -> ReplacementTable:
+    """Let Megatron wrap model chunks with ``wrapper`` and wrap its optimizer's constructor."""
+    return ReplacementTable(
+        "per-module data parallelism",
+        (
+            Replacement(
+                target="megatron.training.training.DDP",
+                replacement=wrapper,
+                signature="(config: megatron.core.transformer.transformer_config."
+                "TransformerConfig, ddp_config: megatron.core.distributed."
+                "distributed_data_parallel_config.DistributedDataParallelConfig, module: "
+                "torch.nn.modules.module.Module, disable_bucketing: bool = False, pg_collection: "
+                "Optional[megatron.core.process_groups_config.ProcessGroupCollection] = None, "
+                "full_param_layout: Optional[megatron.core.optimizer.param_layout."
+                "FullParamLayout] = None)",
+                reason="puts one wrapper with one data parallel group around a whole chunk",
+            ),
+            Replacement(
+                target="megatron.training.training.get_megatron_optimizer",
+                wrapper=optimizer,
+                signature="(config: megatron.core.optimizer.optimizer_config.OptimizerConfig, "
+                "model_chunks: List[megatron.core.transformer.module.MegatronModule], "
+                "config_overrides: Optional[Dict[megatron.core.optimizer.optimizer_config."
+                "ParamKey, megatron.core.optimizer_param_scheduler.ParamGroupOverride]] = None, "
+                "use_gloo_process_groups: bool = True, pg_collection: Optional["
+                "megatron.core.process_groups_config.ProcessGroupCollection] = None, "
+                "dump_param_to_param_group_map: Optional[str] = None) -> "
+                "megatron.core.optimizer.optimizer.MegatronOptimizer",
+                reason="shards all parameters of a chunk over one data parallel group",
+            ),
+        ),
+        importers=(),  # the training loop's own names only
+    )
+
+
+def stepped_schedules_table(schedules: Callable[[Any], Any]) -> ReplacementTable:
+    """Wrap the choice of the schedule of a training or evaluation step."""
+    return ReplacementTable(
+        "stepped schedules",
+        (
+            Replacement(
+                target="megatron.training.training.get_forward_backward_func",
+                wrapper=schedules,
+                signature="(pp_size: Optional[int] = None, vp_size: Optional[int] = None, "
+                "schedule_pg_collection: Optional[megatron.core.process_groups_config."
+                "MultiModuleProcessGroupCollection] = None)",
+                reason="gives schedules that know of no encoder phases before and after them",
+            ),
+        ),
+        importers=(),  # the training loop's own name only
     )
 
 

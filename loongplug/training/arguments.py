@@ -74,6 +74,7 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
         raise ValueError("\n".join(problems))
 
     args.tokenizer_type = MEGATRON_TOKENIZER
+    args.dataloader_type = "external"  # Megatron's word for an iterator of ours, whatever it reads
     validate_with_megatron(args)
     model = _with_tokenizer(args, composed)
     return ParsedArguments(

@@ -5,21 +5,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch.distributed import ProcessGroup
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.data.workers import WorkerSettings
+from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.layers.router import balances_by
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
+from loongplug.training.assigned_units import AssignedUnits, replica_group
 from loongplug.training.chunk_streams import ChunkStreams
-from loongplug.training.first_stage_units import FirstStageUnits, replica_group
 from loongplug.training.packing_place import note_packing_place, packing_place
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
@@ -28,15 +32,18 @@ Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 class DatasetProvider:
     """Megatron's dataset provider, for ``--dataloader-type external``.
 
-    Every rank builds the text of its data parallel replica's samples; images are loaded by one
-    rank of those that encode them.
+    Every rank reads the text of its data parallel replica's samples and builds what its stages
+    consume of it; images are loaded by one rank of those that encode them.
     """
 
     is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
 
-    def __init__(self, args: Namespace, model: VisionLanguageArchitecture) -> None:
+    def __init__(
+        self, args: Namespace, model: VisionLanguageArchitecture, *, engine: Engine
+    ) -> None:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
+        self._engine = engine
         texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
         processor = load_processor(
             args.tokenizer_model,
@@ -64,11 +71,15 @@ class DatasetProvider:
             spatial_merge_size=model.image_encoder.spatial_merge_size,
         )
 
-        def open_dataset(files: Sequence[str] | None, *, flag: str) -> ChatDataset | None:
+        def open_dataset(
+            files: Sequence[str] | None, *, flag: str, split: str
+        ) -> ChatDataset | None:
             if not files:
                 return None
             return ChatDataset(
-                open_rows(files, flag=flag, seed=args.seed, media_root=args.media_root),
+                open_rows(
+                    files, flag=flag, seed=args.seed, media_root=args.media_root, split=split
+                ),
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
@@ -77,13 +88,13 @@ class DatasetProvider:
             )
 
         train_files = args.data_path or args.train_data_path
-        train = open_dataset(train_files, flag="--train-data-path")
+        train = open_dataset(train_files, flag="--train-data-path", split="train")
         assert train is not None, "the start-up rules ask for training data"
         self._train = train
-        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path")
+        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path", split="val")
         blend = parse_blend(train_files, flag="--train-data-path")
         self.fingerprint = fingerprint(
-            blend.paths,
+            [rows if isinstance(rows, EnergonRows) else rows.path for rows in train.sources],
             processor,
             weights=blend.weights,
             seed=args.seed,
@@ -142,10 +153,10 @@ class DatasetProvider:
                     **self._common(replica, channel=1),
                 )
             )
-        chunks = args.virtual_pipeline_model_parallel_size or 1
         train, *valid = self._loaders
         noted = note_packing_place(train, args) if args.packing else train
-        self._chunks = [ChunkStreams(each, chunks=chunks) for each in (noted, *valid)]
+        needs = text_needs(args)
+        self._chunks = [ChunkStreams(each, needs=needs) for each in (noted, *valid)]
 
     def _common(self, replica: ProcessGroup | None, *, channel: int) -> dict[str, Any]:
         """What training and validation share."""
@@ -154,8 +165,9 @@ class DatasetProvider:
             "micro_batch_size": args.micro_batch_size,
             "dp_rank": parallel_state.get_data_parallel_rank(),
             "dp_size": parallel_state.get_data_parallel_world_size(),
-            "roles": FirstStageUnits(
-                encodes=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            "roles": AssignedUnits(
+                self._engine.place,
+                step_units=get_num_microbatches(),
                 patch_dim=self._patch_dim,
                 device=lambda: platform.device,
                 replica=replica,
@@ -165,4 +177,24 @@ class DatasetProvider:
                 processes=args.num_workers, pin_memory=platform.name == "cuda"
             ),
             "look_ahead": args.packing_look_ahead if args.packing else None,
+            "needs": TextNeeds.any_of(text_needs(args)),
         }
+
+
+def text_needs(args: Namespace) -> list[TextNeeds]:
+    """What each of this rank's virtual chunks consumes of a microbatch's text, by chunk."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return [
+        TextNeeds.of_stage(
+            first=first and chunk == 0,
+            last=last and chunk == chunks - 1,
+            balances=balances_by(
+                experts=args.num_experts,
+                auxiliary=args.moe_aux_loss_coeff,
+                z_loss=args.moe_z_loss_coeff,
+            ),
+        )
+        for chunk in range(chunks)
+    ]

@@ -125,6 +125,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_own_flags(parser)
     add_megatron_arguments(parser)
     for action in parser._actions:
+        if action.dest == "dataloader_type":
+            action.choices = [*(action.choices or ()), "energon"]
         if callable(action.type) and action.type not in (int, float, str, bool):
             action.type = _speaking(action.type, action.choices)
     return parser
@@ -171,6 +173,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " model's folder says",
     )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
+    group.add_argument(
+        "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
+    )
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,

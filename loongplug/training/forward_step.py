@@ -46,7 +46,7 @@ def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
         return None
     return pack_segments(
         microbatch.segments,
-        device=microbatch.input_ids.device,
+        device=microbatch.position_ids.device,
         padding=microbatch.capacity - microbatch.tokens,
     )
 
@@ -81,14 +81,23 @@ class ForwardStep:
             microbatch.input_ids,
             microbatch.position_ids,
             vision=microbatch.vision,
+            number=microbatch.number,
             labels=microbatch.labels,
             loss_mask=microbatch.loss_mask,
             packed_seq_params=packed_segments(microbatch),
         )
+        if microbatch.labels is None:
+            return output, _no_loss
         return output, partial(self._loss, microbatch)
 
     def _loss(self, microbatch: Microbatch, losses: Tensor) -> LossReport:
+        assert microbatch.loss_mask is not None, "it comes with the labels"
         report = token_loss(microbatch.loss_mask, losses)
         if self._on_loss is not None:
             self._on_loss(microbatch, report)
         return report
+
+
+def _no_loss(output: Tensor) -> LossReport:
+    """The loss function of a stage that is not the last, which Megatron does not call."""
+    raise AssertionError("the loss was asked of a stage without labels")

@@ -10,15 +10,31 @@ from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.hetero.engine import Engine
+from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
+from loongplug.observe.recorder import NOTHING, Recorder
 
 
 def backend_of(args: Namespace) -> Backend:
     """The layers' backend that ``--transformer-impl`` asks for."""
     return "te" if args.transformer_impl == "transformer_engine" else pick_backend()
+
+
+def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> Engine:
+    """The engine that the flags and the encoder's YAML ask for."""
+    encoder = model.image_encoder
+    return Engine(
+        mode_of(args),
+        encoder_tp=encoder.tensor_model_parallel_size,
+        patches_per_token=encoder.spatial_merge_size**2,
+        seed=args.seed,
+        timeout_minutes=args.distributed_timeout_minutes,
+        recorder=recorder,
+    )
 
 
 class ModelProvider:
@@ -29,11 +45,13 @@ class ModelProvider:
         model: Any,
         family: Family,
         *,
+        engine: Engine,
         backend: Backend,
         hf_folder: Path | None = None,
     ) -> None:
         self.model = model
         self.family = family
+        self.engine = engine
         self.backend = backend
         self.hf_folder = hf_folder
         self.chunks: list[MultimodalModel] = []
@@ -55,15 +73,18 @@ class ModelProvider:
         if config is None:
             config = core_transformer_config_from_args(get_args(), DecoderConfig)
         assert isinstance(config, DecoderConfig)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         chunk: MultimodalModel = self.family.load_builder()(
             self.model,
             config,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
-            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            pg_collection=groups,
+            encoder_state=self.engine.place.state,
             backend=self.backend,
         )
+        self.engine.attach(chunk)
         self.chunks.append(chunk)
         is_last = len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1)
         if self.hf_folder is not None and is_last:

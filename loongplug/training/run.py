@@ -13,9 +13,18 @@ from megatron.training.global_vars import get_tensorboard_writer, set_global_var
 
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.data.microbatch import Microbatch
+from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
+from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.observe.tracing import traced
+from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
+from loongplug.parallel.states import PARALLEL_STATES
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import setup_table
+from loongplug.platform.upstream import (
+    per_module_data_parallel_table,
+    setup_table,
+    stepped_schedules_table,
+)
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.checkpoints import (
     check_checkpoint_folders,
@@ -32,7 +41,7 @@ from loongplug.training.progress import (
     summarize,
     write_metrics,
 )
-from loongplug.training.provider import ModelProvider, backend_of
+from loongplug.training.provider import ModelProvider, backend_of, engine_of
 
 
 class Watch(Protocol):
@@ -58,8 +67,14 @@ def run(
     parsed = parse_arguments(argv)
     args = parsed.args
     platform = current_platform()
+    platform.use(
+        per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
+    )
     use_whole_checkpoints(platform, asynchronous=args.async_save)
-    datasets = DatasetProvider(args, parsed.model)
+    engine = engine_of(args, parsed.model)
+    if engine.steps:
+        platform.use(stepped_schedules_table(engine.schedules))
+    datasets = DatasetProvider(args, parsed.model, engine=engine)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     if args.save_hf:
@@ -69,11 +84,16 @@ def run(
     provider = ModelProvider(
         parsed.model,
         parsed.family,
+        engine=engine,
         backend=backend_of(args),
         hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
     with (
+        traced(
+            args.trace, platform=platform, rank=args.rank, world_size=args.world_size
+        ) as recorder,
+        _reported(engine, recorder),
         megatron_output(args) as terminal,
         _watched(watch, mapping=hugging_face.mapping),
     ):
@@ -150,6 +170,20 @@ def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
         yield
     finally:
         table.undo()
+
+
+@contextmanager
+def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
+    """Report exchanges of features and switches between parallel states to ``recorder``."""
+    engine.recorder = recorder
+    if recorder is NOTHING:
+        yield
+        return
+    PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
+    try:
+        yield
+    finally:
+        PARALLEL_STATES.on_switch = None
 
 
 def _also_in_tensorboard(

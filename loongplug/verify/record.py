@@ -122,11 +122,12 @@ class Recorder:
         if not self._speaks:
             return
         number = len(self._losses) * self._replicas + self._replica
-        texts = torch.stack([microbatch.input_ids, microbatch.labels])
+        assert microbatch.labels is not None, "where there is a loss there are labels"
+        assert microbatch.loss_mask is not None
         self._losses.append(
             MicrobatchLoss(
                 first_sample=len(self._steps) * self._batch + number * self._micro,
-                samples=digest(texts) ^ digest(microbatch.loss_mask),
+                samples=digest(microbatch.labels) ^ digest(microbatch.loss_mask),
                 loss=report[0].item(),
                 tokens=report[1].item(),
             )

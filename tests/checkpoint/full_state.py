@@ -47,7 +47,8 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[flo
         {
             float(state["step"])
             for optimizer in _optimizers(made["optimizer"])
-            for state in optimizer.optimizer.state.values()
+            for parameter, state in optimizer.optimizer.state.items()
+            if isinstance(parameter, torch.Tensor)  # else what a rank without any says
         }
     )
 

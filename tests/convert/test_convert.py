@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from loongplug.bench.random_folder import write_random_folder
 from loongplug.checkpoint.carried_files import CARRIED_FOLDER
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.cli import app
+from loongplug.convert import streaming
 from loongplug.convert.rank import convert
 from loongplug.training.run import run
 
@@ -70,6 +74,87 @@ def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, bac
     assert '"bos_token_id": 7' in (folder / "config.json").read_text()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (result / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder, tmp_path_factory) -> Path:
+    """``folder`` as a checkpoint that two ranks wrote."""
+    checkpoint = tmp_path_factory.mktemp("converted") / "checkpoint"
+    flags = [*MODEL, *TP2, "--load-hf", str(folder), "--save", str(checkpoint)]
+    run_ranks(converted, 2, flags=flags, timeout=120.0)
+    return checkpoint
+
+
+def parameters_read(rank: int, *, flags: list[str], old_format: bool = False) -> int:
+    """How many shards of parameters a conversion has read into memory."""
+    counted: list[int] = []
+    read, save = streaming._read, torch.save
+
+    def counting(state: dict[str, Any], folder: Path) -> None:
+        counted.append(len(state))
+        read(state, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "_read", counting)
+        if old_format:
+            patch.setattr(torch, "save", partial(save, _use_new_zipfile_serialization=False))
+        convert(flags)
+    return sum(counted)
+
+
+@pytest.mark.parametrize("layout", [(), TP2, VPP2], ids=["dp2", "tp2", "vpp2"])
+def test_a_checkpoint_is_not_read_into_memory(folder, checkpoint, tmp_path, layout):
+    """What it holds goes from its mapped files into the folder, whoever wrote it."""
+    result = tmp_path / "result"
+    flags = [*MODEL, *layout, "--load", str(checkpoint), "--save-hf", str(result)]
+    assert run_ranks(parameters_read, 2, flags=flags, timeout=120.0) == [0, 0]
+    assert (result / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_checkpoint_that_cannot_be_mapped_is_read(folder, tmp_path):
+    checkpoint, result = str(tmp_path / "checkpoint"), tmp_path / "result"
+    flags = [*MODEL, "--load-hf", str(folder), "--save", checkpoint]
+    run_ranks(parameters_read, 1, flags=flags, old_format=True, timeout=120.0)
+    flags = [*MODEL, *TP2, "--load", checkpoint, "--save-hf", str(result)]
+    assert min(run_ranks(parameters_read, 2, flags=flags, timeout=120.0)) > 0
+    assert (result / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("__1_0.distcp", cut_off, r"__1_0\.distcp ends after \d+ of \d+ bytes: copy it anew"),
+        ("__1_0.distcp", Path.unlink, r"release lacks __1_0\.distcp: copy it there"),
+        (
+            "__1_0.distcp",
+            overwrite,
+            r"release cannot be read \(some of it is no .+\): copy or save it anew",
+        ),
+        (".metadata", cut_off, r"\.metadata cannot be read \(.+\): copy or save the checkpoint"),
+    ],
+    ids=["cut-off", "missing", "overwritten", "metadata"],
+)
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(checkpoint, tmp_path, name, damage, message):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    damage(damaged / "release" / name)
+    flags = [*MODEL, *PP2, "--load", str(damaged), "--save-hf", str(tmp_path / "out")]
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(converted, 2, flags=flags, timeout=120.0)
+    assert len(raised.value.errors) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):

@@ -50,6 +50,22 @@ def test_of_a_large_file_size_and_blocks_count(rows: Path, monkeypatch: pytest.M
     assert content_digest(rows) == before
 
 
+@pytest.mark.parametrize("sampled", [2**20, 256])
+def test_several_files_count_as_one(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, sampled: int
+) -> None:
+    monkeypatch.setattr(module, "SAMPLED_BYTES", sampled)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    content = rows.read_bytes()
+    parts = [rows.with_name(f"{number}") for number in range(4)]
+    for part, piece in zip(
+        parts, (content[:700], b"", content[700:730], content[730:]), strict=True
+    ):
+        part.write_bytes(piece)
+    assert content_digest(*parts) == content_digest(rows)
+    assert content_digest(*parts[::-1]) != content_digest(rows)
+
+
 def test_a_moved_file_is_the_same_and_other_settings_are_not(
     rows: Path, tmp_path: Path, processor: Processor
 ) -> None:

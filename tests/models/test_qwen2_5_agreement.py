@@ -19,9 +19,13 @@ LAYOUTS = [
     Layout(),
     Layout(micro_batch_size=4),
     Layout(tp=2),
-    Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
     Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
+    Layout(pp=2, dp=2, overlap_grad_reduce=True),
+]
+TIED = [  # see test_hf_agreement.py
+    Layout(tp=2, pp=2),
     Layout(pp=2, vpp=2, tp=2, sequence_parallel=True),
     Layout(tp=2, pp=2, recompute=True, sequence_parallel=True),
     Layout(pp=2, dp=2, overlap_grad_reduce=True),
@@ -63,11 +67,19 @@ def data() -> Batch:
     return batch(style, media=MEDIA)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def reference(request, data, tmp_path_factory):
-    model = tiny_config(tied=request.param)
+@pytest.fixture(scope="module")
+def untied(data, tmp_path_factory):
+    return reference(tmp_path_factory.mktemp("hf"), data, tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(data, tmp_path_factory):
+    return reference(tmp_path_factory.mktemp("hf"), data, tied=True)
+
+
+def reference(folder, data, *, tied):
+    model = tiny_config(tied=tied)
     theirs = reference_model(model)
-    folder = tmp_path_factory.mktemp("hf")
     theirs.save_pretrained(folder)
     return model, folder, by_file_names(reference_step(theirs, data))
 
@@ -84,7 +96,16 @@ def by_file_names(step: Step) -> Step:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_qwen2_5_step_agrees_with_transformers(reference, data, layout):
+def test_qwen2_5_step_agrees_with_transformers(untied, data, layout):
+    assert_agrees(untied, data, layout)
+
+
+@pytest.mark.parametrize("layout", TIED, ids=str)
+def test_qwen2_5_step_with_tied_embeddings_agrees_with_transformers(tied, data, layout):
+    assert_agrees(tied, data, layout)
+
+
+def assert_agrees(reference, data, layout):
     model, folder, expected = reference
     encoder = dataclasses.replace(model.image_encoder, recompute=layout.recompute)
     model = dataclasses.replace(model, image_encoder=encoder)

@@ -20,16 +20,13 @@ LAYOUTS = [
     Layout(micro_batch_size=4),
     Layout(**SP),
     Layout(pp=2, **SP, micro_batch_size=2),
-    Layout(pp=2, vpp=2),
     Layout(pp=2, vpp=2, **SP),
     Layout(dp=2),  # each expert on two ranks
     Layout(dp=2, ep=2),
     Layout(dp=2, ep=2, dispatcher="allgather"),
     Layout(dp=4, ep=2, overlap_grad_reduce=True),
     Layout(dp=2, ep=2, **SP),  # experts as split as everything else
-    Layout(dp=2, ep=2, **SP, dispatcher="allgather"),
     Layout(**SP, etp=1),  # whole experts, on both ranks of the tensor parallel group
-    Layout(**SP, etp=1, ep=2),
     Layout(**SP, etp=1, ep=2, dispatcher="allgather"),
     Layout(dp=2, **SP, etp=1, ep=2),
     Layout(dp=2, etp=2),  # experts more split than everything else

@@ -1,4 +1,4 @@
-"""A Qwen3-VL-8B on 8 ranks reads each byte of its folder once."""
+"""A model of the widths of Qwen3-VL-8B on 8 ranks reads each byte of its folder once."""
 
 import os
 from pathlib import Path
@@ -58,9 +58,11 @@ def bytes_read(rank: int, *, folder: Path, model: VisionLanguageArchitecture, la
 @pytest.mark.slow
 def test_an_8b_on_8_ranks_reads_each_byte_once(tmp_path):
     layout = Layout(tp=2, pp=2, dp=2)
-    model = compose_model(model_name="qwen3_vl_8b").config
+    # Its widths and its encoder; of the 36 decoder layers, which are all alike, 8.
+    layers = "model.foundation.num_layers=8"
+    model = compose_model(model_name="qwen3_vl_8b", overrides=[layers]).config
     total = write_empty_folder(tmp_path, model)
-    assert total == 2 * 8_767_123_696
+    assert total > 6e9
     read = run_ranks(bytes_read, 8, folder=tmp_path, model=model, layout=layout, timeout=200.0)
     assert sum(read) == total
     shares = [count / total for count in read if count]

@@ -9,9 +9,9 @@ from command_lines import TOKENS, command_line
 
 from loongplug.models.registry import families
 from loongplug.training.arguments import ParsedArguments, parse_arguments
-from loongplug.training.checks import UNSUPPORTED
 from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line, requested_device
+from loongplug.training.rules.unsupported import UNSUPPORTED
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ def seen(rank: int, *, flags: list[str]) -> list[list[int]]:
 
     def next_microbatch(self: MicrobatchLoader):
         microbatch = original(self)
-        rows.extend(microbatch.input_ids.tolist())
+        if microbatch.input_ids is not None:  # the first stage has them
+            rows.extend(microbatch.input_ids.tolist())
         return microbatch
 
     MicrobatchLoader.__next__ = next_microbatch

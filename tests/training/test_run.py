@@ -18,8 +18,9 @@ def losses(rank: int, *, flags: list[str]) -> list[float]:
     return [step.loss for step in run(flags)]
 
 
-def tokens(rank: int, *, flags: list[str]) -> list[int]:
-    return [step.tokens for step in run(flags)]
+def losses_and_tokens(rank: int, *, flags: list[str]) -> tuple[list[float], list[int]]:
+    steps = run(flags)
+    return [step.loss for step in steps], [step.tokens for step in steps]
 
 
 def train(flags: list[str], *more: str, ranks: int = 1) -> list[float]:
@@ -34,9 +35,24 @@ def single(flags, tmp_path_factory):
     return weights, train(flags, "--load-hf", str(weights))
 
 
+@pytest.fixture(scope="module")
+def tokens(flags):
+    """The tokens that a single rank counts in each step."""
+    ((_, counted),) = run_ranks(losses_and_tokens, 1, flags=flags, timeout=120.0)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    """Losses of an uninterrupted run in WHOLE, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(flags, *WHOLE, "--save", str(folder), ranks=4), folder
+
+
 TIED = "model.foundation.tie_word_embeddings=true"
 VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +63,7 @@ TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
         (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
         ((*TP2_PP2, "--use-distributed-optimizer"), 4),
         ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
-        (VIRTUAL, 2),
+        ((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4),
         (
             (
                 *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
@@ -65,9 +81,12 @@ TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
+def test_losses_do_not_depend_on_the_layout(flags, single, tokens, layout, ranks):
     weights, expected = single
-    found = train(flags, "--load-hf", str(weights), *layout, ranks=ranks)
+    flags = [*flags, "--load-hf", str(weights), *layout]
+    every = run_ranks(losses_and_tokens, ranks, flags=flags, timeout=120.0)
+    assert [counted for _, counted in every] == [tokens] * ranks
+    found = every[0][0]
     assert len(found) == 4
     assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
@@ -79,17 +98,6 @@ def test_tied_weights_load_into_virtual_stages(flags, tmp_path):
     load = ("--load-hf", str(tmp_path), TIED)
     found = train(flags, *load, *VIRTUAL, ranks=2)
     torch.testing.assert_close(found, train(flags, *load), rtol=2e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [((), 2), (VIRTUAL, 2), ((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4)],
-    ids=["dp2", "pp2-vpp2", "tp2-pp2-vpp2"],
-)
-def test_tokens_are_counted_once_in_any_layout(flags, layout, ranks):
-    (expected,) = run_ranks(tokens, 1, flags=flags, timeout=120.0)
-    found = run_ranks(tokens, ranks, flags=[*flags, *layout], timeout=120.0)
-    assert found == [expected] * ranks
 
 
 def test_bf16_trains_and_exports_bf16(flags, single, tmp_path):
@@ -113,13 +121,12 @@ def test_a_checkpoint_goes_on_in_another_layout(flags, single, tmp_path):
     torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
 
 
-def test_resumed_losses_are_those_of_the_uninterrupted_run(flags, tmp_path):
-    layout = (*TP2_PP2, "--use-distributed-optimizer", "--save", str(tmp_path / "checkpoints"))
-    whole = train(flags, *layout, "--save", str(tmp_path / "whole"), ranks=4)
+def test_resumed_losses_are_those_of_the_uninterrupted_run(flags, whole, tmp_path):
+    layout = (*WHOLE, "--save", str(tmp_path / "checkpoints"))
     stop = [*flags, *layout, "--exit-interval", "2"]
     assert run_ranks(exit_code, 4, flags=stop, timeout=120.0) == [0, 0, 0, 0]
     rest = train(flags, *layout, "--load", str(tmp_path / "checkpoints"), ranks=4)
-    assert rest == whole[2:]
+    assert rest == whole[0][2:]
 
 
 def exit_code(rank: int, *, flags: list[str]) -> int | str | None:
@@ -146,25 +153,23 @@ def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
     return exit_code(rank, flags=flags)
 
 
-def test_sigterm_on_one_rank_saves_and_ends_all(flags, tmp_path):
-    layout = (*TP2_PP2, "--use-distributed-optimizer")
-    whole = train(flags, *layout, ranks=4)
+def test_sigterm_on_one_rank_saves_and_ends_all(flags, whole, tmp_path):
     save = ("--save", str(tmp_path))
-    codes = run_ranks(stop_in_second_step, 4, flags=[*flags, *layout, *save], timeout=120.0)
+    codes = run_ranks(stop_in_second_step, 4, flags=[*flags, *WHOLE, *save], timeout=120.0)
     assert codes == [0, 0, 0, 0]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
-    assert train(flags, *layout, *save, "--load", str(tmp_path), ranks=4) == whole[2:]
+    assert train(flags, *WHOLE, *save, "--load", str(tmp_path), ranks=4) == whole[0][2:]
 
 
-def test_evaluation_inside_training_leaves_training_alone(flags, demo, tmp_path):
+def test_evaluation_inside_training_leaves_training_alone(flags, whole, demo, tmp_path):
     evaluated = train(
         flags,
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
-        *("--eval-interval", "2", "--save", str(tmp_path), *TP2_PP2),
+        *("--eval-interval", "2", "--save", str(tmp_path), *WHOLE),
         *("--metrics-json", str(tmp_path / "metrics.json")),
         ranks=4,
     )
-    assert evaluated == train(flags, *TP2_PP2, ranks=4)
+    assert evaluated == whole[0]
     log = (tmp_path / "logs" / "rank_3.log").read_text()
     assert log.count("validation loss at iteration") == 3
     said = re.findall(r"validation loss at iteration 4 .*lm loss value: (\S+)", log)[-1]
@@ -216,13 +221,12 @@ def test_metrics_and_logs_are_written(flags, tmp_path):
     assert any(file.name.startswith("events") for file in (tmp_path / "tensorboard").iterdir())
 
 
-def test_a_checkpoint_of_another_architecture_is_refused_on_every_rank(flags, tmp_path):
-    layout = (*TP2_PP2, "--save", str(tmp_path))
-    train(flags, *layout, ranks=4)
+def test_a_checkpoint_of_another_architecture_is_refused_on_every_rank(flags, whole):
+    folder = str(whole[1])
     with pytest.raises(RankError, match="ffn_hidden_size") as raised:
         train(
             flags,
-            *(*layout, "--load", str(tmp_path), "model.foundation.ffn_hidden_size=256"),
+            *(*WHOLE, "--load", folder, "model.foundation.ffn_hidden_size=256"),
             ranks=4,
         )
     assert len(raised.value.errors) == 4

@@ -43,7 +43,6 @@ def single(flags, tmp_path_factory):
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (EP2, 2),
         ((*EP2, "--moe-token-dispatcher-type", "allgather", "--overlap-grad-reduce"), 2),
         ((*EP2, *TP2), 4),
         ((*EP2, *TP2, "--expert-tensor-parallel-size", "1", "--overlap-grad-reduce"), 4),
@@ -66,25 +65,24 @@ def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
 
 def test_bf16_trains(flags, single):
     weights, expected = single
-    layout = (*EP2, *TP2, "--bf16", "--load-hf", str(weights))
-    torch.testing.assert_close(train(flags, *layout, ranks=4), expected, rtol=2e-2, atol=0)
+    layout = (*EP2, *TP2, "--expert-tensor-parallel-size", "1", "--bf16")
+    found = train(flags, *layout, "--load-hf", str(weights), ranks=2)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "ranks"),
-    [(EP2, (), 1), (TP2, EP2, 2), ((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"), 2)],
-    ids=["ep2-single", "tp2-ep2", "dp2-tp2-ep2"],
+    ("before", "after"),
+    [(TP2, EP2), ((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"))],
+    ids=["tp2-ep2", "dp2-tp2-ep2"],
 )
-def test_a_checkpoint_goes_on_with_other_expert_parallelism(
-    flags, single, tmp_path, before, after, ranks
-):
+def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_path, before, after):
     weights, expected = single
     save = ("--save", str(tmp_path))
     resharded = ("--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save")
     stop = [*flags, *MODEL, *before, *save, *resharded, "--load-hf", str(weights)]
     codes = run_ranks(exit_code, 2, flags=[*stop, "--exit-interval", "2"], timeout=120.0)
     assert codes == [0, 0]
-    found = train(flags, *save, *resharded, "--load", str(tmp_path), *after, ranks=ranks)
+    found = train(flags, *save, *resharded, "--load", str(tmp_path), *after, ranks=2)
     torch.testing.assert_close(found, expected[2:], rtol=2e-5, atol=0)
 
 

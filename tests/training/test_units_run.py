@@ -1,6 +1,7 @@
 """Who decodes what in whole runs, and bad samples that all ranks leave out."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from PIL import Image
 from ranks import RankError, run_ranks
 
-from loongplug.data import media
+from loongplug.data import loader, media
+from loongplug.data.dataset import Sample
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.parallel.failure import failure_board
 from loongplug.training.run import run
@@ -31,12 +33,12 @@ def flags(flags, tmp_path_factory):
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     """A run's losses, and what this rank decoded: by its counter, and by the calls in its process.
 
-    Also which rows it trained no token of.
+    Also which rows it put into microbatches with no token that counts.
     """
     loaders: list[MicrobatchLoader] = []
     calls = 0
     untrained: list[int] = []
-    decode, original = media.decode_image, MicrobatchLoader.__next__
+    decode, original, collated = media.decode_image, MicrobatchLoader.__next__, loader.collate
 
     def counting(*args: Any, **kwargs: Any) -> Image.Image:
         nonlocal calls
@@ -46,13 +48,16 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     def next_microbatch(self: MicrobatchLoader) -> Any:
         if self not in loaders:
             loaders.append(self)
-        microbatch = original(self)
-        untrained.extend((microbatch.loss_mask.sum(dim=1) == 0).nonzero().flatten().tolist())
-        return microbatch
+        return original(self)
+
+    def collate(samples: Sequence[Sample], **options: Any) -> Any:
+        untrained.extend(n for n, sample in enumerate(samples) if not sample.loss_mask.any())
+        return collated(samples, **options)
 
     media.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
+    loader.collate = collate
     losses = [step.loss for step in run(flags)]
-    counted = sum(loader.decoded for loader in loaders)
+    counted = sum(each.decoded for each in loaders)
     return {"losses": losses, "decoded": counted, "calls": calls, "untrained": untrained}
 
 
@@ -60,16 +65,28 @@ def observe(flags: list[str], *more: str, ranks: int) -> list[dict[str, Any]]:
     return run_ranks(observed, ranks, flags=[*flags, *more], timeout=120.0)
 
 
+@pytest.fixture(scope="module")
+def alone(flags):
+    (single,) = observe(flags, ranks=1)
+    return single
+
+
+@pytest.fixture(scope="module")
+def tp2_pp2(flags):
+    return observe(flags, *TP2_PP2, ranks=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ranks", "decoding"),
-    [(TP2_PP2, 4, {0}), (VIRTUAL, 2, {0}), ((*VIRTUAL, *TP2_PP2), 4, {0}), (VIRTUAL, 4, {0, 1})],
-    ids=["tp2-pp2", "pp2-vpp2", "tp2-pp2-vpp2", "pp2-vpp2-dp2"],
+    [(TP2_PP2, 4, {0}), ((*VIRTUAL, *TP2_PP2), 4, {0}), (VIRTUAL, 4, {0, 1})],
+    ids=["tp2-pp2", "tp2-pp2-vpp2", "pp2-vpp2-dp2"],
 )
-def test_one_rank_of_the_first_stage_decodes_each_image_once(flags, layout, ranks, decoding):
-    (alone,) = observe(flags, ranks=1)
+def test_one_rank_of_the_first_stage_decodes_each_image_once(
+    flags, alone, tp2_pp2, layout, ranks, decoding
+):
     assert alone["decoded"] == alone["calls"] > 30
-    found = observe(flags, *layout, ranks=ranks)
+    found = tp2_pp2 if layout == TP2_PP2 else observe(flags, *layout, ranks=ranks)
     assert {rank for rank, each in enumerate(found) if each["calls"]} == decoding
     assert all(each["decoded"] == each["calls"] for each in found)
     # Caches are each rank's own, so that two replicas may decode one image twice.
@@ -79,35 +96,35 @@ def test_one_rank_of_the_first_stage_decodes_each_image_once(flags, layout, rank
 
 
 @pytest.mark.slow
-def test_background_processes_change_nothing(flags):
-    expected = observe(flags, *TP2_PP2, ranks=4)
+def test_background_processes_change_nothing(flags, tp2_pp2):
     found = observe(flags, *TP2_PP2, "--num-workers", "1", ranks=4)
-    assert [each["losses"] for each in found] == [each["losses"] for each in expected]
+    assert [each["losses"] for each in found] == [each["losses"] for each in tp2_pp2]
     assert [each["decoded"] > 0 for each in found] == [True, False, False, False]
     assert not any(each["calls"] for each in found)  # they are other processes
 
 
-@pytest.fixture
-def truncated(demo: Path, tmp_path: Path) -> tuple[Path, Path, int]:
+@pytest.fixture(scope="module")
+def truncated(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     """Rows of which one has an image with a good header and half its pixels; the same rows with
     that row's answer left untrained; and its number.
     """
+    folder = tmp_path_factory.mktemp("truncated")
     rows = [json.loads(line) for line in (demo / "train.jsonl").read_text().splitlines()[:8]]
     number = next(i for i, row in enumerate(rows) if '"image"' in json.dumps(row))
     for row in rows:
         for part in row["messages"][0]["content"]:
             if part["type"] == "image":
                 part["image"] = str(demo / part["image"])
-    good = tmp_path / "good.jsonl"
+    good = folder / "good.jsonl"
     good.write_text("".join(json.dumps(row) + "\n" for row in rows))
     images = [p for p in rows[number]["messages"][0]["content"] if p["type"] == "image"]
     Image.effect_noise(Image.open(images[0]["image"]).size, 80).convert("RGB").save(
-        tmp_path / "cut.png"
+        folder / "cut.png"
     )
-    content = (tmp_path / "cut.png").read_bytes()
-    (tmp_path / "cut.png").write_bytes(content[: len(content) * 2 // 3])
+    content = (folder / "cut.png").read_bytes()
+    (folder / "cut.png").write_bytes(content[: len(content) * 2 // 3])
     images[0]["image"] = "cut.png"
-    bad = tmp_path / "bad.jsonl"
+    bad = folder / "bad.jsonl"
     bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return bad, good, number
 
@@ -126,6 +143,18 @@ def without(rank: int, *, flags: list[str], number: int) -> list[float]:
     return [step.loss for step in run(flags)]
 
 
+@pytest.fixture(scope="module")
+def left_out(flags, truncated) -> list[float]:
+    """Losses of a single rank without the sample, whose tokens would count otherwise."""
+    _, good, number = truncated
+    # Each step is one epoch of the eight rows.
+    data = ("--train-data-path", str(good))
+    (whole,) = run_ranks(without, 1, flags=[*flags, *data], number=-1, timeout=120.0)
+    (expected,) = run_ranks(without, 1, flags=[*flags, *data], number=number, timeout=120.0)
+    assert abs(whole[0] - expected[0]) > 1e-4
+    return expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ranks"),
@@ -133,18 +162,13 @@ def without(rank: int, *, flags: list[str], number: int) -> list[float]:
     ids=["tp2-pp2", "pp2-vpp2", "tp2-dp2", "one-rank"],
 )
 def test_a_truncated_image_leaves_its_sample_out_on_every_rank(
-    flags, truncated, tmp_path, layout, ranks
+    flags, truncated, left_out, tmp_path, layout, ranks
 ):
-    bad, good, number = truncated
-    # Each step is one epoch of the eight rows.
-    data = ("--train-data-path", str(good))
-    (whole,) = run_ranks(without, 1, flags=[*flags, *data], number=-1, timeout=120.0)
-    (expected,) = run_ranks(without, 1, flags=[*flags, *data], number=number, timeout=120.0)
-    assert abs(whole[0] - expected[0]) > 1e-4
+    bad, _, _ = truncated
     metrics = tmp_path / "metrics.json"
     skip = ("--train-data-path", str(bad), "--bad-sample", "skip", "--metrics-json", str(metrics))
     found = observe(flags, *skip, *layout, ranks=ranks)
-    torch.testing.assert_close(found[0]["losses"], expected, rtol=2e-5, atol=0)
+    torch.testing.assert_close(found[0]["losses"], left_out, rtol=2e-5, atol=0)
     dp = {(TP2_PP2, 4): 1, (VIRTUAL, 2): 1}.get((layout, ranks), 2 if ranks > 1 else 1)
     # All ranks of a replica leave out the same, once in each of the four epochs.
     assert sum(len(each["untrained"]) for each in found) == 4 * ranks // dp
@@ -164,7 +188,7 @@ def test_a_truncated_image_is_one_error_on_every_rank_when_fatal(flags, truncate
         run_ranks(
             behind_board, 4, flags=fatal, store=str(tmp_path / "store"), board=4, timeout=60.0
         )
-    message = rf"bad.jsonl:{number + 1}: image {tmp_path / 'cut.png'} is damaged"
+    message = rf"bad.jsonl:{number + 1}: image {bad.parent / 'cut.png'} is damaged"
     text = str(raised.value)
     assert len(raised.value.errors) == 4
     assert text.count(message) == 4, text

@@ -7,8 +7,10 @@ from argparse import Namespace
 import pytest
 
 from loongplug.models.hf_model import hf_config
-from loongplug.training import expert_checks, model_checks
 from loongplug.training.config import available_models, compose_model
+from loongplug.training.rules import experts, hetero
+from loongplug.training.rules import layout as layout_rules
+from loongplug.training.rules import model as model_rules
 from loongplug.training.sizes import with_placeholder_ids
 from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
 
@@ -59,12 +61,13 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
     args.expert_model_parallel_size = layout.ep if args.num_experts else 1
     args.expert_tensor_parallel_size = layout.etp if args.num_experts else None
     args.padded_vocab_size = model.foundation.vocab_size
+    args.enable_encoder_hetero_dp = args.enable_full_hetero_dp = False
     for check in (
-        *(model_checks.decoder_heads, model_checks.decoder_ffn, model_checks.vocabulary),
-        *(model_checks.encoder_sizes, model_checks.positive_sizes, model_checks.query_groups),
-        *(model_checks.encoder_shape, model_checks.deepstack, model_checks.windows),
-        *(model_checks.mrope, expert_checks.experts_divide, expert_checks.expert_width),
-        expert_checks.experts_per_token,
+        *(layout_rules.decoder_heads, layout_rules.decoder_ffn, layout_rules.vocabulary),
+        *(hetero.encoder_sizes, model_rules.positive_sizes, model_rules.query_groups),
+        *(model_rules.encoder_shape, model_rules.deepstack, model_rules.windows),
+        *(model_rules.mrope, experts.experts_divide, experts.expert_width),
+        experts.experts_per_token,
     ):
         assert check(args, model) is None, check.__name__
     assert model.image_encoder.num_attention_heads % layout.encoder_tp == 0

@@ -15,9 +15,19 @@ from loongplug.models.layers.packed import PackedSegments
 
 def balances(config: TransformerConfig) -> bool:
     """Whether routers have a balancing loss or a z-loss."""
-    given = config.moe_aux_loss_coeff
-    coefficients = given if isinstance(given, Sequence) else [given]
-    return config.num_moe_experts is not None and bool(any(coefficients) or config.moe_z_loss_coeff)
+    return balances_by(
+        experts=config.num_moe_experts,
+        auxiliary=config.moe_aux_loss_coeff,
+        z_loss=config.moe_z_loss_coeff,
+    )
+
+
+def balances_by(
+    *, experts: int | None, auxiliary: float | Sequence[float], z_loss: float | None
+) -> bool:
+    """The same from the number of experts and the losses' coefficients."""
+    coefficients = auxiliary if isinstance(auxiliary, Sequence) else [auxiliary]
+    return experts is not None and bool(any(coefficients) or z_loss)
 
 
 def token_kinds(

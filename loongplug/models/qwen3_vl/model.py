@@ -16,6 +16,7 @@ from loongplug.models.qwen3_vl.projector import Qwen3VisionProjector
 from loongplug.models.qwen3_vl.vision import Qwen3VisionEncoder
 from loongplug.models.stage import EncoderAndProjector, build_stage, start_like_the_family
 from loongplug.models.vision_encoder import vision_transformer_config
+from loongplug.parallel.module_state import ModuleState
 
 
 def build_model(
@@ -27,6 +28,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
+    encoder_state: ModuleState | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; see :func:`~loongplug.models.stage.build_stage`.
 
@@ -41,13 +43,14 @@ def build_model(
             config, backend=backend, layer_class=DeepstackTransformerLayer
         ),
         rope_axes=interleaved_axes(model.foundation.mrope_section),
-        build_encoder=lambda: _encoder_and_projector(
-            model, config, pg_collection=pg_collection, backend=backend
+        build_encoder=lambda groups: _encoder_and_projector(
+            model, config, groups=groups, backend=backend
         ),
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
+        encoder_state=encoder_state,
         backend=backend,
     )
 
@@ -73,12 +76,13 @@ def _encoder_and_projector(
     model: Qwen3VLConfig,
     config: DecoderConfig,
     *,
-    pg_collection: ProcessGroupCollection,
+    groups: ProcessGroupCollection,
     backend: Backend,
 ) -> EncoderAndProjector:
     vision_config = vision_transformer_config(
         model.image_encoder,
         decoder=config,
+        tp=groups.tp.size(),
         normalization="LayerNorm",
         activation_func=partial(F.gelu, approximate="tanh"),
         bias_activation_fusion=False,  # the fused kernel is for the exact GELU
@@ -87,7 +91,7 @@ def _encoder_and_projector(
         vision_config,
         model.image_encoder,
         layer_spec=vision_layer_spec(vision_config, backend=backend),
-        pg_collection=pg_collection,
+        pg_collection=groups,
     )
     projector = Qwen3VisionProjector(
         vision_config,
@@ -95,6 +99,6 @@ def _encoder_and_projector(
         output_size=model.foundation.hidden_size,
         deepstack=len(model.image_encoder.deepstack_layers),
         epsilon=model.image_projector.layernorm_epsilon,
-        pg_collection=pg_collection,
+        pg_collection=groups,
     )
     return encoder, projector

@@ -23,6 +23,7 @@ from loongplug.models.patch_merger import PatchMerger
 from loongplug.models.registry import ArchitectureArgument
 from loongplug.models.stage import EncoderAndProjector, build_stage, start_like_the_family
 from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
+from loongplug.parallel.module_state import ModuleState
 from qwen2_vl.config import Qwen2VisionConfig, Qwen2VLConfig
 
 
@@ -40,6 +41,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
+    encoder_state: ModuleState | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk), as :func:`~loongplug.models.stage.build_stage` gives it."""
     start_like_the_family(config)
@@ -48,13 +50,14 @@ def build_model(
         config,
         layer_spec=decoder_layer_spec(config, backend=backend),
         rope_axes=sectioned_axes(model.foundation.mrope_section),
-        build_encoder=lambda: _encoder_and_projector(
-            model, config, pg_collection=pg_collection, backend=backend
+        build_encoder=lambda groups: _encoder_and_projector(
+            model, config, groups=groups, backend=backend
         ),
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
+        encoder_state=encoder_state,
         backend=backend,
     )
 
@@ -63,20 +66,21 @@ def _encoder_and_projector(
     model: Qwen2VLConfig,
     config: DecoderConfig,
     *,
-    pg_collection: ProcessGroupCollection,
+    groups: ProcessGroupCollection,
     backend: Backend,
 ) -> EncoderAndProjector:
     vision_config = vision_transformer_config(
         model.image_encoder,
         decoder=config,
+        tp=groups.tp.size(),
         normalization="LayerNorm",
         activation_func=quick_gelu,
         bias_activation_fusion=False,  # the fused kernel is for another GELU
     )
     encoder = Qwen2VisionEncoder(
-        vision_config, model.image_encoder, backend=backend, pg_collection=pg_collection
+        vision_config, model.image_encoder, backend=backend, pg_collection=groups
     )
-    projector = Qwen2VisionProjector(vision_config, model, pg_collection=pg_collection)
+    projector = Qwen2VisionProjector(vision_config, model, pg_collection=groups)
     return encoder, projector
 
 

@@ -1,11 +1,10 @@
-"""The checks behind the start-up rules about experts.
-
-They follow the contract of :mod:`loongplug.training.checks`, and answer None for a dense model.
-"""
+"""Experts. But for the first, the checks answer None for a dense model."""
 
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
+
+from loongplug.training.rules.rule import Rule
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 DISPATCHERS = ("alltoall", "allgather")
@@ -87,6 +86,15 @@ def balancing(args: Namespace, model: Any) -> str | None:
     return None
 
 
+def balancing_by_sample(args: Namespace, model: Any) -> str | None:
+    """No loss balances experts sample by sample, which a pack's samples are not kept apart for."""
+    kinds = args.moe_router_load_balancing_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not args.packing or not args.num_experts or "seq_aux_loss" not in kinds:
+        return None
+    return "--packing with --moe-router-load-balancing-type seq_aux_loss"
+
+
 def dispatcher(args: Namespace, model: Any) -> str | None:
     """Tokens travel by a dispatcher that is tested here."""
     if not args.num_experts or args.moe_token_dispatcher_type in DISPATCHERS:
@@ -108,3 +116,80 @@ def _etp(args: Namespace) -> int:
 
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="expert-parallel",
+        refuses="`--expert-model-parallel-size` or `--expert-tensor-parallel-size` above 1 with a "
+        "dense model",
+        check=dense_with_expert_flags,
+        reason="there are no experts to distribute",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="expert-world",
+        refuses="the number of ranks is no multiple of expert tp x ep x pp",
+        check=experts_world,
+        reason="each copy of the experts takes that many ranks",
+        cure="change the number of processes, or the parallel sizes (expert tp is tp unless "
+        "--expert-tensor-parallel-size is given)",
+    ),
+    Rule(
+        name="expert-count",
+        refuses="`num_experts` that ep does not divide",
+        check=experts_divide,
+        reason="every rank of an expert parallel group holds as many experts",
+        cure="choose another --expert-model-parallel-size",
+    ),
+    Rule(
+        name="expert-width",
+        refuses="an `expert_ffn_hidden_size` that expert tp does not divide",
+        check=expert_width,
+        reason="each rank holds an equal slice of an expert",
+        cure="choose another --expert-tensor-parallel-size",
+    ),
+    Rule(
+        name="experts-per-token",
+        refuses="`experts_per_token` below 2 or above `num_experts`",
+        check=experts_per_token,
+        reason="the weight of a single expert is always 1, and teaches the router nothing",
+        cure="correct model.foundation.experts_per_token",
+    ),
+    Rule(
+        name="expert-sequence-parallel",
+        refuses="experts with tp above 1 and no `--sequence-parallel`",
+        check=experts_sequence_parallel,
+        reason="the ranks of a tensor parallel group would all send the same tokens to the experts",
+        cure="add --sequence-parallel",
+    ),
+    Rule(
+        name="balancing",
+        refuses="a `--moe-router-load-balancing-type` other than `aux_loss`, `seq_aux_loss`, "
+        "`global_aux_loss` and `none`, or not one `--moe-aux-loss-coeff` (0 or more) for each",
+        check=balancing,
+        reason="the others choose experts in another way than the published models",
+        cure="give one coefficient for each type",
+    ),
+    Rule(
+        name="packing-balancing",
+        refuses="`--packing` with `--moe-router-load-balancing-type seq_aux_loss`",
+        check=balancing_by_sample,
+        reason="it balances row by row, and would take a pack for one sample",
+        cure="use aux_loss or global_aux_loss, or drop --packing",
+    ),
+    Rule(
+        name="dispatcher",
+        refuses="a `--moe-token-dispatcher-type` other than `alltoall` and `allgather`",
+        check=dispatcher,
+        reason="the others need kernels that are not tested here",
+        cure="drop the flag",
+    ),
+    Rule(
+        name="grouped-gemm",
+        refuses="`--moe-grouped-gemm` without TransformerEngine",
+        check=grouped_gemm,
+        reason="it is TransformerEngine that has it",
+        cure="drop the flag: experts are grouped where they can be",
+    ),
+)

@@ -1,66 +1,11 @@
-"""The checks behind the table of start-up rules that look at the model: its sizes, and tp.
-
-They follow the contract of :mod:`loongplug.training.checks`. Those that know one family's modules
-answer None for other families.
-"""
+"""The model by itself. Checks of what one family has answer None for the others."""
 
 import math
 from argparse import Namespace
 from typing import Any
 
 from loongplug.models.architecture import VisionLanguageArchitecture
-
-# Tensor parallel sizes.
-
-
-def decoder_heads(args: Namespace, model: Any) -> str | None:
-    """The decoder's heads and query groups can be split over the tensor parallel ranks."""
-    problems = (
-        indivisible("the decoder's num_attention_heads", args.num_attention_heads, args=args),
-        indivisible("the decoder's num_query_groups", args.num_query_groups, args=args),
-    )
-    return "; ".join(problem for problem in problems if problem) or None
-
-
-def decoder_ffn(args: Namespace, model: Any) -> str | None:
-    """The decoder's feed-forward width can be split over the tensor parallel ranks."""
-    if args.num_experts:  # no layer has that width
-        return None
-    return indivisible("the decoder's ffn_hidden_size", args.ffn_hidden_size, args=args)
-
-
-def vocabulary(args: Namespace, model: Any) -> str | None:
-    """The vocabulary can be split over the tensor parallel ranks without padding."""
-    return indivisible("vocab_size", args.padded_vocab_size, args=args)
-
-
-def encoder_sizes(args: Namespace, model: Any) -> str | None:
-    """The encoder's and the projector's sizes can be split over the decoder's ranks."""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
-    encoder = model.image_encoder
-    merged = encoder.hidden_size * encoder.spatial_merge_size**2
-    problems = (
-        indivisible("the encoder's num_attention_heads", encoder.num_attention_heads, args=args),
-        indivisible("the encoder's ffn_hidden_size", encoder.ffn_hidden_size, args=args),
-        indivisible("the projector's width", merged, args=args),
-    )
-    return "; ".join(problem for problem in problems if problem) or None
-
-
-def encoder_layout(args: Namespace, model: Any) -> str | None:
-    """The encoder asks for no tensor parallel size of its own."""
-    encoder = getattr(model, "image_encoder", None)
-    wanted = getattr(encoder, "tensor_model_parallel_size", None)
-    if wanted is None or wanted == args.tensor_model_parallel_size:
-        return None
-    return (
-        f"model.image_encoder.tensor_model_parallel_size {wanted} differs from "
-        f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
-    )
-
-
-# The model by itself.
+from loongplug.training.rules.rule import Rule
 
 
 def positive_sizes(args: Namespace, model: Any) -> str | None:
@@ -146,7 +91,51 @@ def mrope(args: Namespace, model: Any) -> str | None:
     return None
 
 
-def indivisible(what: str, value: int, *, args: Namespace) -> str | None:
-    """``what`` with its ``value`` can be split over the tensor parallel ranks."""
-    tp = args.tensor_model_parallel_size
-    return f"{what} {value} does not divide by tp {tp}" if tp > 0 and value % tp else None
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="positive-sizes",
+        refuses="a size of encoder or decoder that is not above 0",
+        check=positive_sizes,
+        reason="no such module can be built",
+        cure="correct the YAML",
+    ),
+    Rule(
+        name="query-groups",
+        refuses="decoder heads that do not divide by the query groups",
+        check=query_groups,
+        reason="every group serves the same number of heads",
+        cure="correct model.foundation.num_query_groups",
+    ),
+    Rule(
+        name="encoder-shape",
+        refuses="encoder heads of a size that is no multiple of 4, or a position table that is no "
+        "square",
+        check=encoder_shape,
+        reason="rotary positions split a head in four, and the table is a square grid",
+        cure="correct model.image_encoder",
+    ),
+    Rule(
+        name="deepstack",
+        refuses="`deepstack_layers` out of range, unsorted, or more than there are decoder layers",
+        check=deepstack,
+        reason="tap j of the encoder is added behind decoder layer j",
+        cure="correct model.image_encoder.deepstack_layers",
+    ),
+    Rule(
+        name="windows",
+        refuses="a `window_size` smaller than one token, `full_attention_layers` out of range or "
+        "unsorted",
+        check=windows,
+        reason="windows are made of whole tokens, and a layer that does not exist attends to "
+        "nothing",
+        cure="correct model.image_encoder",
+    ),
+    Rule(
+        name="mrope",
+        refuses="an `mrope_section` that does not sum to half of `kv_channels`, or cannot "
+        "interleave",
+        check=mrope,
+        reason="it deals out a head's pairs of channels to time, height and width",
+        cure="correct model.foundation.mrope_section",
+    ),
+)

@@ -1,16 +1,20 @@
-"""Rule about experts -> changes that violate it, and similar ones that do not.
+"""Cases of the rules in rules/experts.py."""
 
-They are changes to a run of 8 experts, 2 per token, of width 96, on 8 ranks.
-"""
+from rule_cases.kinds import Cases
 
-from typing import Any
-
-Cases = list[dict[str, Any]]
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PACKING = {"packing": True, "micro_batch_size": 1}
 EP = {"expert_model_parallel_size": 4}
 
-EXPERT_CASES: dict[str, tuple[Cases, Cases]] = {
+CASES: Cases = {
+    "expert-parallel": (
+        [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}],
+        [{"expert_tensor_parallel_size": 1}],
+    ),
+    "grouped-gemm": ([{"moe_grouped_gemm": True}], []),
+}
+
+WITH_EXPERTS: Cases = {
     "expert-world": (
         [
             {**SP, **EP, "expert_tensor_parallel_size": 4},

@@ -1,4 +1,4 @@
-"""Who loads and who encodes a microbatch's images when the encoder lies in the first stage."""
+"""Who loads a microbatch's images, and how their pixels come to the ranks that encode them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,35 +9,38 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from loongplug.data.units import LoadedUnit, Unit
+from loongplug.hetero.engine import EncoderPlace
 
 
-class FirstStageUnits:
-    """The first rank of the first stage's TP group loads every unit; the whole group encodes it.
+class AssignedUnits:
+    """The first rank of the group that encodes a unit loads it; the whole group gets the pixels.
 
-    The encoder is sharded over the group, so that all of it needs the pixels. Decoding them once
-    and sending them costs a TP-th of the processor time and memory of decoding them on each rank,
-    and what is sent (6 KB for 16 x 16 pixels of 2 frames) is little for what connects a TP group.
+    An encoder that is sharded over the group, or encodes the unit on all of it, needs the pixels
+    on each rank. Decoding them once and sending them costs a share of the processor time and
+    memory of decoding them everywhere, and what is sent (6 KB for 16 x 16 pixels of 2 frames) is
+    little for what connects such a group. No other rank ever has them.
 
     Which samples have bad pixels is known to the loading rank alone. Where they may be left out,
     it tells all ranks of its replica, through ``replica``, without waiting: a rank of a later
-    stage asks for a microbatch only once that has come through the stages before.
+    stage may ask for a microbatch only once that has come through the stages before.
     """
 
     def __init__(
         self,
+        place: EncoderPlace,
         *,
-        encodes: bool,
+        step_units: int,
         patch_dim: int,
         device: Callable[[], torch.device],
         replica: dist.ProcessGroup | None,
         channel: int,
     ) -> None:
-        """``encodes``: this rank is of the first stage. ``replica``: a gloo group of the ranks of
-        one model replica, None where no sample may be left out. ``channel`` tells apart several
-        of these on one group.
+        """``step_units``: microbatches of a step. ``replica``: a gloo group of the ranks of one
+        model replica, None where no sample may be left out. ``channel`` tells apart several of
+        these on one group.
         """
-        self._encodes = encodes
-        self._loads = encodes and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._place = place
+        self._step_units = step_units
         self._patch_dim = patch_dim
         self._device = device
         self._replica = replica
@@ -45,30 +48,36 @@ class FirstStageUnits:
         self._sending: deque[dist.Work] = deque()
 
     def loads(self, index: int) -> bool:
-        """The same rank loads all units."""
-        return self._loads
+        """Whether this rank is the first of the unit's group."""
+        return self._ranks(index)[0] == dist.get_rank()
 
     def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
         """Collective: all ranks of the replica, as far as ``unit`` has images or videos."""
         bad = set() if loaded is None else set(loaded.bad)
         if self._replica is not None and unit.media:
             bad = self._told(unit, bad, self._replica)
-        return (self._pixels(unit, loaded) if self._encodes else None), bad
+        encodes = dist.get_rank() in self._ranks(unit.index)
+        return (self._pixels(unit, loaded) if encodes else None), bad
+
+    def _ranks(self, index: int) -> tuple[int, ...]:
+        placement = self._place.placement
+        return placement.groups[placement.owner(index % self._step_units)]
 
     def _told(self, unit: Unit, bad: set[int], replica: dist.ProcessGroup) -> set[int]:
-        """What the loading rank knows; it is the first of the replica."""
-        first, *others = dist.get_process_group_ranks(replica)
-        if not self._loads:
+        """What the loading rank knows."""
+        first = self._ranks(unit.index)[0]
+        if first != dist.get_rank():
             flags = torch.empty(len(unit.media), dtype=torch.uint8)
             dist.recv(flags, src=first, group=replica, tag=self._channel)
             return {unit.samples[medium] for medium in flags.nonzero().flatten().tolist()}
         flags = torch.tensor([sample in bad for sample in unit.samples], dtype=torch.uint8)
         while self._sending and self._sending[0].is_completed():
             self._sending.popleft().wait()
-        for rank in others:
-            work = dist.isend(flags, dst=rank, group=replica, tag=self._channel)
-            assert work is not None, "this rank is in the group"
-            self._sending.append(work)
+        for rank in dist.get_process_group_ranks(replica):
+            if rank != first:
+                work = dist.isend(flags, dst=rank, group=replica, tag=self._channel)
+                assert work is not None, "this rank is in the group"
+                self._sending.append(work)
         return bad
 
     def _pixels(self, unit: Unit, loaded: LoadedUnit | None) -> Tensor:
@@ -77,11 +86,10 @@ class FirstStageUnits:
             pixels = torch.empty(unit.patches, self._patch_dim, device=device)
         else:
             pixels = loaded.pixels.to(device, non_blocking=True)
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = self._place.group_ranks
+        assert group is not None, "this rank encodes"
         if unit.media and dist.get_world_size(group) > 1:
-            dist.broadcast(
-                pixels, src=parallel_state.get_tensor_model_parallel_src_rank(), group=group
-            )
+            dist.broadcast(pixels, group=group, group_src=0)
         return pixels
 
 

@@ -1,0 +1,303 @@
+"""Rows of a dataset that megatron-energon has prepared: tar shards with an index beside each.
+
+Its package, which the extra ``energon`` installs, reads the lists of shards and splits. Samples
+are read here, by their places, so that order, sharding and resume are those of any other rows.
+Nothing that a dataset's folder or a shard names is imported or unpickled.
+"""
+
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loongplug.data.media_files import TarMember, open_media_file
+
+_META = ".nv-meta"
+_IMAGES = frozenset(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
+_VIDEOS = frozenset(("avi", "mkv", "mov", "mp4", "webm"))
+_PICKLED = frozenset(("pickle", "pkl", "pt", "pth", "pyd"))
+
+
+def is_energon(path: Path) -> bool:
+    """Whether there is a prepared dataset at ``path``."""
+    return (path / _META).is_dir()
+
+
+@dataclass(frozen=True)
+class TarSample:
+    """The parts of a sample by what follows its key in their names: ``jpg``, ``0.png``."""
+
+    key: str
+    parts: dict[str, TarMember]
+    where: str
+
+    def __truediv__(self, name: str) -> TarMember:
+        """A part by its own name, its file's name, or its path in the shard."""
+        for part, member in self.parts.items():
+            if name in (part, member.name, member.name.rpartition("/")[2]):
+                return member
+        raise ValueError(
+            f"{self.where}: no part {name!r} in the sample {self.key!r}: it has"
+            f" {', '.join(self.parts)}. Give a part's name or its file's name, or leave media out"
+            " of the JSON to have them taken in their order."
+        )
+
+    def named(self, extensions: frozenset[str]) -> list[str]:
+        """The parts with one of these extensions, in the shard's order."""
+        return [part for part in self.parts if _extension(part) in extensions]
+
+
+class EnergonRows:
+    """The samples of a prepared dataset, by index: in the order of the shards and within them.
+
+    A sample's row is its part ``json``: a row of any format that JSONL files have, or only its
+    list of turns or messages. Images and videos are parts of the sample. Of an image or a video
+    that the row does not name, the sample's parts are taken in their order.
+
+    Opening reads the lists of shards; samples are read with a fresh file handle each.
+    """
+
+    def __init__(self, folder: Path, *, split: str | None) -> None:
+        """``split`` is one of the dataset's parts, None for all.
+
+        Raises ValueError where the package is missing, and for a folder that is not prepared.
+        """
+        self.folder = folder
+        shards, excluded = _shards(folder, split=split)
+        self.shards = tuple(folder / name for name, _ in shards)
+        for shard in self.shards:
+            _require_shard(shard)
+        counts = [count for _, count in shards]
+        self._shard = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)  # [rows]
+        self._sample = np.concatenate(
+            [np.arange(count, dtype=np.uint32) for count in counts]
+        )  # [rows]: number within the shard
+        self._indices: dict[int, NDArray[np.uint64]] = {}  # by shard, memory-mapped
+        self._latest: tuple[int, TarSample] | None = None  # a row's media follow the row
+        self._leave_out(excluded)
+        if not len(self):
+            raise ValueError(f"{folder} has no samples in its split {split}: choose another.")
+
+    @property
+    def meta(self) -> list[Path]:
+        """The files that say which shards and samples there are."""
+        names = (".info.json", ".info.yaml", "split.yaml", "split.json")
+        return [path for name in names if (path := self.folder / _META / name).is_file()]
+
+    def __len__(self) -> int:
+        return len(self._shard)
+
+    def where(self, index: int) -> str:
+        """``shard:number`` of a sample, from 1, for messages."""
+        return f"{self.shards[self._shard[index]]}:{int(self._sample[index]) + 1}"
+
+    def media_root(self, index: int) -> TarSample:
+        """The sample's parts."""
+        if self._latest is None or self._latest[0] != index:
+            self._latest = index, self._open(index)
+        return self._latest[1]
+
+    def read(self, index: int) -> dict[str, Any]:
+        """The row; ValueError with its place when it is none, or for parts that are refused."""
+        sample, where = self.media_root(index), self.where(index)
+        if pickled := sample.named(_PICKLED):
+            raise ValueError(
+                f"{where}: the parts {', '.join(pickled)} are pickled, and unpickling runs what"
+                " they say: prepare the dataset anew without them."
+            )
+        with open_media_file(_row_part(sample)) as file:
+            content = file.read()
+        try:
+            row = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: the part json is no JSON ({error}).") from error
+        if isinstance(row, list):
+            turns = bool(row) and isinstance(row[0], dict) and "from" in row[0]
+            row = {"conversations" if turns else "messages": row}
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{where}: a JSON {type(row).__name__} where an object or a list of turns was"
+                ' expected: {"messages": [...]}.'
+            )
+        return _with_media_in_order(row, sample)
+
+    def _open(self, index: int) -> TarSample:
+        shard, where = int(self._shard[index]), self.where(index)
+        start, end = self._span(shard, int(self._sample[index]))
+        extent = TarMember(self.shards[shard], "", start, end - start)
+        parts: dict[str, TarMember] = {}
+        key = ""
+        try:
+            for name, offset, size in _members(extent):
+                matched = _split_name(name)
+                if matched is None:
+                    continue
+                key, part = matched
+                parts[part] = TarMember(extent.archive, name, start + offset, size)
+        except (OSError, tarfile.TarError) as error:
+            raise ValueError(
+                f"{where}: the shard cannot be read there ({error}): prepare the dataset anew."
+            ) from error
+        return TarSample(key, parts, where)
+
+    def _span(self, shard: int, sample: int) -> tuple[int, int]:
+        """Where a sample's bytes are in its shard."""
+        index = self._indices.get(shard)
+        if index is None:
+            path = _index_of(self.shards[shard])
+            try:
+                index = np.memmap(path, dtype=np.uint64, mode="r")
+            except (OSError, ValueError) as error:
+                raise ValueError(f"The index {path} cannot be read ({error}).") from error
+            self._indices[shard] = index
+        if sample + 1 >= len(index):
+            raise ValueError(
+                f"{_index_of(self.shards[shard])} ends before sample {sample + 1}: prepare the"
+                " dataset anew."
+            )
+        return int(index[sample]), int(index[sample + 1])
+
+    def _leave_out(self, excluded: frozenset[str]) -> None:
+        """Drop the samples ``shard/key`` that the split excludes; reads their shards' headers."""
+        if not excluded:
+            return
+        kept = np.ones(len(self), dtype=np.bool_)
+        for shard, path in enumerate(self.shards):
+            name = path.relative_to(self.folder).as_posix()
+            if any(each.startswith(f"{name}/") for each in excluded):
+                for row in np.flatnonzero(self._shard == shard).tolist():
+                    kept[row] = f"{name}/{self._open(row).key}" not in excluded
+        self._shard, self._sample = self._shard[kept], self._sample[kept]
+
+
+def _shards(folder: Path, *, split: str | None) -> tuple[list[tuple[str, int]], frozenset[str]]:
+    """Shards with their numbers of samples, and the samples to leave out."""
+    try:
+        from megatron.energon.epathlib import EPath
+        from megatron.energon.flavors.webdataset.metadata import (
+            WebdatasetMeta,
+            check_dataset_info_present,
+            get_dataset_info,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} is read by megatron-energon, which is not installed ({error}): pip install"
+            " 'loongplug[energon]'."
+        ) from error
+    path = EPath(str(folder.absolute()))
+    if not check_dataset_info_present(path):
+        raise ValueError(
+            f"{folder} is no prepared dataset of shards: run energon prepare on it, or give the"
+            " JSONL file."
+        )
+    try:
+        if split is None:
+            return list(get_dataset_info(path)["shard_counts"].items()), frozenset()
+        meta = WebdatasetMeta.from_config(path, split_part=split)
+    # What it raises is any of its parsers' own kinds.
+    except Exception as error:
+        raise ValueError(
+            f"{folder}/{_META} cannot be read for the split {split}:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    return [(shard.name, shard.count) for shard in meta.shards], frozenset(meta.sample_excludes)
+
+
+def _require_shard(shard: Path) -> None:
+    if shard.suffix != ".tar":
+        raise ValueError(f"{shard} is compressed: only plain tar shards can be read by place.")
+    for path in (shard, _index_of(shard)):
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: prepare the dataset anew.")
+
+
+def _index_of(shard: Path) -> Path:
+    return shard.with_suffix(".tar.idx")
+
+
+def _members(extent: TarMember) -> Iterator[tuple[str, int, int]]:
+    """Name, place and size of the plain files in this piece of an archive; reads headers."""
+    with open_media_file(extent) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        for member in archive:
+            if member.isreg() and not member.issparse():
+                if member.offset_data + member.size > extent.size:
+                    raise tarfile.ReadError(f"{member.name} is cut off")
+                yield member.name, member.offset_data, member.size
+
+
+def _split_name(name: str) -> tuple[str, str] | None:
+    """Key and part, as energon tells them apart: at the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    stem, dot, part = file.partition(".")
+    if not stem or not dot or any(_is_meta(step) for step in name.split("/")):
+        return None
+    return f"{folder}{slash}{stem}", part
+
+
+def _is_meta(step: str) -> bool:
+    return len(step) > 4 and step.startswith("__") and step.endswith("__")
+
+
+def _row_part(sample: TarSample) -> TarMember:
+    """The part that holds the row."""
+    found = sample.named(frozenset(("json",)))
+    if "json" in sample.parts:
+        return sample.parts["json"]
+    if len(found) == 1:
+        return sample.parts[found[0]]
+    raise ValueError(
+        f"{sample.where}: the sample {sample.key!r} has {len(found)} JSON parts among"
+        f" {', '.join(sample.parts) or 'none'}: expected one, with its messages."
+    )
+
+
+def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, Any]:
+    """The row with the sample's images and videos where it has places for them, but no names.
+
+    Places are markers in the text, or parts of a message like ``{"type": "image"}``.
+    """
+    row = dict(row)
+    for kind, keys, extensions in (
+        ("image", ("image", "images"), _IMAGES),
+        ("video", ("video", "videos"), _VIDEOS),
+    ):
+        names = sample.named(extensions)
+        parts = list(_content_parts(row, kind))
+        places = [part for part in parts if part["type"] == kind and kind not in part]
+        if places and len(places) != len(names):
+            raise ValueError(
+                f"{sample.where}: {len(places)} places for {kind}s without a name, but the sample"
+                f" has {len(names)} {kind} parts: name them, or write one place for each."
+            )
+        for part, name in zip(places, names, strict=False):
+            part[kind] = name
+        named = bool(parts) or any(row.get(key) for key in keys)
+        if names and not named and not _frames_named(row):
+            row[keys[1]] = names
+    return row
+
+
+def _content_parts(row: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    """The parts of this kind in the messages' contents."""
+    messages = row.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and str(part.get("type")).removesuffix("_url") == kind:
+                yield part
+
+
+def _frames_named(row: dict[str, Any]) -> bool:
+    """Whether images are spoken for as the frames of a video."""
+    beside: Sequence[Any] = row.get("videos") or ()
+    within = [part.get("video") for part in _content_parts(row, "video")]
+    return any(isinstance(video, list) for video in [*beside, *within])
+
+
+def _extension(part: str) -> str:
+    return part.rpartition(".")[2].lower()

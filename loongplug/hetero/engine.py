@@ -1,0 +1,142 @@
+"""The encoder's side of a run: its parallel state, its units, its place in the schedule."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.modes import Mode
+from loongplug.hetero.placement import Placement
+from loongplug.hetero.stepped import Schedule, stepped
+from loongplug.hetero.timing import Timing
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.parallel.live_layout import live_layout
+from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.states import adopt_parallel_state, create_parallel_state, process_groups
+from loongplug.platform import current_platform
+
+IMAGE_ENCODER = "image_encoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderPlace:
+    """What is known once the process groups are there.
+
+    ``group`` is the one of the placement's groups that this rank encodes with, None for none,
+    and ``group_ranks`` its process group.
+    """
+
+    placement: Placement
+    state: ModuleState
+    group: int | None
+    group_ranks: dist.ProcessGroup | None
+
+
+class Engine:
+    """Puts a mode's strategies to work in one run; the same on every rank."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        encoder_tp: int | None,
+        patches_per_token: int,
+        seed: int,
+        timeout_minutes: float,
+        recorder: Recorder = NOTHING,
+    ) -> None:
+        """``encoder_tp``: as the encoder's YAML has it, None where it says nothing."""
+        self._mode = mode
+        self._encoder_tp = encoder_tp or mode.encoder_tp
+        self._block = patches_per_token
+        self._seed = seed
+        self._timeout = timeout_minutes
+        self.recorder = recorder
+        self._place: EncoderPlace | None = None
+        self._timing: Timing | None = None
+
+    @property
+    def place(self) -> EncoderPlace:
+        """Where the encoder is. Collective over all ranks when asked for the first time."""
+        if self._place is None:
+            self._place = self._made()
+        return self._place
+
+    @property
+    def steps(self) -> bool:
+        """Whether something is put around the decoder's schedules."""
+        return self._mode.timing is not None
+
+    def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        """Wrap Megatron's ``get_forward_backward_func``."""
+
+        def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
+            schedule = get_schedule(*args, **kwargs)
+            timing = self.timing()
+            return schedule if timing is None else stepped(schedule, timing)
+
+        return get_forward_backward_func
+
+    def attach(self, chunk: MultimodalModel) -> None:
+        """Have a chunk ask this engine for features."""
+        chunk.feature_source = self.timing()
+
+    def timing(self) -> Timing | None:
+        """The step's timing, one for the run; None in a mode without one."""
+        if self._timing is None and self._mode.timing is not None:
+            place = self.place
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            exchange = Exchange(
+                place.placement,
+                groups.mp if place.placement.on_every_stage else groups.tp,
+                device=current_platform().device,
+                recorder=self.recorder,
+            )
+            self._timing = self._mode.timing(
+                place.placement,
+                exchange,
+                group=place.group,
+                patches_per_token=self._block,
+            )
+        return self._timing
+
+    def _made(self) -> EncoderPlace:
+        decoder, rank = live_layout(), dist.get_rank()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        placement = self._mode.place(decoder, tp=self._encoder_tp or decoder.tp, rank=rank)
+        mine = [number for number, ranks in enumerate(placement.groups) if rank in ranks]
+        encoder = placement.layout
+        if (encoder.tp, encoder.pp, encoder.dp) == (decoder.tp, decoder.pp, decoder.dp):
+            state = ModuleState(groups=groups)
+        else:
+            adopt_parallel_state()
+            create_parallel_state(
+                IMAGE_ENCODER,
+                encoder,
+                seed=self._seed,
+                timeout_minutes=self._timeout,
+            )
+            state = ModuleState(
+                groups=process_groups(IMAGE_ENCODER),
+                state=IMAGE_ENCODER,
+                gradient_factor=placement.gradient_factor,
+                on_every_stage=placement.on_every_stage,
+            )
+        # The ranks that encode one unit together: replicas of one decoder group, or one replica.
+        together = next(
+            (
+                each
+                for each in (groups.tp, state.groups.tp)
+                if mine and tuple(dist.get_process_group_ranks(each)) == placement.groups[mine[0]]
+            ),
+            None,
+        )
+        return EncoderPlace(
+            placement=placement,
+            state=state,
+            group=mine[0] if mine else None,
+            group_ranks=together,
+        )

@@ -1,0 +1,96 @@
+"""Which ranks encode, as far as one model replica is concerned. Pure arithmetic of layouts."""
+
+from dataclasses import dataclass, replace
+
+from loongplug.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the encoder's replicas lie, seen from one rank of the decoder.
+
+    Of the ranks of this rank's model replica, those of each tuple of ``groups`` encode the same
+    units together, and different groups encode different units. ``consumers`` are the ranks that
+    the features go to: the tensor parallel group of the first stage, by its coordinate. All are
+    ranks of the world. ``layout`` is the encoder's over all ranks, and ``on_every_stage`` says
+    whether it lies on all of the decoder's stages or on the first alone.
+
+    ``gradient_factor`` is what the sum of the gradients over all encoder replicas is multiplied
+    by: each unit counts once where it is encoded once.
+    """
+
+    layout: Layout
+    groups: tuple[tuple[int, ...], ...]
+    consumers: tuple[int, ...]
+    on_every_stage: bool
+    gradient_factor: float
+
+    def owner(self, number: int) -> int:
+        """Which group encodes the unit of the step's microbatch ``number``: each in turn."""
+        return number % len(self.groups)
+
+
+def together(decoder: Layout, *, tp: int, rank: int) -> Placement:
+    """Every unit is encoded by all ranks of the first stage's tensor parallel group.
+
+    With a ``tp`` below the decoder's, several replicas encode the same unit (heterogeneous TP).
+    """
+    consumers = _consumers(decoder, rank)
+    return Placement(
+        layout=_on_stages(decoder, tp=tp),
+        groups=(consumers,),
+        consumers=consumers,
+        on_every_stage=False,
+        gradient_factor=tp / decoder.tp,
+    )
+
+
+def in_turn(decoder: Layout, *, tp: int, rank: int) -> Placement:
+    """The replicas in the first stage's tensor parallel group encode different units."""
+    consumers = _consumers(decoder, rank)
+    return Placement(
+        layout=_on_stages(decoder, tp=tp),
+        groups=_cut(consumers, tp),
+        consumers=consumers,
+        on_every_stage=False,
+        gradient_factor=1.0,
+    )
+
+
+def on_all_ranks(decoder: Layout, *, tp: int, rank: int) -> Placement:
+    """All ranks of a model replica encode, those of later stages too."""
+    _require_divisor(decoder, tp)
+    return Placement(
+        layout=Layout(tp=tp, dp=decoder.world_size // tp, first_rank=decoder.first_rank),
+        groups=_cut(tuple(decoder.group("tp_cp_pp", rank)), tp),
+        consumers=_consumers(decoder, rank),
+        on_every_stage=True,
+        gradient_factor=1.0,
+    )
+
+
+def _on_stages(decoder: Layout, *, tp: int) -> Layout:
+    """An encoder's layout in the first of the decoder's stages.
+
+    It has stages as the decoder has, so that every rank is of it, and what is summed over its
+    model parallel group (the gradient norm) is known to later stages, which hold none of it.
+    """
+    _require_divisor(decoder, tp)
+    return replace(decoder, tp=tp, dp=decoder.stage_size // tp, cp=1, ep=1, etp=tp)
+
+
+def _consumers(decoder: Layout, rank: int) -> tuple[int, ...]:
+    first = decoder.group("pp", rank)[0]
+    return tuple(decoder.group("tp", first))
+
+
+def _cut(ranks: tuple[int, ...], tp: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(ranks[start : start + tp] for start in range(0, len(ranks), tp))
+
+
+def _require_divisor(decoder: Layout, tp: int) -> None:
+    if tp < 1 or decoder.tp % tp:
+        raise ValueError(
+            f"the encoder's tensor_model_parallel_size is {tp}: it has to divide the decoder's, "
+            f"{decoder.tp}. Set another one in the encoder's YAML."
+        )

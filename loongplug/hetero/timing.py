@@ -1,0 +1,101 @@
+"""When units are encoded, relative to the decoder's schedule."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from loongplug.data.microbatch import Microbatch
+from loongplug.hetero.exchange import Units
+from loongplug.hetero.placement import Placement
+from loongplug.models.features import FeatureSource, VisionFeatures
+from loongplug.models.multimodal import MultimodalModel
+
+_PART = "image_encoder"  # of a chunk's data parallel wrapper
+
+
+class Timing(FeatureSource, Protocol):
+    """What a step's schedule is wrapped in, and what the decoder asks for features meanwhile."""
+
+    def begin(
+        self, chunk: nn.Module, microbatches: Sequence[Microbatch], *, training: bool
+    ) -> None:
+        """Before the schedule. ``chunk`` is the rank's first, as Megatron has wrapped it."""
+        ...
+
+    def end(self) -> None:
+        """After the schedule, when it has not failed; gradients are finalised after that."""
+        ...
+
+
+class EncoderOfStep:
+    """This rank's encoder during one step: units to payloads, gradients of payloads to its own."""
+
+    def __init__(self, chunk: Any, model: MultimodalModel, *, training: bool) -> None:
+        assert model.image_encoder is not None
+        assert model.image_projector is not None
+        self._chunk = chunk
+        self._model = model
+        modules = (model.image_encoder, model.image_projector)
+        self.trains = training and any(
+            parameter.requires_grad for module in modules for parameter in module.parameters()
+        )
+
+    def runs_apart(self) -> None:
+        """The schedule has nothing to gather or reduce for it."""
+        self._chunk.run_apart.add(_PART)
+
+    def payload(self, microbatch: Microbatch | None) -> Tensor:
+        """A unit's features as they travel, [tokens, width]; None stands for no images at all."""
+        vision = None if microbatch is None else microbatch.vision
+        assert microbatch is None or vision is not None, "the unit was loaded somewhere else"
+        with torch.set_grad_enabled(self.trains):
+            return self._model.encode(vision).packed()
+
+    def backward(self, payload: Tensor, gradient: Tensor, *, more: bool) -> None:
+        """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
+        if not more:
+            payload.backward(gradient)
+            return
+        with self._chunk.parts[_PART].no_sync():
+            payload.backward(gradient)
+
+
+class Arrived:
+    """Units' payloads on a consumer, as the leaves of the decoder's graphs."""
+
+    def __init__(self, payloads: dict[int, Tensor], *, hidden: int, trains: bool) -> None:
+        self._hidden = hidden
+        self.leaves = {unit: each.requires_grad_(trains) for unit, each in payloads.items()}
+
+    def features(self, unit: int) -> VisionFeatures:
+        """As the decoder takes them."""
+        return VisionFeatures.unpacked(self.leaves[unit], hidden=self._hidden)
+
+    def gradients(self) -> dict[int, Tensor]:
+        """What the decoder's backwards have left; zero for a unit that none came to."""
+        return {
+            unit: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for unit, leaf in self.leaves.items()
+        }
+
+
+def units_of(
+    microbatches: Sequence[Microbatch],
+    placement: Placement,
+    *,
+    model: MultimodalModel,
+    patches_per_token: int,
+    first: int = 0,
+) -> Units:
+    """What every rank of the replica knows of these microbatches' units; they begin at ``first``
+    in the step."""
+    config = model.text_decoder.config
+    streams = 1 + getattr(config, "deepstack_features", 0)
+    return Units(
+        tokens=tuple(each.patches // patches_per_token for each in microbatches),
+        owners=tuple(placement.owner(first + index) for index in range(len(microbatches))),
+        width=streams * config.hidden_size,
+        dtype=config.params_dtype,
+    )

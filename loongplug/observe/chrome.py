@@ -1,0 +1,99 @@
+"""Traces of all ranks as one file of Chrome's trace format, which Perfetto opens.
+
+A rank is a process; its lanes are computing, communication, and data and files. Times are
+microseconds since the first event. Arrows lead from a stage's send to its neighbour's receive.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from loongplug.observe.shares import TRANSFERS
+from loongplug.observe.trace_file import Event, RankTrace
+
+_LANES = ("computing", "communication", "data and files")
+_COMMUNICATION = (*TRANSFERS, "exchange")
+_FILES = ("data", "checkpoint")
+
+# What a send on the one side is on the other: the details of its bytes and of its peer.
+_MATCHES = (
+    (("sent_next", "next"), ("received_previous", "previous")),
+    (("sent_previous", "previous"), ("received_next", "next")),
+)
+
+
+def write_chrome_trace(traces: Sequence[RankTrace], path: Path) -> None:
+    """Merge the traces of all ranks to one JSON file."""
+    starts = [event.start for trace in traces for event in trace.events]
+    origin = min(starts, default=0)
+    rows = [row for trace in traces for row in _rank_rows(trace, origin)]
+    rows += _arrows(traces, origin)
+    path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+
+
+def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
+    def named(what: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": trace.rank, "tid": 0, "args": args}
+
+    yield named("process_name", name=f"rank {trace.label()}")
+    yield named("process_sort_index", sort_index=trace.rank)
+    for lane, name in enumerate(_LANES):
+        yield {**named("thread_name", name=name), "tid": lane}
+    for event in trace.events:
+        row = {
+            "name": _title(event),
+            "cat": event.phase,
+            "pid": trace.rank,
+            "tid": _lane(event),
+            "ts": (event.start - origin) / 1e3,
+            "args": {"step": event.step, **event.details},
+        }
+        if event.phase == "switch":
+            yield {**row, "ph": "i", "s": "t"}
+        else:
+            yield {**row, "ph": "X", "dur": (event.end - event.start) / 1e3}
+
+
+def _lane(event: Event) -> int:
+    if event.phase in _COMMUNICATION:
+        return 1
+    return 2 if event.phase in _FILES else 0
+
+
+def _title(event: Event) -> str:
+    """The event's name with its microbatch and chunk, as the lane shows it."""
+    microbatch, chunk = event.details.get("microbatch"), event.details.get("chunk")
+    parts = [event.name]
+    if microbatch is not None:
+        parts.append(str(microbatch))
+    if chunk is not None:
+        parts.append(f"(chunk {chunk})")
+    return " ".join(parts)
+
+
+def _arrows(traces: Iterable[RankTrace], origin: int) -> Iterator[dict[str, Any]]:
+    """Pairs of flow events: the n-th send from one rank to another is its n-th receive there."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for trace in traces:
+        for event in trace.events:
+            if event.phase != "p2p":
+                continue
+            for direction, (sent, received) in enumerate(_MATCHES):
+                for phase, (size, peer) in (("s", sent), ("f", received)):
+                    if not event.details.get(size):
+                        continue
+                    other = event.details[peer]
+                    ends = (trace.rank, other) if phase == "s" else (other, trace.rank)
+                    number = counts.setdefault((phase, direction, *ends), 0)
+                    counts[phase, direction, *ends] += 1
+                    yield {
+                        "ph": phase,
+                        **({"bp": "e"} if phase == "f" else {}),
+                        "id": f"{direction}-{ends[0]}-{ends[1]}-{number}",
+                        "name": ("activations", "gradients")[direction],
+                        "cat": "p2p",
+                        "pid": trace.rank,
+                        "tid": 1,
+                        "ts": ((event.start if phase == "s" else event.end) - origin) / 1e3,
+                    }

@@ -1,0 +1,159 @@
+"""A rank's trace as it lies on disk: JSON lines, the first of which tells whose they are."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_OWN_KEYS = ("phase", "name", "start", "end", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that took from ``start`` to ``end``, in nanoseconds since 1970.
+
+    ``step`` is the iteration it belongs to, from 1; None outside of steps.
+    """
+
+    phase: str
+    name: str
+    start: int
+    end: int
+    step: int | None
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What one rank wrote. ``place`` holds its ranks by kind (``tp``, ``pp``, ``dp``)."""
+
+    rank: int
+    world_size: int
+    device: str
+    place: Mapping[str, int]
+    events: tuple[Event, ...]
+    cut_off: bool  # the last line is not whole: the rank was killed while it wrote
+
+    def label(self) -> str:
+        """The rank with its place, as ``0 tp0 pp0 dp0``."""
+        return " ".join([str(self.rank), *(f"{kind}{rank}" for kind, rank in self.place.items())])
+
+    def whole_steps(self) -> set[int]:
+        """The steps that ran to their end."""
+        return {
+            event.step
+            for event in self.events
+            if event.phase == "step" and event.step is not None and not event.details.get("failed")
+        }
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes."""
+    return folder / f"rank_{rank:05d}.jsonl"
+
+
+class TraceWriter:
+    """Appends events to one rank's file, each call's whole, so that a crash keeps what is there."""
+
+    def __init__(self, folder: Path, *, rank: int, world_size: int, device: str) -> None:
+        """Raises ValueError when the file cannot be made; an old one is replaced."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = rank_file(folder, rank).open("w")
+        except OSError as error:
+            raise ValueError(
+                f"--trace {folder}: expected a folder that can be written to, found {error}; give"
+                " another one."
+            ) from error
+        self._put([{"rank": rank, "world_size": world_size, "device": device}])
+
+    def place(self, place: Mapping[str, int]) -> None:
+        """Write where in the layout the rank stands, once that is known."""
+        self._put([{"place": dict(place)}])
+
+    def write(self, events: Iterable[Event]) -> None:
+        """Write finished events."""
+        self._put(
+            {
+                "phase": event.phase,
+                "name": event.name,
+                "start": event.start,
+                "end": event.end,
+                "step": event.step,
+                **event.details,
+            }
+            for event in events
+        )
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
+
+    def _put(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+        self._file.flush()  # also so that a process forked later holds nothing to write again
+
+
+def read_folder(folder: Path) -> list[RankTrace]:
+    """Every rank's trace, by rank.
+
+    Raises ValueError: there are none, one is damaged before its last line, or they are of
+    different runs.
+    """
+    traces = [read_rank(path) for path in sorted(folder.glob("rank_*.jsonl"))]
+    if not traces:
+        raise ValueError(
+            f"{folder} holds no rank_*.jsonl: expected a folder that a run with --trace wrote."
+        )
+    expected = traces[0].world_size
+    for trace in traces:
+        if trace.world_size != expected:
+            raise ValueError(
+                f"{rank_file(folder, trace.rank)} is of a run of {trace.world_size} ranks,"
+                f" {rank_file(folder, traces[0].rank)} of one of {expected}: remove the older"
+                " run's files."
+            )
+    return traces
+
+
+def read_rank(path: Path) -> RankTrace:
+    """One rank's trace; a last line without its end is left out. Raises as read_folder does."""
+    *lines, rest = path.read_text(errors="replace").split("\n")
+    rows = [_row(line, where=f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    if not rows or "rank" not in rows[0]:
+        raise ValueError(
+            f"{path} does not begin with a rank: expected a file that --trace wrote; remove it."
+        )
+    head = rows[0]
+    return RankTrace(
+        rank=head["rank"],
+        world_size=head["world_size"],
+        device=head["device"],
+        place=next((row["place"] for row in rows if "place" in row), {}),
+        events=tuple(_event(row) for row in rows if "phase" in row),
+        cut_off=bool(rest),
+    )
+
+
+def _row(line: str, *, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is no JSON ({error}): expected a file that --trace wrote; remove it."
+        ) from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no event: expected a file that --trace wrote; remove it.")
+    return row
+
+
+def _event(row: dict[str, Any]) -> Event:
+    return Event(
+        phase=row["phase"],
+        name=row["name"],
+        start=row["start"],
+        end=row["end"],
+        step=row["step"],
+        details={key: value for key, value in row.items() if key not in _OWN_KEYS},
+    )

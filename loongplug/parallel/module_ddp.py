@@ -1,0 +1,177 @@
+"""Data parallelism per module: one chunk whose modules have buffers and groups of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+from torch import nn
+
+from loongplug.parallel.module_state import ModulePart
+
+
+class ModuleDataParallel(DistributedDataParallel):
+    """Megatron's data parallel wrapper of a chunk, made of one wrapper per :class:`ModulePart`.
+
+    The chunk tells its parts (``parallel_parts()``). Each part's wrapper is built in its parallel
+    state and so reduces over its groups; this one holds all their buffers and bucket groups in
+    one list each, so that whatever Megatron does to a chunk is done to all of them in one order.
+    Unlike ``megatron.core.models.mimo``, there may be several chunks (virtual stages).
+
+    Collective, in what Megatron makes collective, over each part's groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: FullParamLayout | None = None,
+    ) -> None:
+        """As Megatron's; the last two, meant for the whole chunk, are each part's own instead."""
+        # Not DistributedDataParallel's own: it would make buffers for the chunk as a whole.
+        super(DistributedDataParallel, self).__init__(config=config, module=module)
+        self.ddp_config = ddp_config
+        parts: tuple[ModulePart, ...] = get_attr_wrapped_model(module, "parallel_parts")()
+        self.states = {part.name: part.state for part in parts}
+        self.parts = {
+            part.name: _wrapped(
+                part, config, ddp_config=ddp_config, disable_bucketing=disable_bucketing
+            )
+            for part in parts
+        }
+        assert len(self.parts) == len(parts), "two parts of one name"
+        self.buffers: Any = self._all("buffers")  # Megatron's name for them; torch's is a method
+        self.expert_parallel_buffers = self._all("expert_parallel_buffers")
+        self.bucket_groups = self._all("bucket_groups")
+        self.expert_parallel_bucket_groups = self._all("expert_parallel_bucket_groups")
+        self.params_with_grad = self._all("params_with_grad")
+        self.param_to_bucket_group = {
+            parameter: group
+            for part in self.parts.values()
+            for parameter, group in part.param_to_bucket_group.items()
+        }
+        # Parts that run outside of the schedule, which so cannot tell when their parameters are
+        # needed and their gradients made: each module waits for the ones, the last of the
+        # others starts the reduction.
+        self.run_apart: set[str] = set()
+
+    def _all(self, name: str) -> list[Any]:
+        return [each for part in self.parts.values() for each in getattr(part, name)]
+
+    @property
+    def force_all_reduce(self) -> bool:
+        """Whether gradients are all-reduced where they would be reduce-scattered."""
+        return any(part.force_all_reduce for part in self.parts.values())
+
+    @force_all_reduce.setter
+    def force_all_reduce(self, force: bool) -> None:
+        for part in self.parts.values():
+            part.force_all_reduce = force
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reduction of the gradients that the schedule has made."""
+        for name, part in self.parts.items():
+            if name not in self.run_apart:
+                part.start_grad_sync()
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Start gathering what the schedule needs; with ``force_sync`` gather all, now."""
+        for name, part in self.parts.items():
+            if force_sync or name not in self.run_apart:
+                part.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Wait for each module's parameters before its forward, for all parts."""
+        for part in self.parts.values():
+            part.enable_forward_pre_hook()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """End that; with ``param_sync``, gather all parameters now."""
+        for part in self.parts.values():
+            part.disable_forward_pre_hook(param_sync=param_sync)
+
+    def broadcast_params(self) -> None:
+        """Each part's parameters from the first of its data parallel ranks to the others."""
+        for part in self.parts.values():
+            part.broadcast_params()
+
+
+def _wrapped(
+    part: ModulePart,
+    config: TransformerConfig,
+    *,
+    ddp_config: DistributedDataParallelConfig,
+    disable_bucketing: bool,
+) -> DistributedDataParallel:
+    """Megatron's wrapper around a part; the modules are called by the chunk, not through it."""
+    holder = nn.Module()
+    for name, module in part.modules.items():
+        holder.add_module(name, module)
+    with part.state.entered():
+        wrapped = DistributedDataParallel(
+            config,
+            ddp_config,
+            holder,
+            disable_bucketing=disable_bucketing,
+            full_param_layout=_layout(
+                holder, ddp_config=ddp_config, groups=part.state.groups, single=disable_bucketing
+            ),
+        )
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+        for bucket in group.buckets:
+            bucket.gradient_scaling_factor *= part.state.gradient_factor
+    return wrapped
+
+
+def _layout(
+    holder: nn.Module,
+    *,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroupCollection,
+    single: bool,
+) -> FullParamLayout | None:
+    """Where the distributed optimizer wants each parameter; sized by the part's own groups."""
+    if not ddp_config.use_distributed_optimizer:
+        return None
+    return DistributedOptimizer.compute_full_param_layout(
+        [parameter for parameter in holder.parameters() if parameter.requires_grad],
+        None if single or groups.pp.rank() > 0 else ddp_config.bucket_size,
+        groups.intra_dp_cp.size(),
+        ddp_config,
+        expert_data_parallel_world_size=groups.intra_expt_dp.size(),
+    )
+
+
+def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's ``get_megatron_optimizer``: one chain of the optimizers of all parts.
+
+    Each part's optimizers are built in its state, so that they shard over its groups. Every
+    rank has the same optimizers in the same order, also where a part has no module, since
+    checkpoints number them. The chain's gradient norm is the root of the sum of the squares of
+    all parts; each is reduced over its own model parallel group (over all ranks with the
+    distributed optimizer), where a parameter that several ranks hold counts once, so it is the
+    same on every rank.
+    """
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
+        optimizers: list[Any] = []
+        for name, state in model_chunks[0].states.items():
+            with state.entered():
+                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **kwargs)
+            optimizers += chain.chained_optimizers
+        return ChainedOptimizer(optimizers)
+
+    return get_megatron_optimizer

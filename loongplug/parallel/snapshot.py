@@ -1,0 +1,74 @@
+"""What Megatron keeps per process, as one module sees it: saved, loaded, and made anew.
+
+A snapshot covers
+
+- every mutable global of ``megatron.core.parallel_state``: groups, lists of ranks, the sizes and
+  ranks that are set by hand, the virtual stage, the global memory buffer. Which names there are
+  is read from the installed module, not from a list (``discovery.py``);
+- the RNG tracker of ``megatron.core.tensor_parallel.random``, as an object;
+- the default generators of host and device. Modules that draw different numbers of random
+  values (because they compute different units) must not disturb each other's generators, which
+  have to agree among the ranks of each module's own tensor parallel group;
+- the tracker of experts' metrics, which counts layers from 1 in every module.
+
+What stays with the process as a whole, and why: docs/parallel_states.md.
+"""
+
+from operator import itemgetter
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer.moe import moe_logging
+
+from loongplug.parallel.discovery import STATE_NAMES, values_at_start
+from loongplug.parallel.generators import part_generators, put_generators, take_generators
+
+_values_of = itemgetter(*STATE_NAMES)
+
+# Other modules' globals that a snapshot covers: where, and the values at the start.
+OTHER_GLOBALS: tuple[tuple[dict[str, Any], str, Any], ...] = (
+    (vars(tensor_parallel_random), "_CUDA_RNG_STATE_TRACKER", None),
+    (vars(tensor_parallel_random), "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False),
+    (vars(moe_logging), "_MOE_METRICS_TRACKER", None),
+)
+
+
+class Snapshot:
+    """One module's values of all that is covered, as they were when it was last in use."""
+
+    __slots__ = ("_generators", "_globals", "_others", "_values")
+
+    def __init__(self) -> None:
+        """Take the values as they are now."""
+        self._values: tuple[Any, ...] = ()
+        self.save()
+
+    def save(self) -> None:
+        """Take the values as they are now."""
+        values = _values_of(vars(parallel_state))
+        # Nearly always as they were loaded: comparing costs less than a new dictionary.
+        if values != self._values:
+            self._values = values
+            self._globals = dict(zip(STATE_NAMES, values, strict=True))
+        self._others = [where[name] for where, name, _ in OTHER_GLOBALS]
+        self._generators = take_generators()
+
+    def load(self) -> None:
+        """Give Megatron these values."""
+        vars(parallel_state).update(self._globals)
+        for (where, name, _), value in zip(OTHER_GLOBALS, self._others, strict=True):
+            where[name] = value
+        put_generators(self._generators)
+
+
+def load_start() -> None:
+    """Give Megatron the values it starts with, and go on with generators of their own.
+
+    What was there is lost unless a snapshot has it. Unlike ``destroy_model_parallel`` this
+    leaves nothing behind, and destroys no process group.
+    """
+    vars(parallel_state).update(values_at_start())
+    for where, name, value in OTHER_GLOBALS:
+        where[name] = value
+    part_generators()

@@ -1,0 +1,268 @@
+"""Parallel states: which module's groups, ranks and random numbers Megatron works with.
+
+Megatron keeps one parallel layout per process in globals. Here each module of a model has its
+own: the decoder's is the one that Megatron made at start-up (:func:`adopt_parallel_state`), those
+of encoders are made beside it (:func:`create_parallel_state`), and
+``with parallel_state_of("image_encoder"):`` gives Megatron that module's until the block ends.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+from loongplug.parallel.layout import Layout
+from loongplug.parallel.live_layout import live_layout
+from loongplug.parallel.snapshot import Snapshot, load_start
+
+TEXT_DECODER = "text_decoder"
+
+# Called after each switch with the names of the state that was left and the one now in use.
+OnSwitch = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class _State:
+    """A module's layout, and its snapshot on the ranks that the module has."""
+
+    layout: Layout
+    snapshot: Snapshot | None
+
+
+class _ParallelStatesDict(dict[str, _State]):
+    """Every module's state by the module's name, and which one Megatron has now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: str | None = None
+        self.on_switch: OnSwitch | None = None
+        self.backwards: set[int] = set()  # autograd's ids of those that entered a state
+
+    def switch(self, name: str) -> None:
+        """See :func:`change_parallel_state`."""
+        before = self.current
+        if name == before:
+            return
+        target = self.snapshot_of(name)
+        assert before is not None  # there is a target, so one has been adopted
+        source = self[before].snapshot
+        assert source is not None
+        source.save()
+        target.load()
+        self.current = name
+        if self.on_switch is not None:
+            self.on_switch(before, name)
+
+    def snapshot_of(self, name: str) -> Snapshot:
+        """The snapshot of a state that this rank has a part in, or an error that says why not."""
+        state = self.get(name)
+        if state is not None and state.snapshot is not None:
+            return state.snapshot
+        if self.current is None:
+            raise RuntimeError(
+                f"there are no parallel states yet, so none of {name!r}: call "
+                "adopt_parallel_state() after Megatron's initialization."
+            )
+        if state is None:
+            raise ValueError(
+                f"there is no parallel state {name!r}: known are {', '.join(map(repr, self))}."
+            )
+        raise RuntimeError(
+            f"rank {dist.get_rank()} has no part in {name!r}, which has ranks "
+            f"{state.layout.ranks.start} to {state.layout.ranks.stop - 1}."
+        )
+
+    def require_new(self, name: str) -> None:
+        if name in self:
+            raise ValueError(
+                f"there is a parallel state {name!r} already; call destroy_parallel_states() to "
+                "start again, or choose another name."
+            )
+
+
+# The parallel states of this process, and the only thing in it that changes.
+PARALLEL_STATES = _ParallelStatesDict()
+
+
+def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
+    """Make what Megatron has initialized the first state, and the current one; its layout.
+
+    Every rank calls this once after ``initialize_model_parallel``; ranks do not talk.
+
+    Raises:
+        RuntimeError: Megatron's parallel state is not initialized.
+        ValueError: there are states already, or Megatron's groups are not those of a
+            :class:`Layout` over all ranks.
+    """
+    if PARALLEL_STATES:
+        PARALLEL_STATES.require_new(name)
+        raise ValueError(
+            f"{PARALLEL_STATES.current!r} has been adopted already; further states are made by "
+            "create_parallel_state()."
+        )
+    layout = live_layout()
+    PARALLEL_STATES[name] = _State(layout, Snapshot())
+    PARALLEL_STATES.current = name
+    return layout
+
+
+def create_parallel_state(
+    name: str,
+    layout: Layout,
+    *,
+    seed: int,
+    timeout_minutes: float = 30,
+    nccl_config_path: str | None = None,
+) -> None:
+    """Make the groups and the random numbers of another module; the current state stays.
+
+    Collective over the world: every rank calls this in the same order with the same arguments,
+    also the ranks that ``layout`` does not have. gloo groups are made beside the others where
+    the current state has them.
+
+    The random numbers depend on ``seed``, ``name`` and the rank's own tensor and expert
+    parallel coordinates in ``layout``, and on nothing of the decoder: ranks with equal
+    coordinates draw the same, wherever they are.
+
+    Raises:
+        RuntimeError: nothing has been adopted yet.
+        ValueError: the name is taken, or ``layout`` has ranks that the world has not.
+    """
+    current = PARALLEL_STATES.current
+    if current is None:
+        raise RuntimeError(
+            f"{name!r} has to be created beside an adopted state: call adopt_parallel_state() "
+            "after Megatron's initialization."
+        )
+    PARALLEL_STATES.require_new(name)
+    if layout.ranks.stop > dist.get_world_size():
+        raise ValueError(
+            f"{name!r} needs ranks {layout.ranks.start} to {layout.ranks.stop - 1}, and there "
+            f"are {dist.get_world_size()} in all."
+        )
+    gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
+    tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
+    kept = PARALLEL_STATES.snapshot_of(current)
+    kept.save()
+    try:
+        load_start()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            nccl_communicator_config_path=nccl_config_path,
+            distributed_timeout_minutes=timeout_minutes,
+            create_gloo_process_groups=gloo,
+            rank_offset=layout.first_rank,
+            local_world_size=layout.world_size,
+        )
+        snapshot = None
+        if dist.get_rank() in layout.ranks:
+            _seed(_seed_of(name, seed), like=tracker)
+            snapshot = Snapshot()
+    finally:
+        kept.load()
+    PARALLEL_STATES[name] = _State(layout, snapshot)
+
+
+def change_parallel_state(name: str) -> None:
+    """Give Megatron the state of ``name`` from now on; what the last one has become is kept.
+
+    Ranks do not talk. Nearly free when ``name`` is in use already.
+
+    Raises:
+        ValueError: there is no such state.
+        RuntimeError: this rank has no part in it, or no state has been adopted yet.
+    """
+    PARALLEL_STATES.switch(name)
+
+
+def current_parallel_state() -> str:
+    """The name of the state in use. Raises RuntimeError before the first is adopted."""
+    if PARALLEL_STATES.current is None:
+        raise RuntimeError(
+            "there are no parallel states yet: call adopt_parallel_state() after Megatron's "
+            "initialization."
+        )
+    return PARALLEL_STATES.current
+
+
+class parallel_state_of:  # noqa: N801  used as a function, like contextlib.suppress
+    """``with parallel_state_of(name):`` runs the block in that state, and always switches back.
+
+    Errors as :func:`change_parallel_state`, at the block's begin.
+    """
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        before = PARALLEL_STATES.current
+        PARALLEL_STATES.switch(self._name)
+        assert before is not None
+        self._before = before
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        PARALLEL_STATES.switch(self._before)
+
+
+def layout_of(name: str) -> Layout:
+    """The layout of a state, on every rank. Raises ValueError for an unknown name."""
+    if name not in PARALLEL_STATES:
+        known = ", ".join(map(repr, PARALLEL_STATES)) or "none"
+        raise ValueError(f"there is no parallel state {name!r}: known are {known}.")
+    return PARALLEL_STATES[name].layout
+
+
+def process_groups(name: str) -> ProcessGroupCollection:
+    """The groups of a state, every field set (None where Megatron has no such group).
+
+    Errors as :func:`change_parallel_state`.
+    """
+    with parallel_state_of(name):
+        return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def destroy_parallel_states() -> None:
+    """Forget all states, in that of the decoder; process groups live on.
+
+    What Megatron has then is the adopted state as it has become. Does nothing without states.
+    """
+    if PARALLEL_STATES:
+        PARALLEL_STATES.switch(next(iter(PARALLEL_STATES)))
+        PARALLEL_STATES.clear()
+        PARALLEL_STATES.backwards.clear()
+        PARALLEL_STATES.current = None
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Modules with one seed draw different numbers; Megatron adds small ones for coordinates."""
+    return seed + 1_000_003 * (zlib.crc32(name.encode()) % 1000)
+
+
+def _seed(seed: int, *, like: object) -> None:
+    """Seed the generators and a new RNG tracker, of the kind of ``like``."""
+    torch.manual_seed(seed)
+    kind = tensor_parallel_random.CudaRNGStatesTracker
+    tensor_parallel_random.model_parallel_cuda_manual_seed(
+        seed,
+        te_rng_tracker=like is not None and not isinstance(like, kind),
+        inference_rng_tracker=getattr(like, "is_inference_rng_tracker", False),
+        use_cudagraphable_rng=getattr(like, "use_cudagraphable_rng", False),
+        force_reset_rng=True,
+    )

@@ -1,0 +1,138 @@
+"""What a run's data have to be, and how they are packed."""
+
+import contextlib
+import importlib.util
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from loongplug.data.blend import parse_blend
+from loongplug.data.energon import is_energon
+from loongplug.training.rules.rule import Rule
+
+
+def data_given(args: Namespace, model: Any) -> str | None:
+    """Training data are given, in one way, as files or as files with weights."""
+    if not args.data_path and not args.train_data_path:
+        return "no training data given"
+    if args.data_path and (args.train_data_path or args.valid_data_path):
+        return "--data-path given beside --train-data-path or --valid-data-path"
+    for flag, values in _data_flags(args):
+        try:
+            parse_blend(values, flag=flag)
+        except ValueError as error:
+            return str(error).rstrip(".")
+    return None
+
+
+def data_exists(args: Namespace, model: Any) -> str | None:
+    """Every data file is there, and so is the folder of the images and videos."""
+    missing = [] if args.media_root is None else [args.media_root]
+    missing = [folder for folder in missing if not Path(folder).is_dir()]
+    for flag, values in _data_flags(args):
+        with contextlib.suppress(ValueError):  # data_given tells of those
+            paths = parse_blend(values, flag=flag).paths
+            missing += [str(path) for path in paths if not path.exists()]
+    return f"{', '.join(missing)} not found" if missing else None
+
+
+def energon_datasets(args: Namespace, model: Any) -> str | None:
+    """Folders are prepared energon datasets, asked for by a flag whose package is there."""
+    wanted = args.dataloader_type == "energon"
+    if wanted and importlib.util.find_spec("megatron.energon") is None:
+        return "--dataloader-type energon without megatron-energon"
+    folders: list[Path] = []
+    for flag, values in _data_flags(args):
+        with contextlib.suppress(ValueError):  # data_given tells of those
+            folders += [path for path in parse_blend(values, flag=flag).paths if path.is_dir()]
+    if folders and not wanted:
+        return f"folder {folders[0]} without --dataloader-type energon"
+    bare = [str(folder) for folder in folders if not is_energon(folder)]
+    return f"{', '.join(bare)} not prepared by energon" if bare else None
+
+
+def video_rate(args: Namespace, model: Any) -> str | None:
+    """The frames taken per second of a video are more than none."""
+    rate = args.video_fps
+    return None if rate is None or 0 < rate < math.inf else f"--video-fps {rate:g}"
+
+
+def one_row(args: Namespace, model: Any) -> str | None:
+    """A microbatch is one pack."""
+    if not args.packing or args.micro_batch_size in (None, 1):
+        return None
+    return f"--packing with --micro-batch-size {args.micro_batch_size}"
+
+
+def data_loading(args: Namespace, model: Any) -> str | None:
+    """Data and tokenizer are LoongPlug's, not Megatron's."""
+    if args.dataloader_type not in ("external", "energon"):
+        return f"--dataloader-type {args.dataloader_type}"
+    if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
+        return f"--tokenizer-type {args.tokenizer_type}"
+    return None
+
+
+def _data_flags(args: Namespace) -> list[tuple[str, list[str]]]:
+    flags = (
+        ("--data-path", args.data_path),
+        ("--train-data-path", args.train_data_path),
+        ("--valid-data-path", args.valid_data_path),
+    )
+    return [(flag, values) for flag, values in flags if values]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="data-given",
+        refuses="no training data, `--data-path` beside `--train-data-path` or "
+        "`--valid-data-path`, or weights (`w1 p1 w2 p2`) that are not above 0 or not given for "
+        "every file",
+        check=data_given,
+        reason="it would not be known what to train on",
+        cure="give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
+        "--valid-data-path FILE for held-out data",
+        training_only=True,
+    ),
+    Rule(
+        name="data-exists",
+        refuses="a data path or a `--media-root` that does not exist",
+        check=data_exists,
+        reason="there is nothing to read",
+        cure="correct the path",
+    ),
+    Rule(
+        name="energon",
+        refuses="`--dataloader-type energon` without the package megatron-energon, and a folder "
+        "as data path without that flag or without what `energon prepare` writes into it",
+        check=energon_datasets,
+        reason="that package reads such datasets' lists, and other folders are no data",
+        cure="pip install 'loongplug[energon]', run energon prepare, and give "
+        "--dataloader-type energon; or name a JSONL file",
+        training_only=True,
+    ),
+    Rule(
+        name="video-rate",
+        refuses="`--video-fps` not above 0",
+        check=video_rate,
+        reason="it is the number of frames taken per second of a video",
+        cure="give more than 0",
+        training_only=True,
+    ),
+    Rule(
+        name="packing-rows",
+        refuses="`--packing` with a `--micro-batch-size` above 1",
+        check=one_row,
+        reason="a pack is a microbatch of several samples already",
+        cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
+    ),
+    Rule(
+        name="data-loading",
+        refuses="a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` "
+        "other than `HuggingFaceTokenizer`",
+        check=data_loading,
+        reason="LoongPlug loads samples and the tokenizer itself",
+        cure="drop the flag",
+    ),
+)

@@ -1,0 +1,106 @@
+"""Parallel layouts of the encoder that are not the decoder's."""
+
+from argparse import Namespace
+from typing import Any
+
+from loongplug.hetero.modes import UNIFORM, mode_of
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.training.rules.rule import Rule
+
+# Megatron's flags that count over one layout for all modules, or make groups for one.
+_ONE_LAYOUT = {
+    "log_params_norm": False,
+    "log_num_zeros_in_grad": False,
+    "num_distributed_optimizer_instances": 1,
+}
+
+
+def encoder_tp(args: Namespace, model: Any) -> int | None:
+    """The encoder's tensor parallel size; None for a model without an encoder."""
+    if not isinstance(model, VisionLanguageArchitecture):
+        return None
+    own: int | None = model.image_encoder.tensor_model_parallel_size
+    return own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
+
+
+def encoder_layout(args: Namespace, model: Any) -> str | None:
+    """The encoder's replicas fill the decoder's tensor parallel group."""
+    tp, decoder = encoder_tp(args, model), args.tensor_model_parallel_size
+    if tp is None or decoder < 1 or (tp >= 1 and decoder % tp == 0):
+        return None
+    return (
+        f"model.image_encoder.tensor_model_parallel_size {tp} does not divide "
+        f"--tensor-model-parallel-size {decoder}"
+    )
+
+
+def encoder_state(args: Namespace, model: Any) -> str | None:
+    """An encoder with a layout of its own meets no flag that knows one layout only."""
+    own = encoder_tp(args, model) not in (None, args.tensor_model_parallel_size)
+    if not own and mode_of(args) is UNIFORM:
+        return None
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in _ONE_LAYOUT.items()
+        if getattr(args, name) != value
+    ]
+    return ", ".join(given) or None
+
+
+def encoder_sizes(args: Namespace, model: Any) -> str | None:
+    """The encoder's and the projector's sizes can be split over the encoder's ranks."""
+    tp = encoder_tp(args, model)
+    if tp is None or encoder_layout(args, model) is not None:
+        return None
+    encoder = model.image_encoder
+    sizes = {
+        "the encoder's num_attention_heads": encoder.num_attention_heads,
+        "the encoder's ffn_hidden_size": encoder.ffn_hidden_size,
+        "the projector's width": encoder.hidden_size * encoder.spatial_merge_size**2,
+    }
+    problems = [
+        f"{what} {size} does not divide by the encoder's tp {tp}"
+        for what, size in sizes.items()
+        if size % tp
+    ]
+    return "; ".join(problems) or None
+
+
+def one_mode(args: Namespace, model: Any) -> str | None:
+    """Not two modes at once."""
+    both = args.enable_encoder_hetero_dp and args.enable_full_hetero_dp
+    return "--enable-encoder-hetero-dp with --enable-full-hetero-dp" if both else None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="encoder-layout",
+        refuses="an encoder `tensor_model_parallel_size` that does not divide the decoder's",
+        check=encoder_layout,
+        reason="the encoder's replicas fill the decoder's tensor parallel group",
+        cure="set a divisor of the decoder's, or null for the decoder's own",
+    ),
+    Rule(
+        name="encoder-state",
+        refuses="with an encoder `tensor_model_parallel_size` of its own: "
+        + ", ".join(f"`--{name.replace('_', '-')}`" for name in _ONE_LAYOUT),
+        check=encoder_state,
+        reason="these count parameters, or make groups, by one layout for all modules",
+        cure="drop the flag, or leave the encoder's tensor_model_parallel_size null",
+    ),
+    Rule(
+        name="encoder-sizes",
+        refuses="encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does "
+        "not divide",
+        check=encoder_sizes,
+        reason="encoder and projector are split over the encoder's tensor parallel ranks",
+        cure="choose another model.image_encoder.tensor_model_parallel_size",
+    ),
+    Rule(
+        name="one-mode",
+        refuses="`--enable-encoder-hetero-dp` with `--enable-full-hetero-dp`",
+        check=one_mode,
+        reason="they are two ways to spread the same work",
+        cure="drop one; full separation is the faster one with a pipeline",
+    ),
+)

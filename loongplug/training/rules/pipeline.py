@@ -1,0 +1,115 @@
+"""Pipeline stages and virtual ones."""
+
+from argparse import Namespace
+from typing import Any
+
+from loongplug.training.rules.layout import global_batch
+from loongplug.training.rules.rule import Rule, data_parallel_size
+
+
+def pipeline_layers(args: Namespace, model: Any) -> str | None:
+    """The decoder's layers share out over the pipeline stages."""
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    if pp > layers:
+        return f"pp {pp} is more than the decoder's {layers} layers"
+    uneven = (
+        args.decoder_first_pipeline_num_layers
+        or args.decoder_last_pipeline_num_layers
+        or args.pipeline_model_parallel_layout
+    )
+    if pp < 1 or uneven or layers % pp == 0:
+        return None
+    return f"the decoder's {layers} layers do not divide by pp {pp}"
+
+
+def virtual_needs_pipeline(args: Namespace, model: Any) -> str | None:
+    """Virtual stages are asked for with a pipeline only."""
+    if args.pipeline_model_parallel_size > 1 or not _wants_virtual(args):
+        return None
+    return "virtual pipeline stages with pp 1"
+
+
+def virtual_layers(args: Namespace, model: Any) -> str | None:
+    """A stage's layers share out evenly over its virtual stages."""
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    if pp < 2 or layers % pp or args.decoder_first_pipeline_num_layers:
+        return None
+    per_stage = layers // pp
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    if virtual and per_stage % virtual and not args.decoder_last_pipeline_num_layers:
+        return f"a stage's {per_stage} layers do not divide into {virtual} virtual stages"
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each and per_stage % each:
+        return f"a stage's {per_stage} layers do not divide into virtual stages of {each}"
+    return None
+
+
+def virtual_microbatches(args: Namespace, model: Any) -> str | None:
+    """A step has the microbatches that the interleaved schedule needs."""
+    pp, dp = args.pipeline_model_parallel_size, data_parallel_size(args)
+    if pp < 2 or not _wants_virtual(args) or not dp or not args.micro_batch_size:
+        return None
+    if global_batch(args, model) is not None:
+        return None
+    microbatches = (args.global_batch_size or 0) // (args.micro_batch_size * dp) or 1
+    group = args.microbatch_group_size_per_vp_stage or pp
+    left = microbatches % group
+    if pp <= group <= microbatches and (left == 0 or left >= pp):
+        return None
+    return (
+        f"{microbatches} microbatches a step do not fill the interleaved schedule of pp {pp} "
+        f"in groups of {group}"
+    )
+
+
+def virtual_overlap(args: Namespace, model: Any) -> str | None:
+    """Two stages with virtual ones overlap their communication, as Megatron asks."""
+    if args.pipeline_model_parallel_size != 2 or args.overlap_p2p_comm or not _wants_virtual(args):
+        return None
+    return "--no-overlap-p2p-communication with virtual stages at pp 2"
+
+
+def _wants_virtual(args: Namespace) -> bool:
+    virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    return virtual > 1 or args.num_layers_per_virtual_pipeline_stage is not None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="pipeline-layers",
+        refuses="decoder layers that pp does not divide, or fewer than pp",
+        check=pipeline_layers,
+        reason="every stage holds the same number of layers, at least one",
+        cure="change --pipeline-model-parallel-size, or say how to split by "
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+    ),
+    Rule(
+        name="virtual-needs-pipeline",
+        refuses="virtual pipeline stages with pp 1",
+        check=virtual_needs_pipeline,
+        reason="they interleave the stages of a pipeline",
+        cure="raise --pipeline-model-parallel-size, or drop the virtual stages",
+    ),
+    Rule(
+        name="virtual-layers",
+        refuses="a stage's layers do not divide into its virtual stages",
+        check=virtual_layers,
+        reason="every virtual stage holds the same number of layers",
+        cure="choose a divisor",
+    ),
+    Rule(
+        name="virtual-microbatches",
+        refuses="virtual stages with microbatches that do not fill the interleaved schedule",
+        check=virtual_microbatches,
+        reason="the schedule runs them in groups of pp",
+        cure="make the number of microbatches a multiple of pp",
+        training_only=True,
+    ),
+    Rule(
+        name="virtual-overlap",
+        refuses="virtual stages at pp 2 with `--no-overlap-p2p-communication`",
+        check=virtual_overlap,
+        reason="two ranks would send and receive several tensors in one exchange",
+        cure="drop the flag",
+    ),
+)

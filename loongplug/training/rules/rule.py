@@ -1,0 +1,49 @@
+"""What a rule is, and the sizes that several of them look at."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Check = Callable[[Namespace, Any], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One refusal: when (in words and as a check), why, and what to do instead.
+
+    ``name`` stays the same from version to version; errors end with it. ``check`` gets Megatron's
+    arguments, with the model's architecture and LoongPlug's defaults in place, and the model's
+    config. It answers what is wrong with the given values, or None, also where its inputs are
+    missing: another rule asks for them. It must not communicate: every rank evaluates every rule
+    alike. Rules of ``training_only`` do not concern a conversion.
+    """
+
+    name: str
+    refuses: str
+    check: Check
+    reason: str
+    cure: str
+    training_only: bool = False
+
+
+def indivisible(what: str, value: int, *, args: Namespace) -> str | None:
+    """``what`` with its ``value`` can be split over the tensor parallel ranks."""
+    tp = args.tensor_model_parallel_size
+    return f"{what} {value} does not divide by tp {tp}" if tp > 0 and value % tp else None
+
+
+def model_parallel_size(args: Namespace) -> int:
+    """Ranks of one replica of the model."""
+    size: int = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return size
+
+
+def data_parallel_size(args: Namespace) -> int:
+    """Replicas of the model, or 0 where the layout does not fit the world."""
+    layout = model_parallel_size(args)
+    return args.world_size // layout if layout > 0 and args.world_size % layout == 0 else 0

@@ -1,0 +1,64 @@
+"""Flags of Megatron that go around what LoongPlug brings."""
+
+from argparse import Namespace
+from typing import Any
+
+from loongplug.training.rules.rule import Rule
+
+_UNSET: tuple[object, ...] = (None, False, [])
+UNSUPPORTED = (
+    "mock_data",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "phase_transition_iterations",
+    "eval_global_batch_size",
+    "eval_micro_batch_size",
+    "full_validation",
+    "multiple_validation_sets",
+    "step_batch_size_schedule",
+    "yaml_cfg",
+    "spec",
+    "use_checkpoint_args",
+    "use_mp_args_from_checkpoint_args",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "tensor_parallel_num_weight_shards",
+    "freeze_all_layers",
+    "perform_rl_step",
+    "sft",
+    "fim_data",
+    "skip_train",
+    "train_samples",
+    "inprocess_restart",
+    "lazy_mpu_init",
+    "enable_msc",
+    "fine_grained_activation_offloading",
+    "overlap_moe_expert_parallel_comm",
+    "rampup_batch_size",
+    "overlap_param_gather_with_optimizer_step",
+    "load_main_params_from_ckpt",
+    "use_tp_pp_dp_mapping",
+)
+
+
+def unsupported(args: Namespace, model: Any) -> str | None:
+    """No flag is given that would change a part of the loop that LoongPlug replaces."""
+    given = [
+        f"--{name.replace('_', '-')}" for name in UNSUPPORTED if getattr(args, name) not in _UNSET
+    ]
+    if args.cuda_graph_impl != "none":
+        given.append("--cuda-graph-impl")
+    return ", ".join(given) or None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="unsupported",
+        refuses=", ".join(f"`--{name.replace('_', '-')}`" for name in UNSUPPORTED)
+        + ", `--cuda-graph-impl`",
+        check=unsupported,
+        reason="these parts of Megatron go around what LoongPlug brings, or are not tested with it",
+        cure="drop the flag",
+    ),
+)

@@ -1,0 +1,85 @@
+"""Rendering chats: the text is the tokenizer's own, whichever way it is made."""
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from transformers.utils import chat_template_utils
+
+from loongplug.data.chat_template import render_chat
+from loongplug.data.processor import Processor, load_processor
+
+pytestmark = pytest.mark.quick
+
+IMAGE = {"type": "image"}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": ""}, {"role": "assistant", "content": " <b>\n"}],
+    [
+        {"role": "system", "content": "Be {{ brief }}."},
+        {"role": "user", "content": [IMAGE, {"type": "text", "text": "Äh?"}, IMAGE]},
+        {"role": "assistant", "content": "Ja."},
+        {"role": "user", "content": [{"type": "video"}]},
+    ],
+]
+# What a template may reach for beside the messages.
+REACHES = (
+    "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ tools is none }}|{{ documents is none }}"
+    "{% if reasoning_content %}no{% endif %}|{{ strftime_now('%Y') }}|{{ messages | tojson }}"
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
+    "{% generation %}spoken{% endgeneration %}{{ add_generation_prompt }}"
+)
+
+
+@pytest.fixture
+def fresh(processor: Processor) -> Processor:
+    return load_processor(processor.folder)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("template", [None, REACHES], ids=["own", "reaching"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_text_is_the_tokenizer_s(
+    fresh: Processor,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    prompt: bool,
+    template: str | None,
+    direct: bool,
+) -> None:
+    tokenizer = fresh.tokenizer
+    if template is not None:
+        tokenizer.chat_template = template
+    expected = [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+        for chat in CHATS
+    ]
+    if not direct:
+        monkeypatch.delattr(chat_template_utils, "_compile_jinja_template")
+        monkeypatch.setattr(
+            type(tokenizer),
+            "apply_chat_template",
+            lambda _, chat, **__: expected[CHATS.index(chat)],
+        )
+    assert [render_chat(chat, tokenizer, prompt=prompt) for chat in CHATS] == expected
+    if template is not None and direct:
+        assert str(datetime.now().year) in expected[0]
+
+
+def test_a_template_that_refuses(fresh: Processor) -> None:
+    fresh.tokenizer.chat_template = "{{ raise_exception('no systems') }}"
+    with pytest.raises(TemplateError, match="no systems"):
+        render_chat(CHATS[0], fresh.tokenizer)
+
+
+def test_the_way_past_the_tokenizer_is_there(
+    fresh: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it gone from transformers, all would work, at half the speed: this tells."""
+
+    def slow(*_: Any, **__: Any) -> None:
+        raise AssertionError("rendered by the tokenizer")
+
+    monkeypatch.setattr(type(fresh.tokenizer), "apply_chat_template", slow)
+    assert "Hi" in render_chat(CHATS[0], fresh.tokenizer)

@@ -1,0 +1,372 @@
+"""Prepared energon datasets as rows: the same samples as JSONL, by place, with nothing unpacked."""
+
+import builtins
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from energon_folders import of_demo, prepare, write_shard
+from PIL import Image, ImageFile
+
+from loongplug.data.blend import open_rows
+from loongplug.data.check import check
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.energon import EnergonRows
+from loongplug.data.fingerprint import fingerprint
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.workers import WorkerSettings
+
+pytest.importorskip("megatron.energon")
+
+ANSWER = {"role": "assistant", "content": "Yes."}
+
+
+def png(*, height: int = 32, width: int = 32, seed: int = 0) -> bytes:
+    noise = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def of_samples(folder: Path, *samples: dict[str, Any], **options: Any) -> EnergonRows:
+    write_shard(folder / "a.tar", [(f"k{n}", parts) for n, parts in enumerate(samples)])
+    return EnergonRows(prepare(folder, {"train": ".*"}, **options), split="train")
+
+
+@pytest.fixture(scope="module")
+def prepared(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return of_demo(demo, tmp_path_factory.mktemp("energon"), shards=4, validation=16)
+
+
+def chats(rows: Any, folder: Path) -> ChatDataset:
+    return ChatDataset(
+        rows, processor=load_processor(folder), seq_length=80, training_phase="sft", cache_bytes=0
+    )
+
+
+@pytest.fixture
+def both(demo: Path, prepared: Path) -> tuple[ChatDataset, ChatDataset]:
+    rows = EnergonRows(prepared, split="train")
+    return chats(demo / "train.jsonl", demo / "processor"), chats(rows, demo / "processor")
+
+
+def test_samples_are_those_of_the_same_rows_as_jsonl(
+    both: tuple[ChatDataset, ChatDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any, **__: Any) -> None:
+        raise AssertionError("decoded an image")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
+    jsonl, energon = both
+    assert len(jsonl) == len(energon) == 64
+    for number in (*range(0, 64, 3), 63):
+        one, other = jsonl[number], energon[number]
+        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+        assert one.grids == other.grids
+        shard, sample = divmod(number, 16)
+        assert other.where.endswith(f"train/shard_{shard}.tar:{sample + 1}")
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_microbatches_are_the_same_and_resume(
+    both: tuple[ChatDataset, ChatDataset], processes: int
+) -> None:
+    common = {"micro_batch_size": 3, "dp_rank": 0, "dp_size": 1, "seed": 5, "with_images": True}
+    workers = WorkerSettings(processes=processes)
+    jsonl = MicrobatchLoader(both[0], **common)
+    energon = MicrobatchLoader(both[1], workers=workers, **common)
+    try:
+        for step in range(24):  # into the second epoch
+            if step == 7:
+                energon.close()
+                energon = MicrobatchLoader(
+                    both[1], workers=workers, consumed_samples=energon.consumed_samples, **common
+                )
+            one, other = next(jsonl), next(energon)
+            for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
+            assert one.vision is not None
+            assert other.vision is not None
+            assert torch.equal(one.vision.pixels, other.vision.pixels)
+            assert torch.equal(one.vision.grid_thw, other.vision.grid_thw)
+        assert jsonl.decoded > 0
+    finally:
+        energon.close()
+
+
+def test_splits_blends_and_the_whole(demo: Path, prepared: Path) -> None:
+    assert len(EnergonRows(prepared, split="val")) == 16
+    assert len(EnergonRows(prepared, split=None)) == 80
+    with pytest.raises(ValueError, match="cannot be read for the split test"):
+        EnergonRows(prepared, split="test")
+    files = [str(prepared), str(demo / "test.jsonl")]
+    blend = open_rows(files, flag="--x", seed=0, split="train")
+    assert len(blend) == 80
+    assert {blend.where(n).rpartition(":")[0].rpartition(".")[2] for n in range(80)} == {
+        "tar",
+        "jsonl",
+    }
+
+
+def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Processor) -> None:
+    wide, high, still = png(width=64), png(height=64), png()
+    media = {"jpg": wide, "b.png": high}
+    ask = {"role": "user", "content": "<image><image>Which?"}
+    turns = [{"from": "human", "value": "<image>\n<image>Which?"}, {"from": "gpt", "value": "Yes."}]
+    one = {"type": "image"}
+    rows = of_samples(
+        tmp_path / "d",
+        {"json": {"messages": [ask, ANSWER]}, **media},  # in their order
+        {"json": {"messages": [ask, ANSWER], "images": ["k1.b.png", "jpg"]}, **media},
+        {"json": turns, **media},
+        {"b.png": high, "jpg": wide, "x.json": [{"role": "user", "content": [one, one]}, ANSWER]},
+        {"json": {"conversations": turns, "image": ["jpg", "jpg"]}, **media},
+        {
+            "json": {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "video", "video": ["jpg", "c.jpg"], "fps": 2.0}],
+                    },
+                    ANSWER,
+                ]
+            },
+            "jpg": still,
+            "c.jpg": still,
+        },
+        {"json": {"messages": [{"role": "user", "content": "No picture."}, ANSWER]}},
+    )
+    dataset = ChatDataset(rows, processor=processor, seq_length=64, training_phase="sft")
+    w, h = (1, 2, 4), (1, 4, 2)
+    assert [dataset[n].grids for n in range(7)] == [
+        (w, h), (h, w), (w, h), (h, w), (w, w), ((1, 2, 2),), (),
+    ]  # fmt: skip
+
+
+def test_the_shard_in_the_docs_is_read(tmp_path: Path, processor: Processor) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    block = text.partition("which a test reads:\n\n```\n")[2].partition("```")[0]
+    samples: dict[str, dict[str, Any]] = {}
+    for line in block.splitlines():
+        name, _, content = line.partition(" ")
+        key, _, part = name.partition(".")
+        samples.setdefault(key, {})[part] = content.strip().encode() or png(seed=len(name))
+    write_shard(tmp_path / "d" / "a.tar", list(samples.items()))
+    rows = EnergonRows(prepare(tmp_path / "d", {"train": ".*"}), split="train")
+    dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
+    assert [len(dataset[n].media) for n in range(len(rows))] == [1, 2]
+
+
+def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) -> None:
+    """Its index stands at the file's end, and another video follows in the shard."""
+    videos = []
+    for number in range(2):
+        name = tmp_path / f"{number}.mp4"
+        with av.open(str(name), "w") as container:
+            stream = container.add_stream("mpeg4", rate=4)
+            stream.width, stream.height = 64, 32
+            for seed in range(6):
+                noise = np.random.RandomState(10 * number + seed).randint(0, 256, (32, 64, 3))
+                frame = av.VideoFrame.from_ndarray(noise.astype(np.uint8), format="rgb24")
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        videos.append(name.read_bytes())
+    messages = [{"role": "user", "content": "<video>What?"}, ANSWER]
+    rows = of_samples(
+        tmp_path / "d", *({"json": {"messages": messages}, "mp4": video} for video in videos)
+    )
+    files = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"messages": messages, "videos": [f"{n}.mp4"]}) for n in range(2)]
+    files.write_text("\n".join(lines))
+    loaders = [
+        MicrobatchLoader(
+            ChatDataset(source, processor=processor, seq_length=64, training_phase="sft"),
+            micro_batch_size=2,
+            dp_rank=0,
+            dp_size=1,
+            seed=None,
+            with_images=True,
+        )
+        for source in (rows, files)
+    ]
+    one, other = (next(each) for each in loaders)
+    assert one.vision is not None
+    assert other.vision is not None
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.vision.pixels, other.vision.pixels)
+    half = len(one.vision.pixels) // 2
+    assert not torch.equal(one.vision.pixels[:half], one.vision.pixels[half:])
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"json": b"{broken"}, "the part json is no JSON"),
+        ({"json": b"3"}, "a JSON int where an object or a list"),
+        ({"txt": b"Hello"}, "has 0 JSON parts among txt: expected one"),
+        ({"a.json": b"{}", "b.json": b"{}"}, "has 2 JSON parts among a.json, b.json"),
+        (
+            {"json": {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}},
+            "1 places for images without a name, but the sample has 0 image parts",
+        ),
+        (
+            {"json": {"text": "<image>"}, "jpg": b"", "png": b""},
+            "1 <image> markers in the text for 2 images",
+        ),
+        ({"json": {"text": "<image>", "image": "cat.jpg"}, "jpg": b""}, "no part 'cat.jpg' in"),
+        ({"json": {"text": "<image>", "image": "/etc/hostname"}}, "no part '/etc/hostname' in"),
+        ({"json": {"text": "Hi <image>"}, "jpg": b"no image"}, "a.tar:k1.jpg is no image"),
+        ({"json": {"text": "Hi"}, "pth": b"x"}, "the parts pth are pickled"),
+        ({"json": {"text": "Hi"}, "a.PKL": b"x"}, "the parts a.PKL are pickled"),
+    ],
+)
+def test_what_cannot_be_used_says_where(
+    tmp_path: Path, processor: Processor, parts: dict[str, Any], message: str
+) -> None:
+    good = {"json": {"text": "Hello"}}
+    dataset = ChatDataset(
+        of_samples(tmp_path / "d", good, parts),
+        processor=processor,
+        seq_length=64,
+        training_phase="pretrain",
+    )
+    assert len(dataset[0]) > 0
+    with pytest.raises(ValueError, match=rf"^\S*a\.tar:2: .*{message}"):
+        dataset[1]
+
+
+class _Marks:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def test_nothing_is_unpickled_or_imported(tmp_path: Path, processor: Processor) -> None:
+    mark, loaded = tmp_path / "unpickled", tmp_path / "imported"
+    evil = pickle.dumps(_Marks(mark))
+    folder = tmp_path / "d"
+    names = ("pth", "pt", "pyd", "pkl", "pickle", "npy", "npz", "bin")
+    rows = of_samples(folder, *({"json": {"text": "Hi"}, name: evil} for name in names))
+    (folder / "evil.py").write_text(f"open({str(loaded)!r}, 'w')\n")
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: evil\n__class__: Evil\nsample_loader: evil.py:x\npart_filter: evil.py:y\n"
+    )
+    rows = EnergonRows(folder, split="train")
+    for number, name in enumerate(names):
+        if name in ("npy", "npz", "bin"):
+            assert rows.read(number) == {"text": "Hi"}
+        else:
+            with pytest.raises(ValueError, match="are pickled"):
+                rows.read(number)
+    assert not mark.exists()
+    assert not loaded.exists()
+
+
+def test_excluded_samples_and_shards_are_left_out(demo: Path, tmp_path: Path) -> None:
+    texts = [[(f"{shard}{n}", {"json": {"text": f"{shard}{n}"}}) for n in "012"] for shard in "abc"]
+    for shard, samples in zip("abc", texts, strict=True):
+        write_shard(tmp_path / f"{shard}.tar", samples)
+    prepare(tmp_path, {"train": ".*"}, exclude=("a.tar/a1", "b.tar", "c.tar/c{0..1}"))
+    rows = EnergonRows(tmp_path, split="train")
+    assert [rows.read(n)["text"] for n in range(len(rows))] == ["a0", "a2", "c2"]
+    assert [rows.where(n).rpartition("/")[2] for n in range(3)] == ["a.tar:1", "a.tar:3", "c.tar:3"]
+
+
+def test_a_changed_dataset_has_another_fingerprint(demo: Path, tmp_path: Path) -> None:
+    folder = of_demo(demo, tmp_path / "d", shards=2)
+    processor = load_processor(demo / "processor")
+
+    def noted() -> Any:
+        return fingerprint([EnergonRows(folder, split="train")], processor)["rows"]
+
+    before = noted()
+    moved = folder.rename(tmp_path / "moved")
+    folder = moved
+    assert noted() == before
+    shard = folder / "train" / "shard_1.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(b"digit", b"Digit", 1))
+    assert noted() != before
+    shard.write_bytes(content)
+    split = folder / ".nv-meta" / "split.yaml"
+    names = split.read_text()
+    split.write_text(names.replace("exclude: []", "exclude:\n- train/shard_0.tar/0-0000"))
+    assert split.read_text() != names
+    assert noted() != before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda shard: shard.unlink(), "shard_0.tar is missing"),
+        (lambda shard: shard.with_suffix(".tar.idx").unlink(), "shard_0.tar.idx is missing"),
+        (lambda shard: shard.with_suffix(".tar.idx").write_bytes(b"12345678"), "ends before"),
+        (lambda shard: shard.write_bytes(shard.read_bytes()[:700]), "cannot be read there"),
+    ],
+    ids=["no-shard", "no-index", "short-index", "cut-shard"],
+)
+def test_damaged_datasets_say_what_is_wrong(
+    demo: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    folder = of_demo(demo, tmp_path, shards=2)
+    damage(folder / "train" / "shard_0.tar")
+    with pytest.raises(ValueError, match=message):
+        EnergonRows(folder, split="train").read(0)
+
+
+def test_check_reads_all_splits(
+    demo: Path, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = check(
+        [str(prepared)],
+        tokenizer_model=demo / "processor",
+        seq_length=80,
+        training_phase="sft",
+        media_root=None,
+        video_fps=None,
+        processes=2,
+    )
+    assert bad == 0
+    assert "80 rows" in capsys.readouterr().err
+
+
+def test_without_the_package_one_sentence_names_the_extra(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("megatron.energon"):
+            raise ImportError(f"No module named {name!r}")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ValueError, match=r"pip install 'loongplug\[energon\]'"):
+        EnergonRows(prepared, split="train")
+
+
+def test_the_rows_file_formats_are_those_of_jsonl(tmp_path: Path, demo: Path) -> None:
+    """A row that is no list goes through as it is."""
+    row = json.loads((demo / "train.jsonl").read_text().splitlines()[0])
+    row["id"] = 7
+    for part in row["messages"][0]["content"]:
+        if part["type"] == "image":
+            part["image"] = "png"
+    rows = of_samples(tmp_path / "d", {"json": row, "png": png()})
+    assert rows.read(0) == row
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert JsonlIndex(tmp_path / "rows.jsonl").read(0) == row

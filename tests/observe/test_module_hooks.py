@@ -1,0 +1,160 @@
+"""When encoders and projectors compute, seen from hooks alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from loongplug.observe.module_hooks import ModuleHooks
+from loongplug.observe.recorder import TraceRecorder
+
+pytestmark = pytest.mark.quick
+
+
+class Noted(torch.autograd.Function):
+    """The identity that tells when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, tensor, seen, name):
+        ctx.seen, ctx.name = seen, name
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen.append(ctx.name)
+        return gradient, None, None
+
+
+class Part(nn.Module):
+    def __init__(self, name, seen):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.name, self.seen = name, seen
+
+    def forward(self, tensor):
+        return Noted.apply(tensor * self.weight, self.seen, self.name)
+
+
+class Encoder(Part):
+    """Gives its states, and a tap of a layer before."""
+
+    def forward(self, tensor):
+        tap = super().forward(tensor)
+        return super().forward(tap), [tap]
+
+
+class Features:
+    def __init__(self, embeddings, deepstack):
+        self.embeddings, self.deepstack = embeddings, deepstack
+
+
+class Projector(Part):
+    def forward(self, states, taps):
+        forward = super().forward
+        return Features(forward(states), tuple(forward(tap) for tap in taps))
+
+
+class Model(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.image_encoder = Encoder("encoder", seen)
+        self.image_projector = Projector("projector", seen)
+        self.text_decoder = Part("decoder", seen)
+
+    def forward(self, pixels):
+        features = self.image_projector(*self.image_encoder(pixels))
+        hidden = self.text_decoder(features.embeddings)
+        return self.text_decoder(hidden + sum(features.deepstack)).sum()
+
+
+class Noting(TraceRecorder):
+    """Puts begins and ends among what the modules' own backward says."""
+
+    def __init__(self, seen):
+        super().__init__(lambda events: list(events))
+        self.seen = seen
+
+    def span(self, phase, name, **details):
+        self.seen.append(f"{phase} {name} begins")
+        return super().span(phase, name, **details)
+
+    def ended(self, span):
+        self.seen.append(f"{span.phase} {span.name} ends")
+        super().ended(span)
+
+
+@pytest.fixture
+def traced_model():
+    seen: list[str] = []
+    model = Model(seen)
+    hooks = ModuleHooks(Noting(seen))
+    hooks.watch([nn.Sequential(model)])  # within a wrapper, as Megatron has it
+    return model, hooks, seen
+
+
+FORWARD = [
+    "encoder_forward image_encoder begins",
+    "encoder_forward image_encoder ends",
+    "encoder_forward image_projector begins",
+    "encoder_forward image_projector ends",
+]
+
+
+def test_backward_of_each_module_is_between_its_begin_and_its_end(traced_model):
+    model, _, seen = traced_model
+    for _ in range(2):  # the second as the first
+        seen.clear()
+        loss = model(torch.ones(3))
+        assert seen == FORWARD
+        seen.clear()
+        loss.backward()
+        assert seen == [
+            *("decoder", "decoder"),
+            "encoder_backward image_projector begins",
+            *("projector", "projector"),
+            "encoder_backward image_projector ends",
+            "encoder_backward image_encoder begins",
+            *("encoder", "encoder"),
+            "encoder_backward image_encoder ends",
+        ]
+
+
+def test_a_frozen_encoder_has_no_backward(traced_model):
+    model, _, seen = traced_model
+    model.image_encoder.requires_grad_(False)
+    loss = model(torch.ones(3))
+    seen.clear()
+    loss.backward()
+    assert seen == [
+        *("decoder", "decoder"),
+        "encoder_backward image_projector begins",
+        *("projector", "projector"),
+        "encoder_backward image_projector ends",
+    ]
+
+
+def test_gradients_are_what_they_are_without_hooks(traced_model):
+    model, hooks, _ = traced_model
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.arange(3.0)).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        hooks.close()
+    for with_hooks, without in zip(*gradients, strict=True):
+        assert torch.equal(with_hooks, without)
+
+
+def test_evaluation_leaves_nothing_for_backward(traced_model):
+    model, _, seen = traced_model
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert seen == FORWARD
+
+
+def test_closed_hooks_are_gone(traced_model):
+    model, hooks, seen = traced_model
+    hooks.close()
+    model(torch.ones(3)).backward()
+    assert not any("_forward" in each or "_backward" in each for each in seen)
+    assert not model.image_encoder._forward_hooks
+    assert not model.image_encoder._forward_pre_hooks

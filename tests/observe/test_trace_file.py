@@ -1,0 +1,91 @@
+"""A rank's file: written as it goes, read also when its rank was killed."""
+
+import pytest
+
+from loongplug.observe.trace_file import Event, TraceWriter, rank_file, read_folder, read_rank
+
+pytestmark = pytest.mark.quick
+
+
+def event(number: int, **details) -> Event:
+    return Event(
+        phase="forward", name="forward", start=number, end=number + 5, step=2, details=details
+    )
+
+
+def write(folder, *, rank=0, world_size=1, events=()):
+    writer = TraceWriter(folder, rank=rank, world_size=world_size, device="cpu")
+    writer.place({"tp": 1, "pp": 0})
+    writer.write(events)
+    return writer
+
+
+def test_what_was_written_is_read_back(tmp_path):
+    events = (event(10**18, microbatch=3, bytes=2**40), event(10**18 + 1, group="a\nb"))
+    write(tmp_path, rank=2, world_size=3, events=events).close()
+    trace = read_rank(rank_file(tmp_path, 2))
+    assert trace.events == events
+    assert (trace.rank, trace.world_size, trace.device) == (2, 3, "cpu")
+    assert trace.label() == "2 tp1 pp0"
+    assert not trace.cut_off
+
+
+def test_every_write_is_on_disk_at_once(tmp_path):
+    writer = write(tmp_path, events=[event(1)])
+    assert len(read_rank(rank_file(tmp_path, 0)).events) == 1
+    writer.write([event(2)])
+    assert len(read_rank(rank_file(tmp_path, 0)).events) == 2
+    writer.close()
+
+
+def test_a_cut_off_line_is_left_out_and_told(tmp_path):
+    write(tmp_path, events=[event(1), event(2)]).close()
+    path = rank_file(tmp_path, 0)
+    path.write_text(path.read_text()[:-7])
+    trace = read_rank(path)
+    assert [each.start for each in trace.events] == [1]
+    assert trace.cut_off
+
+
+def test_damage_before_the_end_is_an_error(tmp_path):
+    write(tmp_path, events=[event(1), event(2)]).close()
+    path = rank_file(tmp_path, 0)
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2][:-3]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"rank_00000\.jsonl:3 is no JSON"):
+        read_rank(path)
+
+
+def test_files_of_different_runs_are_refused(tmp_path):
+    write(tmp_path, rank=0, world_size=2).close()
+    write(tmp_path, rank=1, world_size=2).close()
+    write(tmp_path, rank=5, world_size=8).close()
+    with pytest.raises(ValueError, match=r"rank_00005\.jsonl is of a run of 8 ranks"):
+        read_folder(tmp_path)
+
+
+def test_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="holds no rank_"):
+        read_folder(tmp_path)
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path):
+    rank_file(tmp_path, 0).write_text('{"loss": 1}\n')
+    with pytest.raises(ValueError, match="does not begin with a rank"):
+        read_folder(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--trace .*file/x: expected a folder"):
+        write(tmp_path / "file" / "x")
+
+
+def test_a_failed_step_is_not_whole(tmp_path):
+    steps = [
+        Event(phase="step", name="step", start=1, end=2, step=1, details={}),
+        Event(phase="step", name="step", start=3, end=4, step=2, details={"failed": True}),
+    ]
+    write(tmp_path, events=steps).close()
+    assert read_rank(rank_file(tmp_path, 0)).whole_steps() == {1}

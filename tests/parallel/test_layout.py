@@ -1,0 +1,192 @@
+"""Layout arithmetic against Megatron's own construction of groups."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+
+from loongplug.parallel.layout import Layout, encoder_layout
+
+pytestmark = pytest.mark.quick
+
+# What Megatron calls the groups that it makes, and what a layout calls them.
+KINDS = {
+    "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "DATA_PARALLEL_GROUP": "dp",
+    "CONTEXT_PARALLEL_GROUP": "cp",
+    "MODEL_PARALLEL_GROUP": "tp_pp",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "etp_ep",
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "etp_ep_pp",
+    "EXPERT_DATA_PARALLEL_GROUP": "edp",
+    # one instance of the distributed optimizer: everybody
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "etp_ep_edp_pp",
+}
+
+
+@st.composite
+def layouts(draw: Any) -> Layout:
+    """Any layout of up to 16 ranks, not all of which start at rank 0."""
+    sizes, room = {}, 16
+    for name in draw(st.permutations(["tp", "cp", "pp", "dp"])):
+        sizes[name] = draw(st.integers(1, room))
+        room //= sizes[name]
+    stage = sizes["tp"] * sizes["cp"] * sizes["dp"]
+    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    rest = stage // ep
+    etp = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
+    return Layout(**sizes, ep=ep, etp=etp, first_rank=draw(st.integers(0, 5)))
+
+
+@pytest.fixture(scope="module")
+def _state_globals() -> Iterator[None]:
+    before = dict(vars(parallel_state))
+    yield
+    vars(parallel_state).update(before)
+
+
+def _groups_of_megatron(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """All groups that ``initialize_model_parallel`` makes, by what it calls them."""
+    made: dict[str, list[list[int]]] = {}
+
+    def create_group(ranks: list[int], **options: Any) -> object:
+        # torch.distributed orders a group's ranks, and Megatron counts on that once.
+        made.setdefault(options["group_desc"], []).append(sorted(ranks))
+        return object()
+
+    parallel_state.destroy_model_parallel()
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_state, "create_group", create_group)
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_rank", lambda: layout.first_rank)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=False,
+            rank_offset=layout.first_rank,
+            local_world_size=layout.world_size,
+        )
+    parallel_state.destroy_model_parallel()
+    return made
+
+
+@pytest.mark.usefixtures("_state_globals")
+def test_all_groups_are_megatrons() -> None:
+    @settings(max_examples=80, deadline=None)
+    @given(layout=layouts())
+    def check(layout: Layout) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = _groups_of_megatron(layout, monkeypatch)
+        for name, kind in KINDS.items():
+            assert layout.groups(kind) == made[name], kind
+
+    check()
+
+
+@settings(max_examples=80, deadline=None)
+@given(layout=layouts(), kind=st.sampled_from(sorted(KINDS.values())))
+def test_groups_part_the_ranks(layout: Layout, kind: str) -> None:
+    groups = layout.groups(kind)
+    assert sorted(rank for group in groups for rank in group) == list(layout.ranks)
+    for group in groups:
+        for rank in group:
+            assert layout.group(kind, rank) == group
+
+
+@settings(max_examples=80, deadline=None)
+@given(layout=layouts())
+def test_coordinates_are_places_in_groups(layout: Layout) -> None:
+    places = [layout.coordinates(rank) for rank in layout.ranks]
+    for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
+        for rank, place in zip(layout.ranks, places, strict=True):
+            assert layout.group(axis, rank)[getattr(place, axis)] == rank
+    # No two ranks are in the same place of either grid.
+    for axes in (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")):
+        assert len({tuple(asdict(p)[a] for a in axes) for p in places}) == layout.world_size
+
+
+def test_tensor_parallel_ranks_are_next_to_each_other() -> None:
+    layout = Layout(tp=2, cp=2, dp=2, pp=2)
+    assert layout.groups("tp")[0] == [0, 1]
+    assert layout.groups("cp")[0] == [0, 2]
+    assert layout.groups("dp")[0] == [0, 4]
+    assert layout.groups("pp")[0] == [0, 8]
+
+
+def test_experts_are_sharded_as_the_rest_by_default() -> None:
+    assert Layout(tp=4).etp == 4
+    assert Layout(tp=4, etp=1).etp == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": -1}, "tp is -1: expected a whole number of at least 1"),
+        ({"dp": True}, "dp is True"),
+        ({"cp": 1.0}, "cp is 1.0"),
+        ({"ep": 0}, "ep is 0"),
+        ({"first_rank": -1}, "first_rank is -1: expected a whole number of at least 0"),
+        ({"tp": 2, "ep": 2}, "etp 2 x ep 2 must divide the 2 ranks of a pipeline stage"),
+        ({"ep": 2, "pp": 2}, "must divide the 1 ranks"),
+    ],
+)
+def test_bad_sizes(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**sizes)
+
+
+@pytest.mark.parametrize("kind", ["", "tp_tp", "ep_tp", "mp", "tp_etp"])
+def test_bad_kinds(kind: str) -> None:
+    with pytest.raises(ValueError, match="group kind"):
+        Layout().groups(kind)
+    with pytest.raises(ValueError, match="group kind"):
+        Layout().group(kind, 0)
+
+
+def test_a_rank_of_somebody_else() -> None:
+    layout = Layout(tp=2, first_rank=4)
+    for rank in (3, 6):
+        with pytest.raises(ValueError, match="has ranks 4 to 5"):
+            layout.coordinates(rank)
+        with pytest.raises(ValueError, match=f"rank {rank} is none of this layout's"):
+            layout.group("tp", rank)
+
+
+@settings(max_examples=100, deadline=None)
+@given(decoder=layouts(), data=st.data())
+def test_an_encoder_cuts_the_decoders_groups_up(decoder: Layout, data: st.DataObject) -> None:
+    tp = data.draw(st.sampled_from([n for n in range(1, 17) if decoder.tp % n == 0]))
+    on_first_stage = data.draw(st.booleans())
+    encoder = encoder_layout(decoder, tp=tp, on_first_stage=on_first_stage)
+    assert (encoder.tp, encoder.cp, encoder.pp, encoder.ep) == (tp, 1, 1, 1)
+    expected = decoder.stage_size if on_first_stage else decoder.world_size
+    assert list(encoder.ranks) == list(decoder.ranks)[:expected]
+    if on_first_stage:
+        assert {decoder.coordinates(rank).pp for rank in encoder.ranks} == {0}
+    for group in encoder.groups("tp"):
+        assert set(group) <= set(decoder.group("tp", group[0]))
+        # An encoder's slice is a function of the place in the decoder's slice.
+        for rank in group:
+            assert encoder.coordinates(rank).tp == decoder.coordinates(rank).tp % tp
+
+
+@pytest.mark.parametrize(("tp", "sizes"), [(3, "1, 2 or 4"), (8, "1, 2 or 4"), (0, "1, 2 or 4")])
+def test_an_encoder_that_does_not_divide(tp: int, sizes: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_model_parallel_size is {tp}.*YAML to {sizes}"):
+        encoder_layout(Layout(tp=4, dp=2), tp=tp, on_first_stage=True)
+    with pytest.raises(ValueError, match=r"YAML to 1\."):
+        encoder_layout(Layout(), tp=2, on_first_stage=True)

@@ -1,0 +1,26 @@
+"""Cases of every rule, in a file for each file of the rules, and here all of them together."""
+
+from rule_cases import data, experts, hetero, layout, machine, model, pipeline, start, unsupported
+from rule_cases.kinds import Cases, OverrideCases
+
+CASES: Cases = {
+    **start.CASES,
+    **data.CASES,
+    **layout.CASES,
+    **pipeline.CASES,
+    **hetero.CASES,
+    **experts.CASES,
+    **machine.CASES,
+    **unsupported.CASES,
+}
+WITH_EXPERTS: Cases = experts.WITH_EXPERTS
+# The same when the encoder has a layout of its own; without one, all of them are valid.
+OWN_LAYOUT: Cases = hetero.OWN_LAYOUT
+OVERRIDES: OverrideCases = {
+    **start.OVERRIDES,
+    **layout.OVERRIDES,
+    **hetero.OVERRIDES,
+    **model.OVERRIDES,
+}
+# The same for what only Qwen2.5-VL has.
+QWEN2_5_OVERRIDES: OverrideCases = {**hetero.QWEN2_5_OVERRIDES, **model.QWEN2_5_OVERRIDES}

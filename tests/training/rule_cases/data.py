@@ -1,0 +1,51 @@
+"""Cases of the rules in rules/data.py."""
+
+from rule_cases.kinds import Cases
+
+CASES: Cases = {
+    "data-given": (
+        [
+            {"train_data_path": None},
+            {"train_data_path": []},
+            {"data_path": [__file__]},
+            {"train_data_path": ["0.5", __file__, __file__]},
+            {"train_data_path": ["0.5", __file__, "-1", __file__]},
+            {"valid_data_path": [__file__, "0.5"]},
+            {"train_data_path": None, "data_path": [__file__], "valid_data_path": [__file__]},
+        ],
+        [
+            {"valid_data_path": [__file__]},
+            {"train_data_path": None, "data_path": [__file__, __file__]},
+            {"train_data_path": ["0.5", __file__, "2", __file__]},
+        ],
+    ),
+    "data-exists": (
+        [
+            {"train_data_path": ["/nope"]},
+            {"valid_data_path": ["/nope"]},
+            {"train_data_path": ["1", __file__, "2", "/nope"]},
+            {"media_root": "/nope"},
+        ],
+        [{"train_data_path": ["1", __file__, "2", __file__], "media_root": "/"}],
+    ),
+    "energon": (
+        [
+            {"train_data_path": ["/"]},
+            {"valid_data_path": ["1", __file__, "2", "/"]},
+            {"dataloader_type": "energon", "train_data_path": ["/"]},
+        ],
+        [{"train_data_path": ["1", __file__, "2", __file__]}],
+    ),
+    "video-rate": (
+        [{"video_fps": 0.0}, {"video_fps": -1.0}, {"video_fps": float("nan")}],
+        [{"video_fps": 0.5}],
+    ),
+    "packing-rows": (
+        [{"packing": True, "micro_batch_size": 2}],
+        [{"packing": True, "micro_batch_size": 1}, {"micro_batch_size": 2}],
+    ),
+    "data-loading": (
+        [{"dataloader_type": "cyclic"}, {"tokenizer_type": "TikTokenizer"}],
+        [{"tokenizer_type": "HuggingFaceTokenizer"}],
+    ),
+}

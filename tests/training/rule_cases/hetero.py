@@ -1,0 +1,65 @@
+"""Cases of the rules in rules/hetero.py."""
+
+from rule_cases.kinds import TP, Cases, OverrideCases
+
+CASES: Cases = {
+    "one-mode": (
+        [{"enable_encoder_hetero_dp": True, "enable_full_hetero_dp": True}],
+        [{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}],
+    ),
+}
+
+OWN_LAYOUT: Cases = {
+    "encoder-state": (
+        [
+            {**TP, "log_params_norm": True},
+            {**TP, "log_num_zeros_in_grad": True},
+            {**TP, "num_distributed_optimizer_instances": 2},
+        ],
+        [TP],
+    ),
+}
+
+OVERRIDES: OverrideCases = {
+    "encoder-layout": (
+        [
+            (1, ["image_encoder.tensor_model_parallel_size=2"]),
+            (2, ["image_encoder.tensor_model_parallel_size=3"]),
+        ],
+        [
+            (2, ["image_encoder.tensor_model_parallel_size=2"]),
+            (2, ["image_encoder.tensor_model_parallel_size=1"]),
+        ],
+    ),
+    "encoder-sizes": (
+        [
+            (2, ["image_encoder.num_attention_heads=1"]),
+            (2, ["image_encoder.ffn_hidden_size=127"]),
+            (
+                2,
+                [
+                    "image_encoder.hidden_size=20",
+                    "image_encoder.num_attention_heads=1",
+                    "image_encoder.spatial_merge_size=1",
+                ],
+            ),
+        ],
+        [
+            (2, ["image_encoder.num_attention_heads=2"]),
+            (
+                2,
+                [
+                    "image_encoder.num_attention_heads=1",
+                    "image_encoder.tensor_model_parallel_size=1",
+                ],
+            ),
+        ],
+    ),
+}
+
+QWEN2_5_OVERRIDES: OverrideCases = {
+    "encoder-sizes": (
+        [(4, ["image_encoder.ffn_hidden_size=3422", "foundation.num_query_groups=4"])],
+        [(4, ["image_encoder.ffn_hidden_size=3420", "foundation.num_query_groups=4"])],
+    ),
+}

@@ -1,0 +1,28 @@
+"""Cases of the rules in rules/machine.py."""
+
+from rule_cases.kinds import Cases
+
+CASES: Cases = {
+    "precision": ([{"fp16": True}, {"fp8": "e4m3"}, {"fp4": "e2m1"}], [{"bf16": True}]),
+    "checkpoint-format": ([{"ckpt_format": "torch"}], []),
+    "asynchronous-save": (
+        [
+            {"async_save": True, "async_strategy": "nvrx"},
+            {
+                "device": "cuda",
+                "distributed_backend": "nccl",
+                "async_save": True,
+                "async_strategy": "nvrx",
+            },
+        ],
+        [{"async_save": True, "async_strategy": "mcore"}, {"async_strategy": "nvrx"}],
+    ),
+    "backend": (
+        [{"distributed_backend": "nccl"}, {"device": "cuda"}],
+        [{"distributed_backend": "nccl", "device": "cuda"}],
+    ),
+    "transformer-engine": (
+        [{"transformer_impl": "transformer_engine"}, {"transformer_impl": "inference_optimized"}],
+        [],
+    ),
+}

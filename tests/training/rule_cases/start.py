@@ -1,0 +1,44 @@
+"""Cases of the rules in rules/start.py."""
+
+from rule_cases.kinds import Cases, OverrideCases
+
+CASES: Cases = {
+    "required-flags": (
+        [
+            {name: None}
+            for name in ("training_phase", "seq_length", "micro_batch_size", "lr", "train_iters")
+        ],
+        [{"global_batch_size": None}],
+    ),
+    "positive-numbers": (
+        [
+            {"seq_length": 0},
+            {"train_iters": 0},
+            {"packing_look_ahead": 0},
+            {"tensor_model_parallel_size": -1},
+        ],
+        [{"seq_length": 1}],
+    ),
+    "tokenizer-folder": ([{"tokenizer_model": None}, {"tokenizer_model": "/nowhere"}], []),
+    "hf-folder": ([{"load_hf": "/nope"}], []),
+    "checkpoint-to-load": ([{"load": "/nope"}], [{"load": "/nope", "save": "/nope"}]),
+    "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),
+    "warm-up": (
+        [
+            {"train_iters": 10, "lr_warmup_iters": 10},
+            {"train_iters": 99, "lr_decay_iters": 10, "lr_warmup_iters": 10},
+        ],
+        [{"train_iters": 10, "lr_warmup_iters": 9}],
+    ),
+    "sequence-length": ([{"seq_length": 4097}], [{"seq_length": 4096}]),
+}
+
+OVERRIDES: OverrideCases = {
+    "tokenizer-fits": (
+        [
+            (1, ["image_token_id=6"]),
+            (1, ["foundation.vocab_size=99"]),
+        ],
+        [(1, ["image_token_id=5", "vision_end_token_id=4"]), (1, ["foundation.vocab_size=100"])],
+    ),
+}

@@ -1,0 +1,71 @@
+"""The matrix of modes says what the rules say, and the docs show it."""
+
+from pathlib import Path
+
+import pytest
+
+from loongplug.training.compatibility import Matrix, markdown, matrix, with_markdown
+from loongplug.training.rules import RULES
+from loongplug.training.rules.modes import MODES, Mode
+
+pytestmark = pytest.mark.quick
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+
+
+@pytest.fixture(scope="module")
+def cells() -> Matrix:
+    return matrix()
+
+
+def test_docs_show_the_rules_as_they_are(cells: Matrix) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert text == with_markdown(text, cells), (
+        "docs/compatibility.md is stale: "
+        "run 'python -m loongplug.training.compatibility docs/compatibility.md'"
+    )
+
+
+def test_two_modes_are_refused_together_by_the_rule_that_is_about_both(cells: Matrix) -> None:
+    assert cells["TP", "MoE"] == cells["MoE", "TP"] == ("expert-sequence-parallel",)
+    assert cells["packing", "sample balance"] == ("packing-balancing",)
+    assert cells["SP", "MoE"] == cells["TP", "TP"] == cells["packing", "MoE"] == ()
+    assert cells["VPP", "overlap"] == ()
+    assert cells["CP", "hetero DP"] == ("context-parallel",)
+    assert cells["hetero DP", "full hetero"] == ("one-mode",)
+
+
+def test_modes_of_different_models_do_not_meet(cells: Matrix) -> None:
+    for pair in (("Qwen3-VL", "MoE"), ("EP", "Qwen2.5-VL"), ("Qwen3-VL", "ETP")):
+        assert pair not in cells
+        assert pair[::-1] not in cells
+    assert len({mode.name for mode in MODES}) == len(MODES)
+
+
+def test_a_mode_that_a_rule_refuses_is_refused_with_every_other(cells: Matrix) -> None:
+    refused = {one: names for (one, other), names in cells.items() if one == other and names}
+    assert refused  # else the matrix would say yes to everything
+    for (one, other), names in cells.items():
+        if not {one, other} & {"TP", "SP"}:  # SP makes TP fit for experts
+            assert set(names) >= {*refused.get(one, ()), *refused.get(other, ())}
+
+
+def test_what_megatron_alone_refuses_is_no_yes() -> None:
+    modes = [Mode(name="lonely", title="", flags=("--overlap-param-gather",))]
+    with pytest.raises(ValueError, match="lonely: Megatron-Core refuses"):
+        matrix(modes)
+
+
+def test_every_table_s_rows_have_its_cells_and_every_rule_is_named(cells: Matrix) -> None:
+    blocks = [block.splitlines() for block in markdown(cells).split("\n\n")]
+    for rows in blocks:
+        if rows[0].startswith("|"):
+            assert {row.count("|") for row in rows} == {rows[0].count("|")}
+    for rule in RULES:
+        assert any(row.startswith(f"| {rule.name} |") for rows in blocks for row in rows)
+
+
+@pytest.mark.parametrize("text", ["", "<!-- generated: begin -->\n"])
+def test_a_file_without_the_marks_is_not_written(cells: Matrix, text: str) -> None:
+    with pytest.raises(ValueError, match="needs one line"):
+        with_markdown(text, cells)

@@ -1,0 +1,81 @@
+"""Whole runs on prepared energon datasets: the losses of the same rows as JSONL, and resume."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from energon_folders import of_demo
+from ranks import RankError, run_ranks
+
+from loongplug.training.run import run
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+DP2 = ("--use-distributed-optimizer",)
+ENERGON = ("--dataloader-type", "energon")
+
+
+@pytest.fixture(scope="module")
+def prepared(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("megatron.energon")
+    return of_demo(demo, tmp_path_factory.mktemp("energon"), shards=4, validation=16)
+
+
+def losses(rank: int, *, flags: list[str]) -> list[float]:
+    try:
+        return [step.loss for step in run(flags)]
+    except SystemExit as ended:
+        return [] if not ended.code else [float(ended.code)]
+
+
+def train(flags: list[str], *more: str, ranks: int) -> list[float]:
+    found = run_ranks(losses, ranks, flags=[*flags, *more], timeout=150.0)
+    assert found == [found[0]] * ranks
+    return found[0]
+
+
+@pytest.mark.slow
+def test_a_run_is_that_of_the_same_rows_as_jsonl_and_resumes(flags, demo, prepared, tmp_path):
+    common = [*flags, "--eval-iters", "1", "--eval-interval", "2", "--num-workers", "1"]
+    rows = ("--valid-data-path", str(demo / "test.jsonl"))
+    shards = ("--train-data-path", str(prepared), "--valid-data-path", str(prepared), *ENERGON)
+    expected = train([*common, *rows], *TP2_PP2, ranks=4)
+    assert len(expected) == 4
+    assert train([*common, *shards], *TP2_PP2, ranks=4) == expected
+    save = ("--save", str(tmp_path))
+    train([*common, *shards], *TP2_PP2, *save, "--exit-interval", "2", ranks=4)
+    assert (
+        train([*common, *shards], *TP2_PP2, *save, "--load", str(tmp_path), ranks=4)
+        == (expected[2:])
+    )
+    # The shards are another dataset than the file, though the samples are the same.
+    with pytest.raises(RankError, match=r"rows file 1 bytes was"):
+        train([*common, *rows], *TP2_PP2, *save, "--load", str(tmp_path), ranks=4)
+
+
+@pytest.mark.slow
+def test_packs_are_those_of_the_same_rows_as_jsonl(flags, prepared):
+    packing = ("--packing", "--seq-length", "160", "--micro-batch-size", "1", "--train-iters", "2")
+    expected = train(flags, *packing, *DP2, ranks=2)
+    shards = ("--train-data-path", str(prepared), *ENERGON)
+    assert train(flags, *packing, *DP2, *shards, ranks=2) == expected
+
+
+def without_package(rank: int, *, flags: list[str]) -> None:
+    sys.modules["megatron.energon"] = None  # type: ignore[assignment]
+    run(flags)
+
+
+def test_without_the_package_the_run_does_not_start(flags, tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    flags = [*flags, "--train-data-path", str(tmp_path)]
+    sentence = r"--dataloader-type energon without megatron-energon.*'loongplug\[energon\]'"
+    with pytest.raises(RankError, match=sentence):
+        run_ranks(without_package, 1, flags=[*flags, *ENERGON])
+    with pytest.raises(RankError, match=r"folder \S+ without --dataloader-type energon"):
+        run_ranks(without_package, 1, flags=flags)
+
+
+def test_a_folder_that_is_not_prepared_does_not_start(flags, tmp_path):
+    pytest.importorskip("megatron.energon")
+    with pytest.raises(RankError, match="not prepared by energon"):
+        run_ranks(losses, 1, flags=[*flags, "--train-data-path", str(tmp_path), *ENERGON])

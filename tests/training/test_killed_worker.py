@@ -1,0 +1,71 @@
+"""A data loading process that is killed within a whole run: one sentence on every rank, no hang."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.parallel.failure import failure_board
+from loongplug.training.run import run
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+SENTENCE = "A data loading process has died"
+
+
+def kill_one(rank: int, *, flags: list[str], store: str, killer: int, loads: bool) -> None:
+    """Train; before the second step rank ``killer`` kills processes of its own.
+
+    They are those that load pixels, or those that make text.
+    """
+    original = MicrobatchLoader.__next__
+
+    def next_microbatch(self: MicrobatchLoader):
+        if rank == killer and self.consumed_samples == 8:
+            children = sorted(multiprocessing.active_children(), key=lambda child: child.pid or 0)
+            # Text comes first, so its processes are the older ones.
+            chosen = children[2:] if loads else children[:2]
+            assert len(chosen) == 2, children
+            for child in chosen:
+                os.kill(child.pid, signal.SIGKILL)
+        return original(self)
+
+    MicrobatchLoader.__next__ = next_microbatch
+    with failure_board(lambda timeout: dist.FileStore(store, dist.get_world_size())):
+        run(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killer", "loads"), [(0, True), (0, False), (3, False)], ids=["pixels", "text", "last-stage"]
+)
+def test_it_is_one_sentence_on_every_rank_and_no_hang(flags, tmp_path, killer, loads):
+    workers = ("--num-workers", "2", "--train-iters", "200", *TP2_PP2)
+    started = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        run_ranks(
+            kill_one,
+            4,
+            flags=[*flags, *workers],
+            store=str(tmp_path / "store"),
+            killer=killer,
+            loads=loads,
+            timeout=200.0,
+        )
+    # Of this, torch takes 5 s to look after its processes; the rest is the run until then.
+    assert time.monotonic() - started < 180
+    errors = raised.value.errors
+    assert len(errors) == 4
+    text = str(raised.value)
+    assert "no report within" not in text
+    for rank in range(4):
+        told = f"error [rank {rank}]: " + (
+            f"RuntimeError: {SENTENCE}" if rank == killer else f"rank {killer} failed: "
+        )
+        assert text.count(told) == 1, (told, text)
+    assert text.count(f"rank {killer} failed: RuntimeError: {SENTENCE}") == 3
+    assert "--num-workers" in text
