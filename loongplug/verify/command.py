@@ -30,44 +30,15 @@ def verify(
         ValueError: the flags or the options cannot be used.
         RankError: a run failed otherwise.
     """
-    with _folder(keep) as folder:
-        console = Console(stderr=True)
-        with console.status("planning") if console.is_terminal else _quiet():
-            preload(device_of(request.flags, folder=folder))
-            plan = plan_runs(request, folder=folder)
-        found, expected = _record(
-            plan, steps=request.steps, folder=folder, console=console, layout=record_layout
-        )
-        from loongplug.verify.compare import compare
-        from loongplug.verify.recording import read_recording
-        from loongplug.verify.report import report, write_json
-
-        comparison = compare(read_recording(found), read_recording(expected))
-        print(report(plan, comparison))
-        if json_path is not None:
-            write_json(json_path, plan, comparison)
-        if keep is not None:
-            print(f"recordings and logs: {keep}")
-    return AGREES if comparison.agrees else DIFFERS
-
-
-def _record(
-    plan: Plan, *, steps: int, folder: Path, console: Console, layout: RecordRank | None
-) -> tuple[Path, Path]:
-    """Both recordings: the layout's first, which is the one that may fail."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,  # its thread would be there when ranks are forked
-        disable=not console.is_terminal,
-        transient=True,
-    ) as progress:
+    with _folder(keep) as folder, _progress() as progress:
+        task = progress.add_task("planning", total=1)
+        progress.refresh()
+        preload(device_of(request.flags, folder=folder))
+        plan = plan_runs(request, folder=folder)
+        progress.advance(task)
 
         def run(name: str, flags: tuple[str, ...], ranks: int, rank: RecordRank | None) -> Path:
-            task = progress.add_task(f"{name}, {ranks} rank(s)", total=steps)
+            task = progress.add_task(f"{name}, {ranks} rank(s)", total=request.steps)
             progress.refresh()
 
             def on_step() -> None:
@@ -83,10 +54,42 @@ def _record(
                 record_rank=rank,
             )
 
-        return (
-            run("layout", plan.layout, plan.ranks, layout),
-            run("reference", plan.reference, 1, None),
-        )
+        # The layout first: it is the one that may fail.
+        found = run("layout", plan.layout, plan.ranks, record_layout)
+        expected = run("reference", plan.reference, 1, None)
+        progress.stop()
+        agrees = _compare(plan, found, expected, json_path=json_path)
+    if keep is not None:
+        print(f"recordings and logs: {keep}")
+    return AGREES if agrees else DIFFERS
+
+
+def _compare(plan: Plan, found: Path, expected: Path, *, json_path: Path | None) -> bool:
+    """Print the report and write the JSON; whether the recordings agree."""
+    from loongplug.verify.compare import compare
+    from loongplug.verify.recording import read_recording
+    from loongplug.verify.report import report, write_json
+
+    comparison = compare(read_recording(found), read_recording(expected))
+    print(report(plan, comparison))
+    if json_path is not None:
+        write_json(json_path, plan, comparison)
+    return comparison.agrees
+
+
+def _progress() -> Progress:
+    """A bar for each part; nothing where there is no terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,  # its thread would be there when ranks are forked
+        disable=not console.is_terminal,
+        transient=True,
+    )
 
 
 @contextmanager
@@ -99,8 +102,3 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         raise ValueError(f"--keep {keep} is not empty; give a new folder")
     keep.mkdir(parents=True, exist_ok=True)
     yield keep
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    yield

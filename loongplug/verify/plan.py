@@ -16,6 +16,7 @@ SEED = 1234
 # Rounding moves parameters apart in steps of the rate (see docs/verify.md): a small one.
 LEARNING_RATE = 1e-4
 _DEMO_LENGTH, _DEMO_SAMPLES = 80, 64
+_MICROBATCHES = 4  # of a replica, at least: gradients of few tokens are mostly rounding
 _DATA = frozenset(("data_path", "train_data_path", "media_root", "seq_length"))
 
 
@@ -192,7 +193,7 @@ class _Planner:
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         replicas = max(1, ranks // (tp * pp * args.context_parallel_size))
         each = args.micro_batch_size or 1
-        enough = up(2 * pp, lcm(pp, tp))
+        enough = up(max(_MICROBATCHES, 2 * pp), lcm(pp, tp))
         given = (args.global_batch_size or 0) // (each * replicas)
         if given and (not self._tiny or given <= enough):
             return []

@@ -1,8 +1,10 @@
 """The recorded runs of a plan, in forked processes."""
 
+import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +43,18 @@ def preload(device: str) -> None:
 
         # What these keep for the next time, source lines and a grammar, ranks inherit.
         read_command_line([])
-        compose_model(model_name=next(iter(available_models())))
+        with _silent():  # plugins that other packages bring to Hydra may log what they lack
+            compose_model(model_name=next(iter(available_models())))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def device_of(flags: Sequence[str], *, folder: Path) -> str:

@@ -41,10 +41,10 @@ def test_a_layout_that_agrees(demo, tmp_path):
     assert printed.splitlines()[-1].startswith("verdict: agrees")
     assert "qwen3_vl_30b_a3b: 2 cpu rank(s) against a single one" in printed
     assert "fp32 instead of --bf16" in printed
-    assert "2 microbatches a replica instead of 32" in printed
+    assert "4 microbatches a replica instead of 32" in printed
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["agrees"]
-    assert written["microbatches"] == 8
+    assert written["microbatches"] == 16
     assert set(written["modules"]) == {
         *("image_encoder", "image_projector", "text_decoder embeddings", "text_decoder layers"),
         *("text_decoder experts", "text_decoder head"),

@@ -11,7 +11,7 @@ from loongplug.verify.matrix import Matrix, main, run_cells
 from loongplug.verify.parity_page import page
 from loongplug.verify.results import Result, outcome
 
-SEED, CELLS, MOST = 5, 3, 4
+SEED, CELLS, MOST = 2, 3, 4
 
 
 def figures(cell, **more):
@@ -25,9 +25,10 @@ CELL = Cell(model="qwen3_vl_tiny", encoder_tp=1, tp=2)
 @pytest.mark.slow
 def test_sampled_cells_agree(tmp_path, demo):
     """One cell of each model, of those that few ranks are enough for."""
-    small = [cell for cell in all_cells() if 1 < cell.ranks <= MOST and not cell.heterogeneous]
+    small = [cell for cell in all_cells() if 1 < cell.ranks <= MOST]
     cells = sample(small, CELLS, seed=SEED)
     assert len({cell.model for cell in cells}) == CELLS
+    assert {cell.heterogeneous for cell in cells} == {False, True}
     results = run_cells(cells, folder=tmp_path, console=Console(stderr=True))
     assert all(result.agrees for result in results), [
         (result.cell.name, result.failed, result.gradients) for result in results
