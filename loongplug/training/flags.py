@@ -183,10 +183,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="a sample that cannot be used is left out and counted, or ends the run (default)",
     )
     group.add_argument(
-        "--enable-encoder-hetero-dp", action="store_true", help="heterogeneous DP (not there yet)"
+        "--enable-encoder-hetero-dp",
+        action="store_true",
+        help="each unit is encoded by one replica of the first stage",
     )
     group.add_argument(
-        "--enable-full-hetero-dp", action="store_true", help="full separation (not there yet)"
+        "--enable-full-hetero-dp",
+        action="store_true",
+        help="all ranks encode before the decoder runs",
     )
 
 
