@@ -131,10 +131,11 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if self._pin:
             microbatch = microbatch.pin_memory()
         self.consumed_samples += self._step
-        microbatch = replace(microbatch, patches=planned.unit.patches)
+        unit = planned.unit
+        microbatch = replace(microbatch, patches=unit.patches, owner=unit.owner)
         if pixels is None:
             return microbatch
-        vision = VisionInput(pixels=pixels, grid_thw=planned.unit.grid_thw())
+        vision = VisionInput(pixels=pixels, grid_thw=unit.grid_thw())
         return replace(microbatch, vision=vision)
 
     def resume_point(self) -> ResumePoint | None:
@@ -150,7 +151,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
 
     def _load(self, unit: Unit) -> LoadedUnit | None:
         """The unit, where this rank loads it."""
-        if not self._roles.loads(unit.index):
+        if not self._roles.loads(unit):
             return None
         loaded = next(self._loaded)
         assert loaded.index == unit.index, (loaded.index, unit.index)
@@ -167,10 +168,18 @@ class MicrobatchLoader(Iterator[Microbatch]):
             yield self._to_load.popleft()
 
     def _plan(self) -> None:
+        """Make the text parts of as many microbatches as are assigned together."""
+        block = [self._next_text() for _ in range(self._roles.block)]
+        owners = self._roles.owners([planned.unit for planned in block])
+        for planned, owner in zip(block, owners, strict=True):
+            unit = replace(planned.unit, owner=owner)
+            self._planned.append(replace(planned, unit=unit))
+            if self._roles.loads(unit):
+                self._to_load.append(unit)
+
+    def _next_text(self) -> _Planned:
         samples = next(self._texts)
         unit = Unit.of(self._next_unit, samples)
         self._next_unit += 1
         place = self._texts.before if isinstance(self._texts, PackedTexts) else None
-        self._planned.append(_Planned(samples, unit, place))
-        if self._roles.loads(unit.index):
-            self._to_load.append(unit)
+        return _Planned(samples, unit, place)

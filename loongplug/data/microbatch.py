@@ -77,6 +77,7 @@ class Microbatch:
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
     patches: int = 0  # of its images and videos, known also where they are not loaded
     number: int | None = None  # its place in the step, where somebody counts
+    owner: int = 0  # which of the encoder's groups encodes its images and videos
 
     def __post_init__(self) -> None:
         if self.segments is not None:

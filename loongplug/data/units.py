@@ -28,6 +28,7 @@ class Unit:
     grids: tuple[Grid, ...]  # of each medium
     samples: tuple[int, ...]  # of each medium: which of the microbatch's samples has it
     where: tuple[str, ...]  # of each medium: path:line
+    owner: int = 0  # which of the encoder's groups encodes it
 
     @classmethod
     def of(cls, index: int, samples: Sequence[Sample]) -> Self:
@@ -112,10 +113,21 @@ class UnitRoles(Protocol):
     """Who loads a unit, who encodes it, and how its pixels get from the one to the other.
 
     Which rank of a replica encodes which unit is a parallel mode's choice; the loader only asks.
+    It asks for the owners of ``block`` units at a time, from the first one on, and keeps them in
+    the units. The answers are the same on every rank of the replica.
     """
 
-    def loads(self, index: int) -> bool:
-        """Whether this rank reads the files of the unit with this index."""
+    @property
+    def block(self) -> int:
+        """How many units have to be known before one of them is assigned."""
+        ...
+
+    def owners(self, units: Sequence[Unit]) -> Sequence[int]:
+        """Which of the encoder's groups encodes each unit of a block. No communication."""
+        ...
+
+    def loads(self, unit: Unit) -> bool:
+        """Whether this rank reads the files of the unit."""
         ...
 
     def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
@@ -128,10 +140,20 @@ class UnitRoles(Protocol):
         ...
 
 
-class EncodesAll:
+class OneOwner:
+    """Roles where all units are of one group."""
+
+    block = 1
+
+    def owners(self, units: Sequence[Unit]) -> Sequence[int]:
+        """The first."""
+        return [0] * len(units)
+
+
+class EncodesAll(OneOwner):
     """This rank loads and encodes every unit; no communication."""
 
-    def loads(self, index: int) -> bool:
+    def loads(self, unit: Unit) -> bool:
         """Every unit."""
         return True
 
@@ -141,10 +163,10 @@ class EncodesAll:
         return loaded.pixels, set(loaded.bad)
 
 
-class EncodesNone:
+class EncodesNone(OneOwner):
     """This rank loads and encodes no unit, and hears nothing of them; no communication."""
 
-    def loads(self, index: int) -> bool:
+    def loads(self, unit: Unit) -> bool:
         """No unit."""
         return False
 

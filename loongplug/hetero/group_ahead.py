@@ -87,13 +87,7 @@ class GroupAhead:
         assert self._encoder is not None
         assert self._model is not None
         microbatches = self._microbatches[first : first + len(self._placement.groups)]
-        units = units_of(
-            microbatches,
-            self._placement,
-            model=self._model,
-            patches_per_token=self._block,
-            first=first,
-        )
+        units = units_of(microbatches, model=self._model, patches_per_token=self._block)
         mine = units.owners.index(self._mine) if self._mine in units.owners else None
         payload = self._encoder.payload(None if mine is None else microbatches[mine])
         arrived = Arrived(

@@ -4,10 +4,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
 from loongplug.hetero.group_ahead import GroupAhead
 from loongplug.hetero.placement import Placement, in_turn, on_all_ranks, together
 from loongplug.hetero.three_phases import ThreePhases
 from loongplug.hetero.timing import Timing
+from loongplug.models.architecture import VisionArchitecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,18 +19,22 @@ class Mode:
     ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``timing``
     makes what is put around the decoder's schedule, None where each forward encodes its own unit.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
-    for the decoder's.
+    for the decoder's. With ``any_owner``, every group may encode any units of a step, and as many
+    as it likes.
     """
 
     name: str
     place: Callable[..., Placement]
     timing: Callable[..., Timing] | None = None
     encoder_tp: int | None = None
+    any_owner: bool = False
 
 
 UNIFORM = Mode(name="uniform", place=together)
 ENCODER_HETERO_DP = Mode(name="heterogeneous DP", place=in_turn, timing=GroupAhead, encoder_tp=1)
-FULL_HETERO_DP = Mode(name="full separation", place=on_all_ranks, timing=ThreePhases, encoder_tp=1)
+FULL_HETERO_DP = Mode(
+    name="full separation", place=on_all_ranks, timing=ThreePhases, encoder_tp=1, any_owner=True
+)
 
 
 def mode_of(args: Namespace) -> Mode:
@@ -38,3 +44,13 @@ def mode_of(args: Namespace) -> Mode:
     if args.enable_encoder_hetero_dp:
         return ENCODER_HETERO_DP
     return UNIFORM
+
+
+def balance_of(args: Namespace, encoder: VisionArchitecture) -> Balance | None:
+    """How units are assigned by cost; None where they are in turn."""
+    if not args.use_vit_dp_balance:
+        return None
+    threshold = args.dp_balance_trigger_threshold_vit
+    return Balance(
+        work=EncoderWork.of(encoder), threshold=THRESHOLD if threshold is None else threshold
+    )

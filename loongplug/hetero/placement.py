@@ -26,7 +26,7 @@ class Placement:
     gradient_factor: float
 
     def owner(self, number: int) -> int:
-        """Which group encodes the unit of the step's microbatch ``number``: each in turn."""
+        """Which group encodes the unit of the step's microbatch ``number``, each in turn."""
         return number % len(self.groups)
 
 

@@ -24,8 +24,7 @@ class ThreePhases:
     def __init__(
         self, placement: Placement, exchange: Exchange, *, group: int, patches_per_token: int
     ) -> None:
-        """``group``: the one of the placement's groups that this rank is of."""
-        self._placement = placement
+        """``group``: the one of the ``placement``'s groups that this rank is of."""
         self._exchange = exchange
         self._group = group
         self._block = patches_per_token
@@ -44,9 +43,7 @@ class ThreePhases:
         )
         encoder = self._encoder = EncoderOfStep(chunk, model, training=training)
         encoder.runs_apart()
-        units = self._units = units_of(
-            microbatches, self._placement, model=model, patches_per_token=self._block
-        )
+        units = self._units = units_of(microbatches, model=model, patches_per_token=self._block)
         mine = [unit for unit, owner in enumerate(units.owners) if owner == self._group]
         self._payloads = {unit: encoder.payload(microbatches[unit]) for unit in mine}
         # A reduction that overlaps starts when every parameter has a gradient.

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Units
-from loongplug.hetero.placement import Placement
 from loongplug.models.features import FeatureSource, VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 
@@ -82,20 +81,14 @@ class Arrived:
 
 
 def units_of(
-    microbatches: Sequence[Microbatch],
-    placement: Placement,
-    *,
-    model: MultimodalModel,
-    patches_per_token: int,
-    first: int = 0,
+    microbatches: Sequence[Microbatch], *, model: MultimodalModel, patches_per_token: int
 ) -> Units:
-    """What every rank of the replica knows of these microbatches' units; they begin at ``first``
-    in the step."""
+    """What every rank of the replica knows of these microbatches' units."""
     config = model.text_decoder.config
     streams = 1 + getattr(config, "deepstack_features", 0)
     return Units(
         tokens=tuple(each.patches // patches_per_token for each in microbatches),
-        owners=tuple(placement.owner(first + index) for index in range(len(microbatches))),
+        owners=tuple(each.owner for each in microbatches),
         width=streams * config.hidden_size,
         dtype=config.params_dtype,
     )

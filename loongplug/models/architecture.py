@@ -9,8 +9,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionArchitecture:
-    """A vision transformer over patches with 2D rope, before its projector."""
+    """A vision transformer over patches with 2D rope, before its projector.
 
+    ``mlp_matrices``, fixed for a family, are those of one layer; a gated MLP has three.
+    """
+
+    mlp_matrices: ClassVar[int] = 2
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -25,6 +29,10 @@ class VisionArchitecture:
     tensor_model_parallel_size: int | None = None  # None: the decoder's
     freeze: bool = False
     recompute: bool = False
+
+    def attention_windows(self) -> dict[int | None, int]:
+        """How many layers attend within windows of which side in patches; None: whole frames."""
+        return {None: self.num_layers}
 
 
 @dataclass(frozen=True, kw_only=True)

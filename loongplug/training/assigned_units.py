@@ -1,7 +1,7 @@
 """Who loads a microbatch's images, and how their pixels come to the ranks that encode them."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from loongplug.data.units import LoadedUnit, Unit
+from loongplug.hetero.balance import Balance
 from loongplug.hetero.engine import EncoderPlace
 
 
@@ -29,17 +30,20 @@ class AssignedUnits:
         self,
         place: EncoderPlace,
         *,
+        balance: Balance | None,
         step_units: int,
         patch_dim: int,
         device: Callable[[], torch.device],
         replica: dist.ProcessGroup | None,
         channel: int,
     ) -> None:
-        """``step_units``: microbatches of a step. ``replica``: a gloo group of the ranks of one
+        """``balance``: how the units of a step are spread, None for each group in turn.
+        ``step_units``: microbatches of a step. ``replica``: a gloo group of the ranks of one
         model replica, None where no sample may be left out. ``channel`` tells apart several of
         these on one group.
         """
         self._place = place
+        self._balance = balance
         self._step_units = step_units
         self._patch_dim = patch_dim
         self._device = device
@@ -47,25 +51,37 @@ class AssignedUnits:
         self._channel = channel
         self._sending: deque[dist.Work] = deque()
 
-    def loads(self, index: int) -> bool:
+    @property
+    def block(self) -> int:
+        """A step's units where they are balanced; blocks then begin where steps do."""
+        return 1 if self._balance is None else self._step_units
+
+    def owners(self, units: Sequence[Unit]) -> Sequence[int]:
+        """The placement's group of each."""
+        placement = self._place.placement
+        if self._balance is None:
+            return [placement.owner(unit.index % self._step_units) for unit in units]
+        assert units[0].index % self._step_units == 0, "a block is a step"
+        return self._balance.owners([unit.grids for unit in units], replicas=len(placement.groups))
+
+    def loads(self, unit: Unit) -> bool:
         """Whether this rank is the first of the unit's group."""
-        return self._ranks(index)[0] == dist.get_rank()
+        return self._ranks(unit)[0] == dist.get_rank()
 
     def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
         """Collective: all ranks of the replica, as far as ``unit`` has images or videos."""
         bad = set() if loaded is None else set(loaded.bad)
         if self._replica is not None and unit.media:
             bad = self._told(unit, bad, self._replica)
-        encodes = dist.get_rank() in self._ranks(unit.index)
+        encodes = dist.get_rank() in self._ranks(unit)
         return (self._pixels(unit, loaded) if encodes else None), bad
 
-    def _ranks(self, index: int) -> tuple[int, ...]:
-        placement = self._place.placement
-        return placement.groups[placement.owner(index % self._step_units)]
+    def _ranks(self, unit: Unit) -> tuple[int, ...]:
+        return self._place.placement.groups[unit.owner]
 
     def _told(self, unit: Unit, bad: set[int], replica: dist.ProcessGroup) -> set[int]:
         """What the loading rank knows."""
-        first = self._ranks(unit.index)[0]
+        first = self._ranks(unit)[0]
         if first != dist.get_rank():
             flags = torch.empty(len(unit.media), dtype=torch.uint8)
             dist.recv(flags, src=first, group=replica, tag=self._channel)

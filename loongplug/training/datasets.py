@@ -18,6 +18,7 @@ from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
+from loongplug.hetero.modes import balance_of
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.layers.router import balances_by
 from loongplug.models.registry import family_of
@@ -44,6 +45,7 @@ class DatasetProvider:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
         self._engine = engine
+        self._balance = balance_of(args, model.image_encoder)
         texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
         processor = load_processor(
             args.tokenizer_model,
@@ -167,6 +169,7 @@ class DatasetProvider:
             "dp_size": parallel_state.get_data_parallel_world_size(),
             "roles": AssignedUnits(
                 self._engine.place,
+                balance=self._balance,
                 step_units=get_num_microbatches(),
                 patch_dim=self._patch_dim,
                 device=lambda: platform.device,

@@ -182,15 +182,30 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         default="fatal",
         help="a sample that cannot be used is left out and counted, or ends the run (default)",
     )
+    _add_encoder_modes(group)
+
+
+def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--enable-encoder-hetero-dp",
         action="store_true",
-        help="each unit is encoded by one replica of the first stage",
+        help="heterogeneous DP: the ranks of a tensor parallel group encode different microbatches",
     )
     group.add_argument(
         "--enable-full-hetero-dp",
         action="store_true",
-        help="all ranks encode before the decoder runs",
+        help="full separation: all ranks encode before the decoder's schedule and after it",
+    )
+    group.add_argument(
+        "--use-vit-dp-balance",
+        action="store_true",
+        help="spread a step's images over the encoder's replicas by what they cost",
+    )
+    group.add_argument(
+        "--dp-balance-trigger-threshold-vit",
+        type=float,
+        metavar="X",
+        help="only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Qwen25VisionConfig(VisionArchitecture):
     """The ViT: 3D patch embedding, 2D rope, RMSNorm, SwiGLU, window attention in most layers."""
 
+    mlp_matrices: ClassVar[int] = 3
     full_attention_layers: tuple[int, ...]  # 0-based; all others attend within windows
     patch_size: int = 14
     window_size: int = 112  # a window's side in pixels
@@ -27,6 +28,12 @@ class Qwen25VisionConfig(VisionArchitecture):
     def window_tokens(self) -> int:
         """A window's side in merged tokens."""
         return self.window_size // (self.patch_size * self.spatial_merge_size)
+
+    def attention_windows(self) -> dict[int | None, int]:
+        """Whole frames in the full attention layers, windows in all others."""
+        full = len(self.full_attention_layers)
+        side = self.window_tokens * self.spatial_merge_size
+        return {None: full, side: self.num_layers - full}
 
 
 @dataclass(frozen=True, kw_only=True)

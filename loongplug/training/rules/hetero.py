@@ -72,6 +72,22 @@ def one_mode(args: Namespace, model: Any) -> str | None:
     return "--enable-encoder-hetero-dp with --enable-full-hetero-dp" if both else None
 
 
+def balance(args: Namespace, model: Any) -> str | None:
+    """Balance needs replicas that can encode any units of a step."""
+    if not args.use_vit_dp_balance or mode_of(args).any_owner:
+        return None
+    return f"--use-vit-dp-balance in the mode {mode_of(args).name}"
+
+
+def balance_threshold(args: Namespace, model: Any) -> str | None:
+    """A threshold is a part of the mean, and of something that is on."""
+    threshold = args.dp_balance_trigger_threshold_vit
+    if threshold is None or (args.use_vit_dp_balance and threshold >= 0):
+        return None
+    without = "" if args.use_vit_dp_balance else " without --use-vit-dp-balance"
+    return f"--dp-balance-trigger-threshold-vit {threshold}{without}"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="encoder-layout",
@@ -102,5 +118,20 @@ RULES: tuple[Rule, ...] = (
         check=one_mode,
         reason="they are two ways to spread the same work",
         cure="drop one; full separation is the faster one with a pipeline",
+    ),
+    Rule(
+        name="balance",
+        refuses="`--use-vit-dp-balance` without `--enable-full-hetero-dp`",
+        check=balance,
+        reason="elsewhere every replica encodes all units, or one of each group at a time: there is"
+        " nothing to choose",
+        cure="add --enable-full-hetero-dp, or drop the flag",
+    ),
+    Rule(
+        name="balance-threshold",
+        refuses="`--dp-balance-trigger-threshold-vit` below 0, or without `--use-vit-dp-balance`",
+        check=balance_threshold,
+        reason="it says how uneven a step has to be, as a part of the mean, to be balanced",
+        cure="give 0 or more together with --use-vit-dp-balance, or drop it",
     ),
 )

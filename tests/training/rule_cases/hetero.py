@@ -2,10 +2,26 @@
 
 from rule_cases.kinds import TP, Cases, OverrideCases
 
+BALANCE = {"use_vit_dp_balance": True, "enable_full_hetero_dp": True}
+
 CASES: Cases = {
     "one-mode": (
         [{"enable_encoder_hetero_dp": True, "enable_full_hetero_dp": True}],
         [{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}],
+    ),
+    "balance": (
+        [
+            {"use_vit_dp_balance": True},
+            {"use_vit_dp_balance": True, "enable_encoder_hetero_dp": True},
+        ],
+        [BALANCE],
+    ),
+    "balance-threshold": (
+        [
+            {"dp_balance_trigger_threshold_vit": 0.1},
+            {**BALANCE, "dp_balance_trigger_threshold_vit": -0.1},
+        ],
+        [{**BALANCE, "dp_balance_trigger_threshold_vit": 0.0}],
     ),
 }
 

@@ -1,0 +1,197 @@
+"""Which replica encodes which unit of a step, by what each unit costs. Pure; the same everywhere.
+
+Nothing here measures: costs are counted from the images' grids, which every rank of a model
+replica knows from the text part, so that all ranks come to the same plan without a word.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from typing import Self
+
+from loongplug.data.positions import Grid
+from loongplug.models.architecture import VisionArchitecture
+
+THRESHOLD = 0.2
+
+# The local improvement is bounded: it changes at most so many pairs of replicas, looks at so many
+# partners of the slowest one (at more until it finds one), and at so many units of it.
+_CHANGES, _PARTNERS, _CANDIDATES = 64, 8, 16
+# The slowest is good enough when it is within this part of the mean.
+_CLOSE = 1000
+
+_Held = list[list[tuple[int, int]]]  # by replica: cost and place of its units, ascending
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderWork:
+    """Multiplications and additions of an encoder's forward; its backward is twice as much.
+
+    A patch takes ``linear`` in projections and MLPs. In attention each patch of a frame meets
+    each other of its window: ``attention`` has, by the window's side in patches (None: the whole
+    frame), what one such pair takes in all layers with that window. The patch embedding and the
+    projector, a few percent, are left out.
+    """
+
+    linear: int
+    attention: tuple[tuple[int | None, int], ...]
+    merge: int  # the smallest image's side
+
+    @classmethod
+    def of(cls, encoder: VisionArchitecture) -> Self:
+        """Counted from the sizes of its layers."""
+        hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
+        layer = 4 * hidden * hidden + encoder.mlp_matrices * hidden * ffn
+        windows = encoder.attention_windows()
+        return cls(
+            linear=encoder.num_layers * layer,
+            attention=tuple((side, layers * 2 * hidden) for side, layers in windows.items()),
+            merge=encoder.spatial_merge_size,
+        )
+
+    def of_unit(self, grids: Sequence[Grid]) -> int:
+        """One unit's; without images it is encoded as the smallest image there is."""
+        if not grids:
+            return self._of_frame(self.merge, self.merge)
+        return sum(time * self._of_frame(height, width) for time, height, width in grids)
+
+    def _of_frame(self, height: int, width: int) -> int:
+        pairs = sum(
+            weight * _pairs(height, side) * _pairs(width, side) for side, weight in self.attention
+        )
+        return self.linear * height * width + pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Assigns by cost where assigning in turn leaves the replicas unevenly loaded.
+
+    That is where the slowest has at least (1 + ``threshold``) times the mean.
+    """
+
+    work: EncoderWork
+    threshold: float = THRESHOLD
+
+    def owners(self, units: Sequence[Sequence[Grid]], *, replicas: int) -> tuple[int, ...]:
+        """The replica of each unit of a step, given as the grids of its images."""
+        return plan([self.work.of_unit(grids) for grids in units], replicas, self.threshold)
+
+
+def plan(costs: Sequence[int], replicas: int, threshold: float = THRESHOLD) -> tuple[int, ...]:
+    """The replica of each unit: in turn, or balanced where that is called for and is better."""
+    in_turn = tuple(unit % replicas for unit in range(len(costs)))
+    if imbalance(costs, in_turn, replicas=replicas) < threshold:
+        return in_turn
+    found = balanced(costs, replicas)
+    better = max(loads(costs, found, replicas=replicas)) < max(
+        loads(costs, in_turn, replicas=replicas)
+    )
+    return found if better else in_turn
+
+
+def loads(costs: Sequence[int], owners: Sequence[int], *, replicas: int) -> list[int]:
+    """What each replica has to do."""
+    of_replica = [0] * replicas
+    for cost, owner in zip(costs, owners, strict=True):
+        of_replica[owner] += cost
+    return of_replica
+
+
+def imbalance(costs: Sequence[int], owners: Sequence[int], *, replicas: int) -> float:
+    """By what part of the mean the slowest replica is above it; 0 where there is no work."""
+    total = sum(costs)
+    slowest = max(loads(costs, owners, replicas=replicas))
+    return slowest * replicas / total - 1 if total else 0.0
+
+
+def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
+    """Longest first, each to the least loaded replica; then improved by moves and swaps.
+
+    Units count by their place in the order of costs, so that the loads do not depend on the
+    order the units come in; of equal ones, the earlier is placed first.
+    """
+    order = sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit))
+    ladder, held = _longest_first([costs[unit] for unit in order], replicas)
+    _improve(ladder, held)
+    owners = [0] * len(costs)
+    for replica, units in enumerate(held):
+        for _, place in units:
+            owners[order[place]] = replica
+    return tuple(owners)
+
+
+def _longest_first(costs: Sequence[int], replicas: int) -> tuple[list[tuple[int, int]], _Held]:
+    """Loads with their replicas, ascending, and what each replica has; ``costs`` descend."""
+    ladder = [(0, replica) for replica in range(replicas)]  # a heap
+    held: _Held = [[] for _ in range(replicas)]
+    for place, cost in enumerate(costs):
+        load, replica = ladder[0]
+        held[replica].append((cost, place))
+        heapreplace(ladder, (load + cost, replica))
+    for units in held:
+        units.sort()
+    return sorted(ladder), held
+
+
+def _improve(ladder: list[tuple[int, int]], held: _Held) -> None:
+    """Let the slowest replica give a unit away, or swap it for a smaller one, as long as the
+    slower of the two is faster afterwards."""
+    total = sum(load for load, _ in ladder)
+    for _ in range(_CHANGES):
+        top, slowest = ladder[-1]
+        if top * len(ladder) * _CLOSE <= total * (_CLOSE + 1) or len(held[slowest]) == 1:
+            return
+        best: tuple[int, int, tuple[int, int], tuple[int, int] | None] | None = None
+        for rung, (load, other) in enumerate(ladder[:-1]):
+            if rung >= _PARTNERS and best is not None:
+                break
+            change = _exchange(held[slowest], held[other], gap=top - load)
+            if change is not None:
+                less, out, back = change
+                slower = max(top - less, load + less)
+                if best is None or slower < best[0]:
+                    best = slower, rung, out, back
+        if best is None:
+            return
+        _, rung, out, back = best
+        load, other = ladder.pop(rung)
+        ladder.pop()
+        less = out[0] - (back[0] if back else 0)
+        _give(out, held[slowest], held[other])
+        if back is not None:
+            _give(back, held[other], held[slowest])
+        insort(ladder, (top - less, slowest))
+        insort(ladder, (load + less, other))
+
+
+def _exchange(
+    mine: list[tuple[int, int]], others: list[tuple[int, int]], *, gap: int
+) -> tuple[int, tuple[int, int], tuple[int, int] | None] | None:
+    """By how much, what goes and what comes back so that two loads that are ``gap`` apart come
+    closest; None where nothing brings them closer."""
+    best = None
+    for out in mine[:: -(-len(mine) // _CANDIDATES)]:
+        at = bisect_left(others, (out[0] - gap // 2,))
+        back: tuple[int, int] | None
+        for back in (None, *others[max(at - 1, 0) : at + 1]):
+            less = out[0] - (back[0] if back else 0)
+            apart = abs(gap - 2 * less)
+            if apart < gap and (best is None or apart < best[0]):
+                best = apart, less, out, back
+    return None if best is None else best[1:]
+
+
+def _give(
+    unit: tuple[int, int], giver: list[tuple[int, int]], taker: list[tuple[int, int]]
+) -> None:
+    giver.remove(unit)
+    insort(taker, unit)
+
+
+def _pairs(length: int, side: int | None) -> int:
+    """Pairs of places along one axis that share a window; over two axes they multiply."""
+    if side is None:
+        return length * length
+    whole, rest = divmod(length, side)
+    return whole * side * side + rest * rest

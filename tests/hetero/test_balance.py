@@ -1,0 +1,206 @@
+"""Which replica encodes which unit: the planner and its costs."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.positions import Grid
+from loongplug.data.processor import load_processor
+from loongplug.hetero.balance import (
+    Balance,
+    EncoderWork,
+    balanced,
+    imbalance,
+    loads,
+    plan,
+)
+from loongplug.models.qwen2_5_vl.windows import frame_windows
+from loongplug.training.config import compose_model
+
+pytestmark = pytest.mark.quick
+
+Costs = list[int]
+STEPS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)
+REPLICAS = st.integers(1, 12)
+
+
+def encoder(name: str) -> Any:
+    return compose_model(model_name=name).config.image_encoder
+
+
+def slowest(costs: Costs, owners: tuple[int, ...], replicas: int) -> int:
+    return max(loads(costs, owners, replicas=replicas))
+
+
+def in_turn(costs: Costs, replicas: int) -> tuple[int, ...]:
+    return tuple(unit % replicas for unit in range(len(costs)))
+
+
+def longest_first(costs: Costs, replicas: int) -> int:
+    """The slowest of the plain method, written out."""
+    of_replica = [0] * replicas
+    for cost in sorted(costs, reverse=True):
+        of_replica[of_replica.index(min(of_replica))] += cost
+    return max(of_replica)
+
+
+@given(STEPS, REPLICAS, st.sampled_from([0.0, 0.2]))
+@settings(deadline=None)
+def test_every_unit_has_one_owner_and_the_slowest_is_never_slower(
+    costs: Costs, replicas: int, threshold: float
+) -> None:
+    owners = plan(costs, replicas, threshold)
+    assert len(owners) == len(costs)
+    assert set(owners) <= set(range(replicas))
+    assert owners == plan(list(costs), replicas, threshold)
+    assert slowest(costs, owners, replicas) <= slowest(costs, in_turn(costs, replicas), replicas)
+
+
+@given(STEPS, REPLICAS)
+@settings(deadline=None)
+def test_improvement_never_makes_longest_first_worse(costs: Costs, replicas: int) -> None:
+    owners = balanced(costs, replicas)
+    assert sorted(set(owners)) == sorted(set(owners) & set(range(replicas)))
+    assert slowest(costs, owners, replicas) <= longest_first(costs, replicas)
+
+
+@given(STEPS, REPLICAS, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_loads_do_not_depend_on_the_order_of_units(
+    costs: Costs, replicas: int, random: Random
+) -> None:
+    """And a unit's replica depends on its cost and, among equals, on which comes first."""
+    order = list(range(len(costs)))
+    random.shuffle(order)
+    order.sort(key=lambda unit: unit if costs.count(costs[unit]) > 1 else -1)
+    shuffled = balanced([costs[unit] for unit in order], replicas)
+    assert shuffled == tuple(balanced(costs, replicas)[unit] for unit in order)
+    random.shuffle(order)
+    again = [costs[unit] for unit in order]
+    found = loads(again, balanced(again, replicas), replicas=replicas)
+    assert found == loads(costs, balanced(costs, replicas), replicas=replicas)
+
+
+def test_improvement_finds_what_longest_first_misses() -> None:
+    costs = [3, 3, 2, 2, 2]
+    assert longest_first(costs, 2) == 7
+    owners = balanced(costs, 2)
+    assert loads(costs, owners, replicas=2) == [6, 6]
+
+
+def test_in_turn_stays_where_it_is_as_good_or_even_enough() -> None:
+    uneven = [10, 1, 10, 1]
+    assert imbalance(uneven, in_turn(uneven, 2), replicas=2) == pytest.approx(20 / 11 - 1)
+    assert sorted(loads(uneven, plan(uneven, 2), replicas=2)) == [11, 11]
+    assert plan(uneven, 2, 0.9) == (0, 1, 0, 1)
+    assert plan([100, 1, 1, 1], 4) == (0, 1, 2, 3)  # nothing can be won
+    assert plan([0, 0, 0], 2) == (0, 1, 0)
+    assert plan([], 3) == ()
+    assert plan([5, 7], 1) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_8b", "qwen2_5_vl_7b"])
+def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
+    """Counted layer by layer, window by window, from what the attention is given."""
+    own = encoder(name)
+    work = EncoderWork.of(own)
+    hidden, ffn = own.hidden_size, own.ffn_hidden_size
+    gated = name.startswith("qwen2_5")
+    grids: list[Grid] = [(1, 16, 24), (3, 10, 46)]
+    expected = 0
+    for layer in range(own.num_layers):
+        lengths = []
+        for frames, height, width in grids:
+            segments = (height * width,)
+            if gated and layer not in own.full_attention_layers:
+                _, segments = frame_windows(
+                    height, width, merge=own.spatial_merge_size, side=own.window_tokens
+                )
+            lengths += [*segments] * frames
+        patches = sum(lengths)
+        expected += patches * (4 * hidden**2 + (3 if gated else 2) * hidden * ffn)
+        expected += sum(2 * length**2 * hidden for length in lengths)
+    assert work.of_unit(grids) == expected
+    assert work.of_unit([]) == work.of_unit([(1, own.spatial_merge_size, own.spatial_merge_size)])
+
+
+def test_a_video_costs_less_than_an_image_of_as_many_patches() -> None:
+    """Frames do not attend to each other."""
+    work = EncoderWork.of(encoder("qwen3_vl_8b"))
+    assert work.of_unit([(4, 20, 20)]) == 4 * work.of_unit([(1, 20, 20)])
+    assert work.of_unit([(1, 40, 40)]) > 1.05 * work.of_unit([(4, 20, 20)])
+
+
+def test_a_step_of_1024_units_over_256_replicas_is_planned_in_5_ms(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the costs; two images of very different sizes to a unit."""
+    random = Random(0)
+    side = lambda: 2 * int(random.lognormvariate(2.5, 0.7) + 1)  # noqa: E731
+    units = [[(1, side(), side()) for _ in range(random.randrange(3))] for _ in range(1024)]
+    balance = Balance(work=EncoderWork.of(encoder("qwen3_vl_8b")))
+    took = []
+    for _ in range(7):
+        start = time.process_time()
+        owners = balance.owners(units, replicas=256)
+        took.append(time.process_time() - start)
+    costs = [balance.work.of_unit(grids) for grids in units]
+    with capsys.disabled():
+        print(
+            f"\n1,024 units over 256 replicas: {min(took) * 1000:.2f} ms, slowest over mean"
+            f" {1 + imbalance(costs, in_turn(costs, 256), replicas=256):.2f} in turn,"
+            f" {1 + imbalance(costs, owners, replicas=256):.2f} balanced"
+        )
+    assert min(took) < 0.005
+
+
+@pytest.fixture(scope="module")
+def demo_units(demo: Path) -> list[tuple[Grid, ...]]:
+    """The images of each of the demo's training samples, as grids."""
+    dataset = ChatDataset(
+        demo / "train.jsonl",
+        processor=load_processor(demo / "processor"),
+        seq_length=80,
+        training_phase="sft",
+    )
+    return [dataset[number].grids for number in range(len(dataset))]
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("qwen3_vl_tiny", 16), ("qwen3_vl_8b", 8)])
+def test_uneven_demo_data_come_within_a_tenth_of_the_mean(
+    demo_units: list[tuple[Grid, ...]],
+    name: str,
+    replicas: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    balance = Balance(work=EncoderWork.of(encoder(name)))
+    costs = [balance.work.of_unit(grids) for grids in demo_units]
+    owners = balance.owners(demo_units, replicas=replicas)
+    before = imbalance(costs, in_turn(costs, replicas), replicas=replicas)
+    after = imbalance(costs, owners, replicas=replicas)
+    with capsys.disabled():
+        print(
+            f"\n{name}: {len(costs)} demo units over {replicas} replicas, slowest over mean"
+            f" {1 + before:.3f} in turn, {1 + after:.3f} balanced"
+        )
+    assert max(costs) * replicas <= sum(costs)  # attainable
+    assert before > 0.2
+    assert after < 0.1
+
+
+def test_below_the_threshold_the_demo_data_stay_in_turn(
+    demo_units: list[tuple[Grid, ...]],
+) -> None:
+    balance = Balance(work=EncoderWork.of(encoder("qwen3_vl_tiny")))
+    costs = [balance.work.of_unit(grids) for grids in demo_units]
+    exact = imbalance(costs, in_turn(costs, 4), replicas=4)
+    at, above = (replace(balance, threshold=exact + more) for more in (0.0, 1e-9))
+    assert at.owners(demo_units, replicas=4) != in_turn(costs, 4)
+    assert above.owners(demo_units, replicas=4) == in_turn(costs, 4)

@@ -1,0 +1,150 @@
+"""Whole runs in which units go to the replicas by what they cost."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from loongplug.data import loader
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.units import Unit
+from loongplug.hetero.balance import Balance, EncoderWork
+from loongplug.training import assigned_units
+from loongplug.training.config import compose_model
+from loongplug.training.run import run
+
+pytestmark = pytest.mark.slow
+
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2_PP2 = ("--tensor-model-parallel-size", "2", *PP2)
+SEPARATED = ("--enable-full-hetero-dp", "--micro-batch-size", "1", "--load-hf")
+BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
+STEP = 8  # units
+
+
+@pytest.fixture(scope="module")
+def separated(flags, tmp_path_factory):
+    """Flags of runs that start from the same weights, in any layout."""
+    weights = tmp_path_factory.mktemp("weights") / "hf"
+    first = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights)]
+    run_ranks(observed, 1, flags=first, timeout=120.0)
+    return [*flags, *SEPARATED, str(weights)]
+
+
+def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
+    """A run's losses, and by loader what it decoded and its units with their owners, in order."""
+    loaders: list[MicrobatchLoader] = []
+    units: list[list[Unit]] = []
+    owners: list[list[int]] = []
+    original, deliver = MicrobatchLoader.__next__, assigned_units.AssignedUnits.deliver
+    seen: list[Unit] = []
+
+    def next_microbatch(self: MicrobatchLoader) -> Any:
+        if self not in loaders:
+            loaders.append(self)
+            units.append([])
+            owners.append([])
+        microbatch = original(self)
+        units[loaders.index(self)].append(seen.pop())
+        owners[loaders.index(self)].append(microbatch.owner)
+        return microbatch
+
+    def delivered(self: Any, unit: Unit, loaded: Any) -> Any:
+        seen.append(unit)
+        return deliver(self, unit, loaded)
+
+    # Without a cache every image is counted each time it is read.
+    loader._MEDIA_CACHE_BYTES = 0
+    MicrobatchLoader.__next__ = next_microbatch
+    assigned_units.AssignedUnits.deliver = delivered
+    losses = [step.loss for step in run(flags)]
+    return {
+        "losses": losses,
+        "decoded": [each.decoded for each in loaders],
+        "units": units,
+        "owners": owners,
+    }
+
+
+def observe(flags: list[str], *more: str, ranks: int) -> list[dict[str, Any]]:
+    return run_ranks(observed, ranks, flags=[*flags, *more], timeout=150.0)
+
+
+def steps(units: Sequence[Any]) -> list[Sequence[Any]]:
+    return [units[start : start + STEP] for start in range(0, len(units), STEP)]
+
+
+def require_plan(found: list[dict[str, Any]]) -> None:
+    """Every rank knows the plan of each step, and decodes what it gives to the rank."""
+    balance = Balance(
+        work=EncoderWork.of(compose_model(model_name="qwen3_vl_tiny").config.image_encoder),
+        threshold=0.0,
+    )
+    for number, units in enumerate(found[0]["units"]):
+        planned = [
+            owner
+            for step in steps(units)
+            for owner in balance.owners([unit.grids for unit in step], replicas=len(found))
+        ]
+        assert planned != [unit.index % STEP % len(found) for unit in units]
+        assert all(each["owners"][number] == planned for each in found)
+        images: Counter[int] = Counter()
+        for unit, owner in zip(units, planned, strict=True):
+            images[owner] += len({str(medium) for medium in unit.media})
+        assert [each["decoded"][number] for each in found] == [
+            images[rank] for rank in range(len(found))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "more"),
+    [
+        (PP2, 2, ("--num-workers", "1")),
+        (TP2_PP2, 4, ()),
+    ],
+    ids=["pp2-workers", "tp2-pp2"],
+)
+def test_owners_are_planned_and_the_losses_stay(separated, layout, ranks, more):
+    in_turn = observe(separated, *layout, ranks=ranks)
+    assert in_turn[0]["owners"][0][:STEP] == [unit % ranks for unit in range(STEP)]
+    found = observe(separated, *layout, *BALANCED, *more, ranks=ranks)
+    require_plan(found)
+    torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)
+    # All images once.
+    assert sum(each["decoded"][0] for each in found) == sum(each["decoded"][0] for each in in_turn)
+
+
+def test_evaluation_is_balanced_and_a_resumed_run_plans_the_same_steps(separated, demo, tmp_path):
+    evaluates = (
+        *("--valid-data-path", str(demo / "test.jsonl")),
+        *("--eval-iters", "1", "--eval-interval", "2"),
+    )
+    saves = ("--save", str(tmp_path), "--save-interval", "2")
+    whole = observe(separated, *PP2, *BALANCED, *evaluates, *saves, ranks=2)
+    require_plan(whole)
+    assert len(whole[0]["units"]) == 2
+    resumes = ("--load", str(tmp_path), "--ckpt-step", "2")
+    resumed = observe(separated, *PP2, *BALANCED, *resumes, ranks=2)
+    assert resumed[0]["owners"][0] == whole[0]["owners"][0][2 * STEP :]
+    require_plan(resumed)
+    assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=2e-5)
+
+
+def test_packs_with_samples_left_out(separated, demo, tmp_path):
+    """A sample in eight has an image that is not there."""
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    for number in range(0, len(rows), 8):
+        rows[number] = rows[number].replace(".png", "-gone.png")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(rows))
+    more = (
+        *("--train-data-path", str(data), "--media-root", str(demo), "--bad-sample", "skip"),
+        *("--packing", "--packing-look-ahead", "4", "--seq-length", "160", "--train-iters", "2"),
+    )
+    in_turn = observe(separated, *PP2, *more, ranks=2)
+    found = observe(separated, *PP2, *BALANCED, *more, ranks=2)
+    require_plan(found)
+    torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)
