@@ -1,0 +1,25 @@
+"""Decoder layouts, encoder sizes and ranks for property tests of who encodes what."""
+
+from hypothesis import strategies as st
+
+from loongplug.hetero.placement import Placement, in_turn, on_all_ranks, together
+from loongplug.parallel.layout import Layout
+
+PLACES = (together, in_turn, on_all_ranks)
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def decoders(draw: st.DrawFn) -> tuple[Layout, int]:
+    """A decoder's layout, and a tensor parallel size that divides its own."""
+    tp = draw(st.sampled_from([1, 2, 4, 6]))
+    decoder = Layout(tp=tp, pp=draw(SIZES), dp=draw(SIZES))
+    return decoder, draw(st.sampled_from([size for size in range(1, tp + 1) if tp % size == 0]))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[Placement, Layout, int]:
+    """A placement as some rank has it, with its decoder's layout and that rank."""
+    decoder, tp = draw(decoders())
+    rank = draw(st.sampled_from(decoder.ranks))
+    return draw(st.sampled_from(PLACES))(decoder, tp=tp, rank=rank), decoder, rank

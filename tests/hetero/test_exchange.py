@@ -1,0 +1,127 @@
+"""Rows on their way: every one comes, to the right rank and place, and no other is sent."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+
+from loongplug.hetero import exchange as exchange_module
+from loongplug.hetero.exchange import Exchange, Units
+from loongplug.hetero.placement import in_turn, on_all_ranks
+from loongplug.observe.recorder import TraceRecorder
+from loongplug.parallel.layout import Layout
+
+WIDTH = 3
+ROUNDS = 12
+
+
+def payload(unit: int, tokens: int) -> torch.Tensor:
+    """Rows that say whose they are, [tokens, WIDTH]."""
+    rows = torch.arange(tokens).unsqueeze(1) * 10 + torch.arange(WIDTH)
+    return (rows + 1000.0 * (unit + 1)).to(torch.float32)
+
+
+def made_up(place: random.Random, groups: int) -> Units:
+    """Any number of units of any size; those without rows are many."""
+    number = place.choice([0, 1, 2, groups, groups + 1, 2 * groups + 1])
+    return Units(
+        tokens=tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number)),
+        owners=tuple(place.randrange(groups) for _ in range(number)),
+        width=WIDTH,
+        dtype=torch.float32,
+    )
+
+
+def there_and_back(rank: int, *, decoder: Layout, tp: int, everywhere: bool) -> tuple[int, int]:
+    """Bytes that this rank has sent in both directions, and that it had to send."""
+    events = []
+    recorder = TraceRecorder(events.extend)
+    place = on_all_ranks if everywhere else in_turn
+    placement = place(decoder, tp=tp, rank=rank)
+    group = None
+    for ranks in decoder.groups("tp_cp_pp" if everywhere else "tp"):
+        made = dist.new_group(ranks)
+        group = made if rank in ranks else group
+    assert group is not None
+    exchange = Exchange(placement, group, device=torch.device("cpu"), recorder=recorder)
+    encodes = any(rank in each for each in placement.groups)
+    consumes = rank in placement.consumers
+    if not encodes and not consumes:
+        return 0, 0
+    chance = random.Random(decoder.group("tp_cp_pp", rank)[0])  # the same within a replica
+    needed = 0
+    for _ in range(ROUNDS):
+        units = made_up(chance, len(placement.groups))
+        owned = [n for n, owner in enumerate(units.owners) if rank in placement.groups[owner]]
+        mine = {unit: payload(unit, units.tokens[unit]).requires_grad_() for unit in owned}
+        arrived = exchange.gather_variable_shape_embeddings(mine, units)
+        assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
+        for unit, rows in arrived.items():
+            assert torch.equal(rows, payload(unit, units.tokens[unit])), unit
+            assert not rows.requires_grad
+        gradients = exchange.scatter_variable_shape_embeddings(
+            {unit: -rows for unit, rows in arrived.items()}, units
+        )
+        assert sorted(gradients) == owned
+        for unit, rows in gradients.items():
+            assert torch.equal(rows, -payload(unit, units.tokens[unit])), unit
+        needed += received_by(units, placement, rank)
+    recorder.close()
+    assert len(events) == 2 * ROUNDS
+    assert {event.phase for event in events} == {"exchange"}
+    return sum(event.details["bytes"] for event in events), needed
+
+
+def received_by(units: Units, placement, rank: int) -> int:
+    """Bytes that a rank has to get from others, by the definition of what it needs."""
+    rows = 0
+    for tokens, owner in zip(units.tokens, units.owners, strict=True):
+        encoded_here = rank in placement.groups[owner]
+        consumed_here = rank in placement.consumers
+        rows += tokens * (encoded_here != consumed_here)
+    return rows * units.width * units.dtype.itemsize
+
+
+CASES = {
+    "tp2": (Layout(tp=2), 1, False),
+    "tp4-encoder2-dp": (Layout(tp=4), 2, False),
+    "tp2-pp2-first-stage": (Layout(tp=2, pp=2), 1, False),
+    "pp2": (Layout(pp=2), 1, True),
+    "tp2-pp2": (Layout(tp=2, pp=2), 1, True),
+    "tp2-pp2-encoder2": (Layout(tp=2, pp=2), 2, True),
+    "pp2-dp2": (Layout(pp=2, dp=2), 1, True),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CASES)
+def test_units_come_and_gradients_return(name):
+    decoder, tp, everywhere = CASES[name]
+    counted = run_ranks(
+        there_and_back,
+        decoder.world_size,
+        decoder=decoder,
+        tp=tp,
+        everywhere=everywhere,
+        timeout=30.0,
+    )
+    sent, needed = (sum(column) for column in zip(*counted, strict=True))
+    assert sent == needed > 0
+
+
+def with_units_swapped(rank: int, **case) -> None:
+    """What arrives of one rank is taken for the units in another order."""
+    original = exchange_module.feature_transfers
+    exchange_module.feature_transfers = lambda *args: original(*args)[::-1] if rank else original(
+        *args
+    )
+    there_and_back(rank, **case)
+
+
+def test_swapped_units_are_seen():
+    with pytest.raises(RankError):
+        run_ranks(
+            with_units_swapped, 2, decoder=Layout(tp=2), tp=1, everywhere=False, timeout=30.0
+        )

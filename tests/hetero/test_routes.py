@@ -1,0 +1,87 @@
+"""Who sends what to whom: all that is needed, once, by all ranks alike."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from placed import placements
+
+from loongplug.hetero.routes import feature_transfers, gradient_transfers
+
+pytestmark = pytest.mark.quick
+FEW = settings(max_examples=30, deadline=None)
+
+
+@st.composite
+def routed(draw):
+    """A placement, and owners of some units."""
+    placement, _, _ = draw(placements())
+    owner = st.integers(0, len(placement.groups) - 1)
+    return placement, tuple(draw(st.lists(owner, max_size=9)))
+
+
+@FEW
+@given(routed())
+def test_every_consumer_gets_every_unit_once(made):
+    placement, owners = made
+    transfers = feature_transfers(placement, owners)
+    expected = [(unit, rank) for unit in range(len(owners)) for rank in placement.consumers]
+    assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
+    assert all(each.source in placement.groups[owners[each.unit]] for each in transfers)
+
+
+@FEW
+@given(routed())
+def test_every_rank_of_the_owning_group_gets_the_gradient_once(made):
+    placement, owners = made
+    transfers = gradient_transfers(placement, owners)
+    expected = [
+        (unit, rank) for unit, owner in enumerate(owners) for rank in placement.groups[owner]
+    ]
+    assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
+    assert all(each.source in placement.consumers for each in transfers)
+
+
+@FEW
+@given(routed())
+def test_a_rank_that_has_it_sends_to_itself(made):
+    placement, owners = made
+    for each in feature_transfers(placement, owners):
+        has = each.target in placement.groups[owners[each.unit]]
+        assert (each.source == each.target) == has
+    for each in gradient_transfers(placement, owners):
+        assert (each.source == each.target) == (each.target in placement.consumers)
+
+
+@FEW
+@given(routed())
+def test_the_ranks_of_a_group_share_the_sending(made):
+    """Of one unit, no rank of the owning group serves more than one other rank above another."""
+    placement, owners = made
+    transfers = feature_transfers(placement, owners)
+    for unit, owner in enumerate(owners):
+        group = placement.groups[owner]
+        if set(group) & set(placement.consumers):
+            continue
+        sent = Counter(each.source for each in transfers if each.unit == unit)
+        counts = [sent[rank] for rank in group]
+        assert max(counts) - min(counts) <= 1
+
+
+@FEW
+@given(placements(), st.integers(1, 3))
+def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
+    """With as many units for each group: each consumer sends as many as another, but for one
+    a round."""
+    placement, decoder, _ = made
+    assume(placement.on_every_stage)
+    owners = tuple(range(len(placement.groups))) * rounds
+    sent = Counter(
+        each.source
+        for each in gradient_transfers(placement, owners)
+        if each.source != each.target
+    )
+    counts = [sent[rank] for rank in placement.consumers]
+    assert max(counts) - min(counts) <= rounds
+    assert sum(counts) == rounds * decoder.tp * (decoder.pp - 1)

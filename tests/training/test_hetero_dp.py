@@ -1,0 +1,81 @@
+"""Whole runs with heterogeneous DP and full separation against the single rank.
+
+Gradients, parameters and optimizer state of many more layouts are compared by the parity
+harness; here are the losses and norms that a user sees, pair by pair of what may meet.
+"""
+
+import pytest
+from compared_runs import same, train
+
+pytestmark = pytest.mark.slow
+
+DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+EP, SP = "--expert-model-parallel-size", "--sequence-parallel"
+VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = (SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
+REDUCES_AHEAD = "--overlap-grad-reduce"
+RECOMPUTE = (
+    *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
+    *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+)
+ENCODER2 = "model.image_encoder.tensor_model_parallel_size=2"
+SINGLES, ALL_IN_ONE = ("--micro-batch-size", "1"), ("--micro-batch-size", "8")
+FROZEN = "+model.image_encoder.freeze=True"
+BOTH_FROZEN = (FROZEN, "+model.image_projector.freeze=True")
+# What changes the numbers; the single rank has it too.
+MODELS: dict[str, tuple[str, ...]] = {
+    "dense": ("model.foundation.num_query_groups=4",),  # for TP 4
+    "experts": ("--model-name", "qwen3_vl_moe_tiny"),
+    "frozen": (FROZEN,),
+    "both-frozen": BOTH_FROZEN,
+}
+# Ranks, flags and the model.
+CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
+    "dp-tp2-overlap": (2, (DP, TP, "2", *OVERLAP), "dense"),
+    "dp-tp4-encoder2-sp": (4, (DP, TP, "4", ENCODER2, SP, *SINGLES), "dense"),
+    "dp-tp2-pp2-recompute": (4, (DP, TP, "2", PP, "2", SHARDED, *RECOMPUTE), "dense"),
+    "dp-tp2-pp2-vpp2-overlap": (4, (DP, TP, "2", PP, "2", *VPP, *OVERLAP), "dense"),
+    "dp-tp2-dp2-reduces-ahead": (4, (DP, TP, "2", REDUCES_AHEAD), "dense"),
+    "dp-tp4-more-replicas-than-units": (4, (DP, TP, "4", *ALL_IN_ONE, *OVERLAP), "dense"),
+    "full-tp2-pp2-sp-overlap": (4, (FULL, TP, "2", PP, "2", SP, *OVERLAP), "dense"),
+    "full-pp2-vpp2-recompute": (2, (FULL, PP, "2", *VPP, SHARDED, *RECOMPUTE), "dense"),
+    "full-pp4-singles": (4, (FULL, PP, "4", *SINGLES, REDUCES_AHEAD), "dense"),
+    "full-tp2-pp2-encoder2": (4, (FULL, TP, "2", PP, "2", ENCODER2, *OVERLAP), "dense"),
+    "full-pp2-dp2": (4, (FULL, PP, "2", *OVERLAP), "dense"),
+    "full-pp2-one-unit": (2, (FULL, PP, "2", *ALL_IN_ONE, *OVERLAP), "dense"),
+    "full-dp2": (2, (FULL, *OVERLAP), "dense"),
+    "dp-experts": (4, (DP, TP, "2", EP, "2", SP, SHARDED), "experts"),
+    "full-experts": (4, (FULL, PP, "2", EP, "2", *OVERLAP), "experts"),
+    "dp-frozen": (2, (DP, TP, "2", *OVERLAP), "frozen"),
+    "full-frozen": (4, (FULL, PP, "2", TP, "2", *OVERLAP), "frozen"),
+    "dp-both-frozen": (2, (DP, TP, "2", REDUCES_AHEAD), "both-frozen"),
+    "full-both-frozen": (2, (FULL, PP, "2", *OVERLAP), "both-frozen"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory):
+    """Flags that load a model's weights, and what the single rank makes of them, made once."""
+    made = {}
+
+    def of(model: str):
+        if model not in made:
+            kind = tuple(flag for flag in MODELS[model] if not flag.startswith("+"))
+            weights = tmp_path_factory.mktemp("weights") / "hf"
+            train(flags, *kind, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+            run = [*flags, *MODELS[model], "--load-hf", str(weights), "--train-iters", "3"]
+            made[model] = run, train(run)
+        return made[model]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_norms_are_those_of_one_rank(alone, name):
+    ranks, layout, model = CASES[name]
+    run, expected = alone(model)
+    assert expected[-1][0] < 0.95 * expected[0][0]  # it learns, so a wrong update shows
+    found = train(run, *layout, ranks=ranks)
+    assert same(found, expected), (found, expected)
