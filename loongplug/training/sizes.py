@@ -67,7 +67,8 @@ def build_on_meta(
 ) -> nn.Module:
     """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
 
-    ``encoder_state`` is the encoder's where it is not the decoder's. No collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
+    ``encoder_state`` is the encoder's where it is not the decoder's. No collectives, but Megatron's
+    parallel state has to be there, with the sizes of ``args``.
     """
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
