@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The main job on a laptop: make .venv if it is not there, install, train a small Qwen3-VL to read
-# handwritten digits on 4 CPU ranks (TP2 x PP2), export it in Hugging Face format, and evaluate
-# the export on scans that were never trained on. Arguments go to the training run.
+# handwritten digits on 4 CPU ranks (TP2 x PP2, all of which encode images), export it in Hugging
+# Face format, and evaluate the export on scans that were never trained on. Arguments go to the
+# training run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment demo
@@ -20,6 +21,7 @@ PARALLEL_ARGS=(
     --tensor-model-parallel-size 2
     --pipeline-model-parallel-size 2
     --use-distributed-optimizer
+    --enable-full-hetero-dp
 )
 MODEL_ARGS=(
     --model-name qwen3_vl_tiny
@@ -30,11 +32,10 @@ DATA_ARGS=(
     --valid-data-path "$DATA/test.jsonl"
     --seq-length 48
 )
-# One microbatch per step: with more, both stages compute at once, which is what one wants on four
-# cores and more; on two they only get into each other's way.
+# Four microbatches per step: each rank encodes the images of one.
 TRAINING_ARGS=(
     --training-phase sft
-    --micro-batch-size 32
+    --micro-batch-size 8
     --global-batch-size 32
     --train-iters 500
     --lr 2e-3

@@ -11,6 +11,10 @@
 # The encoder is frozen; FREEZE_ENCODER=false trains all weights.
 #
 # TP may be 1, 2 or 4: there are 4 key and value heads, and the encoder's MLP is 4 x 855 wide.
+#
+# MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
+# MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
+# (docs/heterogeneous_parallelism.md).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -19,6 +23,8 @@ MODEL_DIR="${MODEL_DIR:?set MODEL_DIR to the Hugging Face folder of Qwen2.5-VL-7
 TRAIN_DATA="${TRAIN_DATA:?set TRAIN_DATA to a JSONL file}"
 VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
 OUTPUT_DIR="${OUTPUT_DIR:-runs/sft_qwen2_5_vl_7b}"
+
+MODE="${MODE:-uniform}" # or encoder-hetero-dp, or full-hetero-dp
 
 NNODES="${NNODES:-1}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
@@ -48,6 +54,14 @@ PARALLEL_ARGS=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
+case "$MODE" in
+    uniform) ;;
+    encoder-hetero-dp | full-hetero-dp) PARALLEL_ARGS+=("--enable-$MODE") ;;
+    *)
+        echo "MODE is $MODE: it has to be uniform, encoder-hetero-dp or full-hetero-dp" >&2
+        exit 1
+        ;;
+esac
 DATA_ARGS=(
     --train-data-path "$TRAIN_DATA"
     --seq-length "${SEQ_LENGTH:-4096}"

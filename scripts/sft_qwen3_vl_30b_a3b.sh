@@ -13,6 +13,10 @@
 # Layout: the experts of a layer share out over the 8 GPUs of a node (EP), so that the exchange of
 # tokens stays within it; everything else is split over TP. More nodes mean more replicas, over
 # which the optimizer state is split; PP=2 halves what a GPU holds instead.
+#
+# MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
+# MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
+# (docs/heterogeneous_parallelism.md).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,6 +25,8 @@ MODEL_DIR="${MODEL_DIR:?set MODEL_DIR to the Hugging Face folder of Qwen3-VL-30B
 TRAIN_DATA="${TRAIN_DATA:?set TRAIN_DATA to a JSONL file}"
 VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
 OUTPUT_DIR="${OUTPUT_DIR:-runs/sft_qwen3_vl_30b_a3b}"
+
+MODE="${MODE:-uniform}" # or encoder-hetero-dp, or full-hetero-dp
 
 NNODES="${NNODES:-1}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
@@ -52,6 +58,14 @@ PARALLEL_ARGS=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
+case "$MODE" in
+    uniform) ;;
+    encoder-hetero-dp | full-hetero-dp) PARALLEL_ARGS+=("--enable-$MODE") ;;
+    *)
+        echo "MODE is $MODE: it has to be uniform, encoder-hetero-dp or full-hetero-dp" >&2
+        exit 1
+        ;;
+esac
 MOE_ARGS=(
     --moe-token-dispatcher-type alltoall
     --moe-router-dtype fp32

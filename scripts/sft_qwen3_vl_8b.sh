@@ -9,6 +9,10 @@
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
 # flags, and overrides such as model.image_projector.freeze=true.
 # The encoder is frozen; FREEZE_ENCODER=false trains all weights.
+#
+# MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
+# MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
+# (docs/heterogeneous_parallelism.md).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -17,6 +21,8 @@ MODEL_DIR="${MODEL_DIR:?set MODEL_DIR to the Hugging Face folder of Qwen3-VL-8B}
 TRAIN_DATA="${TRAIN_DATA:?set TRAIN_DATA to a JSONL file}"
 VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
 OUTPUT_DIR="${OUTPUT_DIR:-runs/sft_qwen3_vl_8b}"
+
+MODE="${MODE:-uniform}" # or encoder-hetero-dp, or full-hetero-dp
 
 NNODES="${NNODES:-1}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
@@ -46,6 +52,14 @@ PARALLEL_ARGS=(
     --overlap-grad-reduce
     --overlap-param-gather
 )
+case "$MODE" in
+    uniform) ;;
+    encoder-hetero-dp | full-hetero-dp) PARALLEL_ARGS+=("--enable-$MODE") ;;
+    *)
+        echo "MODE is $MODE: it has to be uniform, encoder-hetero-dp or full-hetero-dp" >&2
+        exit 1
+        ;;
+esac
 DATA_ARGS=(
     --train-data-path "$TRAIN_DATA"
     --seq-length "${SEQ_LENGTH:-4096}"

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from loongplug.models.registry import Family
+from loongplug.parallel.module_state import ModuleState
 from loongplug.training.arguments import complete, validate_with_megatron
 from loongplug.training.config import ComposedModel, available_models, compose_model
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
@@ -62,10 +63,12 @@ def build_on_meta(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
+    encoder_state: ModuleState | None = None,
 ) -> nn.Module:
     """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
 
-    No collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
+    ``encoder_state`` is the encoder's where it is not the decoder's. No collectives, but Megatron's
+    parallel state has to be there, with the sizes of ``args``.
     """
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -84,6 +87,7 @@ def build_on_meta(
             post_process=post_process,
             vp_stage=vp_stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            encoder_state=encoder_state,
             backend="local",
         )
     return stage

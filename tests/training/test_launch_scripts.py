@@ -13,14 +13,31 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
+from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.config import available_models
+from loongplug.training.provider import engine_of
 from loongplug.training.sizes import build_on_meta
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 QWEN = {"<|image_pad|>": 151655, "<|video_pad|>": 151656}
 QWEN |= {"<|vision_start|>": 151652, "<|vision_end|>": 151653}
-DOCS = SCRIPTS.parent / "docs" / "models.md"
+UNIFORM_PAGE = SCRIPTS.parent / "docs" / "models.md"
+MODES_PAGE = SCRIPTS.parent / "docs" / "heterogeneous_parallelism.md"
+MODES = {
+    "uniform": UNIFORM,
+    "encoder-hetero-dp": ENCODER_HETERO_DP,
+    "full-hetero-dp": FULL_HETERO_DP,
+}
+COLUMNS = {
+    (UNIFORM.name, 8): (UNIFORM_PAGE, 3),
+    (UNIFORM.name, 16): (UNIFORM_PAGE, 4),
+    (UNIFORM.name, 32): (UNIFORM_PAGE, 5),
+    (FULL_HETERO_DP.name, 8): (MODES_PAGE, 2),
+    (ENCODER_HETERO_DP.name, 32): (MODES_PAGE, 3),
+    (FULL_HETERO_DP.name, 32): (MODES_PAGE, 4),
+}
 FITS = 72e9  # bytes of weights, gradients and optimizer state; the rest of 80 GB is activations'
 ONE_NODE = {"NNODES": "1"}
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
@@ -130,14 +147,22 @@ def state_bytes(rank: int, *, launched: Launch) -> list[int]:
             expert_tensor_parallel_size=args.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
         )
+        encoder_state = engine_of(args, parsed.model).place.state
         chunk = build_on_meta(
             parsed.model,
             parsed.family,
             args,
             pre_process=stage == 0,
             post_process=stage == stages - 1,
+            encoder_state=encoder_state,
         )
-        found.append(sum(_state_bytes(weight, args) for weight in chunk.parameters()))
+        total = 0
+        for part in chunk.parallel_parts():
+            with part.state.entered():
+                for module in part.modules.values():
+                    total += sum(_state_bytes(weight, args) for weight in module.parameters())
+        found.append(total)
+        destroy_parallel_states()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return found
@@ -192,8 +217,18 @@ def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) 
         (ONE_NODE, {}),
         (TWO_NODES, {}),
         (FOUR_NODES, {"PP": "2", "VALID_DATA": "data.jsonl"}),
+        (ONE_NODE, {"MODE": "full-hetero-dp"}),
+        (FOUR_NODES, {"PP": "2", "MODE": "encoder-hetero-dp"}),
+        (FOUR_NODES, {"PP": "2", "MODE": "full-hetero-dp"}),
     ],
-    ids=["one-node", "two-nodes", "four-nodes-pp2"],
+    ids=[
+        "one-node",
+        "two-nodes",
+        "four-nodes-pp2",
+        "one-node-separated",
+        "four-nodes-pp2-hetero-dp",
+        "four-nodes-pp2-separated",
+    ],
 )
 def test_script_s_run_is_accepted_and_fits(
     script: Script, nodes: dict[str, str], more: dict[str, str], tmp_path: Path
@@ -208,6 +243,8 @@ def test_script_s_run_is_accepted_and_fits(
     assert launched.world_size == 8 * int(nodes["NNODES"])
     parsed = parse(launched)
     args, pp = parsed.args, int(more.get("PP", "1"))
+    mode = MODES[more.get("MODE", "uniform")]
+    assert mode_of(args) is mode
     assert args.training_phase == script.phase
     assert parsed.family.name == available_models()[script.model].parent.name
     assert args.num_layers == script.layers
@@ -220,7 +257,7 @@ def test_script_s_run_is_accepted_and_fits(
     assert args.load_hf == args.tokenizer_model == str(tmp_path / "model")
     assert args.save_hf == str(tmp_path / "out" / "hf")
     assert parsed.model.image_encoder.freeze is (script.phase == "sft")
-    if more:
+    if "VALID_DATA" in more:
         assert (args.eval_iters, args.eval_interval) == (10, 200)
     if script.ep > 1:
         assert args.expert_tensor_parallel_size == 1
@@ -229,11 +266,26 @@ def test_script_s_run_is_accepted_and_fits(
     (stages,) = run_ranks(state_bytes, 1, launched=launched, timeout=120.0)
     assert len(stages) == pp
     assert max(stages) < FITS, stages
+    assert documented(script, mode.name, launched.world_size).startswith(
+        f"{max(stages) / 1e9:.1f} GB"
+    ), stages
+
+
+def documented(script: Script, mode: str, world_size: int) -> str:
+    """What the docs' tables say that the script's fullest GPU holds."""
+    page, column = COLUMNS[mode, world_size]
     (line,) = (
-        line for line in DOCS.read_text().splitlines() if line.startswith(f"| `{script.name}`")
+        line for line in page.read_text().splitlines() if line.startswith(f"| `{script.name}`")
     )
-    cell = {8: 3, 16: 4, 32: 5}[launched.world_size]
-    assert line.split("|")[cell].strip().startswith(f"{max(stages) / 1e9:.1f} GB"), stages
+    return line.split("|")[column].strip()
+
+
+@pytest.mark.quick
+def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    for script in ALL:
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            launch(script.name, tmp_path, MODE="full")
+        assert "MODE is full: it has to be uniform, " in refused.value.stderr
 
 
 # What is given to a script wins over what it says.
