@@ -59,6 +59,7 @@ class LevelFigures:
     tokens_per_second: tuple[float, ...]
     ratios: tuple[float, ...]  # to uniform's rate of the same round
     loss_difference: float  # the largest of all steps, to uniform's
+    processor_seconds: tuple[float, ...]  # of every rank, a step; the median round's
     peak_memory_bytes: tuple[int, ...]  # of every rank, the most of all rounds
     traced: TracedFigures
     picture: str
@@ -104,7 +105,8 @@ def level_figures(
 ) -> LevelFigures:
     """Of one level's runs and uniform's, both by round."""
     rates = tuple(run.tokens_per_second for run in runs)
-    by_rank = zip(*(run.peak_memory_bytes for run in runs), strict=True)
+    peaks_by_rank = zip(*(run.peak_memory_bytes for run in runs), strict=True)
+    processor_by_rank = zip(*(run.processor_seconds for run in runs), strict=True)
     return LevelFigures(
         level=level,
         flags=flags,
@@ -117,7 +119,8 @@ def level_figures(
             for run, other in zip(runs, uniform, strict=True)
             for loss, other_loss in zip(run.losses, other.losses, strict=True)
         ),
-        peak_memory_bytes=tuple(max(peaks) for peaks in by_rank),
+        processor_seconds=tuple(median(seconds) for seconds in processor_by_rank),
+        peak_memory_bytes=tuple(max(peaks) for peaks in peaks_by_rank),
         traced=traced,
         picture=picture,
     )

@@ -1,6 +1,7 @@
 """One run of ``loongplug bench levels`` on forked ranks."""
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class RunFigures:
     step_seconds: tuple[float, ...]
     step_tokens: tuple[int, ...]  # before padding
     losses: tuple[float, ...]
+    processor_seconds: tuple[float, ...]  # of every rank, a step
     peak_memory_bytes: tuple[int, ...]  # of every rank, what it inherited by its fork included
 
     @property
@@ -55,6 +57,7 @@ def measured_run(
         step_seconds=first.step_seconds,
         step_tokens=first.step_tokens,
         losses=first.losses,
+        processor_seconds=tuple(own for each in figures for own in each.processor_seconds),
         peak_memory_bytes=tuple(peak for each in figures for peak in each.peak_memory_bytes),
     )
 
@@ -62,7 +65,7 @@ def measured_run(
 def _train(
     rank: int, tell: OnEvent, *, flags: Sequence[str], warmup: int, folder: Path
 ) -> RunFigures:
-    """The life of a rank; its peak memory is its own alone."""
+    """The life of a rank; its processor time and its peak memory are its own alone."""
     import torch.distributed as dist
 
     from loongplug.platform import activate
@@ -79,7 +82,10 @@ def _train(
     )
     from loongplug.training.run import run
 
+    processor: list[float] = []  # by step, since the process began
+
     def after_step(report: StepReport) -> None:
+        processor.append(time.process_time())
         if report.iteration == warmup:
             platform.reset_peak_memory()
         if rank == 0:
@@ -92,5 +98,11 @@ def _train(
         step_seconds=tuple(report.seconds for report in reports[warmup:]),
         step_tokens=tuple(report.tokens for report in reports[warmup:]),
         losses=tuple(report.loss for report in reports),
+        processor_seconds=(_mean_step(processor[max(warmup - 1, 0) :]),),
         peak_memory_bytes=(peak,),
     )
+
+
+def _mean_step(clock: Sequence[float]) -> float:
+    """Between the first and the last reading; 0 where there is one alone."""
+    return (clock[-1] - clock[0]) / max(len(clock) - 1, 1)

@@ -30,6 +30,7 @@ def rates_table(figures: SettingFigures) -> Table:
     for title in (
         "tokens/s, median (range)",
         "x uniform",
+        "processor ms\nper step by rank",
         "exchanged\nMB per step",
         "peak MiB\nby rank",
         "losses apart\nby at most",
@@ -40,6 +41,7 @@ def rates_table(figures: SettingFigures) -> Table:
             each.level,
             spread(each.tokens_per_second, form=",.0f"),
             spread(each.ratios, form=".2f"),
+            " ".join(f"{seconds * 1e3:,.0f}" for seconds in each.processor_seconds),
             f"{each.traced.exchange_bytes / 1e6:.2f}",
             " ".join(f"{peak / _MIB:,.0f}" for peak in each.peak_memory_bytes),
             f"{each.loss_difference:.1e}",

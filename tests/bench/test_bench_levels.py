@@ -39,6 +39,7 @@ RUN = RunFigures(
     step_seconds=(1.0, 2.0, 1.0),
     step_tokens=(100, 100, 300),
     losses=(3.0, 2.0),
+    processor_seconds=(0.5, 0.75),
     peak_memory_bytes=(10, 20),
 )
 MS = 1_000_000
@@ -61,7 +62,7 @@ def rank_trace(rank: int, *events: Event) -> RankTrace:
         (8, 2, (1, 2, 3)),
         (9, 2, (1, 2, 3, 4)),
         (8, 4, ()),
-            (11, 4, (2,)),
+        (11, 4, (2,)),
         (10, 4, (1,)),
         (2, 2, ()),
         (8, 1, ()),
@@ -131,7 +132,7 @@ def test_data_fit_the_sequence_and_come_out_the_same(tmp_path):
 def test_rates_are_medians_and_ratios_are_of_the_same_round():
     assert RUN.tokens_per_second == 100.0
     fast = replace(RUN, step_seconds=(0.5, 1.0, 0.5), losses=(3.0, 2.5), peak_memory_bytes=(30, 5))
-    slow = replace(RUN, step_seconds=(2.0, 4.0, 2.0))
+    slow = replace(RUN, step_seconds=(2.0, 4.0, 2.0), processor_seconds=(1.5, 1.75))
     found = level_figures(
         FULL,
         [fast, slow],
@@ -144,6 +145,7 @@ def test_rates_are_medians_and_ratios_are_of_the_same_round():
     assert found.ratios == (2.0, 1.0)
     assert found.ratio == 1.5
     assert found.loss_difference == 0.5
+    assert found.processor_seconds == (1.0, 1.25)
     assert found.peak_memory_bytes == (30, 20)
     assert best_split({1: 10.0, 2: 30.0, 3: 20.0}) == 2
 
@@ -259,6 +261,8 @@ def test_a_small_run_measures_and_draws_every_level(tmp_path, capsys):
     )
     assert [each.level for each in figures.levels] == [UNIFORM, FULL]
     for level in figures.levels:
+        assert len(level.processor_seconds) == 2
+        assert min(level.processor_seconds) > 0.005
         # The same weights, samples and steps.
         assert level.loss_difference < 1e-4
         assert (tmp_path / "pictures" / level.picture.split("/")[-1]).stat().st_size > 1000
