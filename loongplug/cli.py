@@ -314,6 +314,21 @@ def bench_convert(
         )
 
 
+@bench.command("levels")
+def bench_levels(
+    rounds: Annotated[int, typer.Option(help="How often each level takes its turn.")] = 3,
+    pictures: Annotated[
+        Path, typer.Option(help="A folder for a picture of one step of each level.")
+    ] = Path("runs/bench/levels"),
+    json_path: Json = None,
+) -> None:
+    """Measure the levels of heterogeneous parallelism side by side on the CPU."""
+    with _user_errors():
+        from loongplug.bench.levels import bench_levels as run
+
+        run(rounds=rounds, json_path=json_path, pictures=pictures)
+
+
 @data.command("check")
 def data_check(
     files: Files,

@@ -20,6 +20,7 @@ loongplug_environment() {
     wanted=$(cat "$ROOT/pyproject.toml" | sha256sum)
     case "$extras" in
         demo) covering="demo test dev" ;;
+        plots) covering="plots test dev" ;;
         test) covering="test dev" ;;
         *) covering=$extras ;;
     esac

@@ -76,7 +76,7 @@ class Engine:
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
             schedule = get_schedule(*args, **kwargs)
             timing = self.timing()
-            return schedule if timing is None else stepped(schedule, timing)
+            return schedule if timing is None else stepped(schedule, timing, recorder=self.recorder)
 
         return get_forward_backward_func
 

@@ -8,11 +8,12 @@ from megatron.core.utils import get_model_config
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.timing import Timing
+from loongplug.observe.recorder import NOTHING, Recorder
 
 Schedule = Callable[..., Any]
 
 
-def stepped(schedule: Schedule, timing: Timing) -> Schedule:
+def stepped(schedule: Schedule, timing: Timing, *, recorder: Recorder = NOTHING) -> Schedule:
     """``schedule``, a forward-backward function of Megatron, with ``timing`` around it.
 
     The step's microbatches are taken from the first chunk's iterator beforehand. What Megatron
@@ -30,9 +31,10 @@ def stepped(schedule: Schedule, timing: Timing) -> Schedule:
         chunk = model[0] if isinstance(model, list) else model
         several = isinstance(data_iterator, list)
         first, *others = data_iterator if several else [data_iterator]
-        microbatches: list[Microbatch] = [
-            replace(next(first), number=number) for number in range(num_microbatches)
-        ]
+        with recorder.span("data", "the step's microbatches"):
+            microbatches: list[Microbatch] = [
+                replace(next(first), number=number) for number in range(num_microbatches)
+            ]
         timing.begin(chunk, microbatches, training=not forward_only)
         replayed: Iterator[Microbatch] = iter(microbatches)
         config = get_model_config(chunk)

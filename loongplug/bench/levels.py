@@ -1,0 +1,209 @@
+"""The levels of heterogeneous parallelism, side by side: same model, data, weights and ranks.
+
+Every level takes its turn in every round. All runs load the same weights and see the same samples
+in the same order, so that their losses agree; how far they do is among the figures.
+"""
+
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loongplug.bench.levels_data import write_levels_data
+from loongplug.bench.levels_figures import (
+    SettingFigures,
+    TracedFigures,
+    best_split,
+    level_figures,
+    shown_step,
+    traced_figures,
+)
+from loongplug.bench.levels_plan import (
+    SETTINGS,
+    UNIFORM,
+    Setting,
+    Work,
+    level_flags,
+    split_candidates,
+    split_flags,
+)
+from loongplug.bench.levels_rank import RunFigures, measured_run
+from loongplug.bench.levels_report import print_settings, wide_console, write_json
+from loongplug.observe.picture import draw_timeline, require_matplotlib
+from loongplug.observe.trace_file import read_folder
+from loongplug.verify.runs import preload
+
+
+def bench_levels(
+    *,
+    rounds: int,
+    json_path: Path | None,
+    pictures: Path,
+    work: Work | None = None,
+    settings: Sequence[Setting] = SETTINGS,
+) -> list[SettingFigures]:
+    """Measure, print tables, draw a step of every level into ``pictures``.
+
+    Raises:
+        ValueError: ``rounds`` is below 1, matplotlib is missing, or a run's flags were refused.
+        RankError: a run failed otherwise.
+    """
+    if rounds < 1:
+        raise ValueError(f"--rounds is {rounds}: expected at least 1.")
+    require_matplotlib()
+    work = work or Work()
+    pictures.mkdir(parents=True, exist_ok=True)
+    preload("cpu")
+    with (
+        tempfile.TemporaryDirectory(prefix="loongplug-levels-") as name,
+        _forked_from(),
+        _bar(_iterations(settings, work, rounds=rounds)) as progress,
+    ):
+        bench = _Bench(Path(name), work=work, progress=progress)
+        figures = bench.measure(settings, rounds=rounds, pictures=pictures)
+    console = wide_console()
+    print_settings(figures, console=console)
+    console.print(f"A step of each level as a picture: {pictures}", soft_wrap=True)
+    if json_path is not None:
+        write_json(json_path, figures, work=work, rounds=rounds)
+    return figures
+
+
+class _Bench:
+    """The runs, each in a folder of its own below ``root``."""
+
+    def __init__(self, root: Path, *, work: Work, progress: Progress) -> None:
+        self._root = root
+        self._work = work
+        self._progress = progress
+        self._runs = 0
+        write_levels_data(root / "data", samples=work.samples)
+        self._run(
+            Setting(name="weights"),
+            ("--lr", "0", "--min-lr", "0", "--train-iters", "1", "--save-hf", self._weights),
+            warmup=0,
+        )
+
+    @property
+    def _weights(self) -> str:
+        return str(self._root / "weights")
+
+    def measure(
+        self, settings: Sequence[Setting], *, rounds: int, pictures: Path
+    ) -> list[SettingFigures]:
+        """Choose the splits, then all levels in turn, then once more each with a trace."""
+        splits = {setting.name: self._splits(setting) for setting in settings}
+        flags = {
+            (setting.name, level): level_flags(
+                level, first_layers=best_split(tried) if (tried := splits[setting.name]) else None
+            )
+            for setting in settings
+            for level in setting.levels
+        }
+        runs: dict[tuple[str, str], list[RunFigures]] = {key: [] for key in flags}
+        for number in range(rounds):
+            for setting in settings:
+                # What comes first in a round comes last in the next.
+                for level in setting.levels[:: -1 if number % 2 else 1]:
+                    key = setting.name, level
+                    runs[key].append(self._loaded(setting, flags[key]))
+        return [
+            SettingFigures(
+                setting=setting.name,
+                ranks=setting.ranks,
+                splits=splits[setting.name],
+                levels=tuple(
+                    level_figures(
+                        level,
+                        runs[setting.name, level],
+                        runs[setting.name, UNIFORM],
+                        flags=flags[setting.name, level],
+                        traced=self._traced(setting, flags[setting.name, level], picture=picture),
+                        picture=str(picture),
+                    )
+                    for level in setting.levels
+                    for picture in [pictures / _picture_name(setting, level)]
+                ),
+            )
+            for setting in settings
+        ]
+
+    def _splits(self, setting: Setting) -> dict[int, float]:
+        """Tokens/s by the first stage's layers."""
+        return {
+            first: self._loaded(setting, split_flags(first)).tokens_per_second
+            for first in split_candidates(self._work.decoder_layers, setting.pp)
+        }
+
+    def _traced(self, setting: Setting, flags: tuple[str, ...], *, picture: Path) -> TracedFigures:
+        warmup = self._work.warmup
+        folder = self._root / f"trace-{self._runs}"
+        self._loaded(setting, (*flags, "--trace", str(folder)))
+        traces = read_folder(folder)
+        step, measured = shown_step(traces, warmup=warmup)
+        draw_timeline(traces, measured, picture, step=step)
+        return traced_figures(traces, warmup=warmup)
+
+    def _loaded(self, setting: Setting, flags: tuple[str, ...]) -> RunFigures:
+        return self._run(setting, ("--load-hf", self._weights, *flags), warmup=self._work.warmup)
+
+    def _run(self, setting: Setting, flags: tuple[str, ...], *, warmup: int) -> RunFigures:
+        self._runs += 1
+        return measured_run(
+            [*self._work.flags(self._root / "data"), *setting.flags, *flags],
+            ranks=setting.ranks,
+            warmup=warmup,
+            folder=self._root / f"run-{self._runs}",
+            on_step=self._stepped,
+        )
+
+    def _stepped(self) -> None:
+        for task in self._progress.task_ids:
+            self._progress.advance(task)
+        self._progress.refresh()
+
+
+def _iterations(settings: Sequence[Setting], work: Work, *, rounds: int) -> int:
+    """Steps of all runs together; the one that makes the weights has one."""
+    runs = sum(
+        len(setting.levels) * (rounds + 1) + len(split_candidates(work.decoder_layers, setting.pp))
+        for setting in settings
+    )
+    return 1 + runs * work.iterations
+
+
+@contextmanager
+def _forked_from() -> Iterator[None]:
+    """Ranks do not look through what they have inherited each time that they collect garbage."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Progress]:
+    """Steps done of all."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("levels"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,  # its thread would be there when ranks are forked
+        disable=not console.is_terminal,
+        transient=True,
+    ) as progress:
+        progress.add_task("levels", total=total)
+        yield progress
+
+
+def _picture_name(setting: Setting, level: str) -> str:
+    return f"{setting.name} {level}.png".replace(" ", "_").lower()

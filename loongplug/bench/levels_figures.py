@@ -1,0 +1,188 @@
+"""What ``loongplug bench levels`` makes of its runs: ratios, phases, bytes. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from loongplug.bench.levels_plan import UNIFORM
+from loongplug.bench.levels_rank import RunFigures
+from loongplug.observe.shares import (
+    Interval,
+    Shares,
+    difference,
+    intersection,
+    length,
+    shares,
+    states,
+    union,
+)
+from loongplug.observe.trace_file import Event, RankTrace
+
+# What of a step is shown, and which states of a trace that is.
+PHASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "encoder forward": ("encoder_forward",),
+    "encoder backward": ("encoder_backward",),
+    "decoder forward": ("forward",),
+    "decoder backward": ("backward",),
+    "exchange": ("exchange",),
+    "waiting": ("waiting",),
+    "optimizer": ("optimizer", "gradients"),
+    "data": ("data",),
+    "idle": ("idle",),
+}
+ENCODER: Final = ("encoder forward", "encoder backward")
+DECODER: Final = ("decoder forward", "decoder backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedFigures:
+    """Of one run with a trace; medians of its steps after the warm-up."""
+
+    phase_ms: tuple[Mapping[str, float], ...]  # of every rank
+    exchange_bytes: float  # of a step, sent by all ranks together
+
+    @property
+    def encoder_share(self) -> float:
+        """Of the model's computing on all ranks, transfers within it included."""
+        encoder = sum(rank[phase] for rank in self.phase_ms for phase in ENCODER)
+        decoder = sum(rank[phase] for rank in self.phase_ms for phase in DECODER)
+        return encoder / (encoder + decoder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelFigures:
+    """One level in one setting. Rates and ratios are by round."""
+
+    level: str
+    flags: tuple[str, ...]
+    tokens_per_second: tuple[float, ...]
+    ratios: tuple[float, ...]  # to uniform's rate of the same round
+    loss_difference: float  # the largest of all steps, to uniform's
+    processor_seconds: tuple[float, ...]  # of every rank, a step; the median round's
+    peak_memory_bytes: tuple[int, ...]  # of every rank, the most of all rounds
+    traced: TracedFigures
+    picture: str
+
+    @property
+    def ratio(self) -> float:
+        """The median round's."""
+        return median(self.ratios)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingFigures:
+    """All levels in one setting.
+
+    ``splits`` holds the tokens/s of each split of layers that was tried, by the first stage's
+    layers.
+    """
+
+    setting: str
+    ranks: int
+    splits: Mapping[int, float]
+    levels: tuple[LevelFigures, ...]
+
+    @property
+    def encoder_share(self) -> float:
+        """Of the work, as uniform does it."""
+        return next(each for each in self.levels if each.level == UNIFORM).traced.encoder_share
+
+
+def best_split(splits: Mapping[int, float]) -> int:
+    """The first stage's layers with the highest rate."""
+    return max(splits, key=lambda first: splits[first])
+
+
+def level_figures(
+    level: str,
+    runs: Sequence[RunFigures],
+    uniform: Sequence[RunFigures],
+    *,
+    flags: tuple[str, ...],
+    traced: TracedFigures,
+    picture: str,
+) -> LevelFigures:
+    """Of one level's runs and uniform's, both by round."""
+    rates = tuple(run.tokens_per_second for run in runs)
+    peaks_by_rank = zip(*(run.peak_memory_bytes for run in runs), strict=True)
+    processor_by_rank = zip(*(run.processor_seconds for run in runs), strict=True)
+    return LevelFigures(
+        level=level,
+        flags=flags,
+        tokens_per_second=rates,
+        ratios=tuple(
+            rate / other.tokens_per_second for rate, other in zip(rates, uniform, strict=True)
+        ),
+        loss_difference=max(
+            abs(loss - other_loss)
+            for run, other in zip(runs, uniform, strict=True)
+            for loss, other_loss in zip(run.losses, other.losses, strict=True)
+        ),
+        processor_seconds=tuple(median(seconds) for seconds in processor_by_rank),
+        peak_memory_bytes=tuple(max(peaks) for peaks in peaks_by_rank),
+        traced=traced,
+        picture=picture,
+    )
+
+
+def traced_figures(traces: Sequence[RankTrace], *, warmup: int) -> TracedFigures:
+    """Of every rank's trace; the first ``warmup`` steps do not count."""
+    numbers = _steps(traces, warmup=warmup)
+    sent = [
+        sum(
+            event.details["bytes"]
+            for trace in traces
+            for event in trace.events
+            if event.step == number and event.phase == "exchange"
+        )
+        for number in numbers
+    ]
+    return TracedFigures(
+        phase_ms=tuple(
+            {
+                phase: median(phases(*_step(trace, number))[phase] for number in numbers) / 1e6
+                for phase in PHASES
+            }
+            for trace in traces
+        ),
+        exchange_bytes=median(sent),
+    )
+
+
+def phases(window: Interval, events: Sequence[Event]) -> dict[str, int]:
+    """Nanoseconds of a rank's step by phase; together they are the step.
+
+    An exchange within a forward or a backward counts as an exchange here.
+    """
+    exchanging = union((event.start, event.end) for event in events if event.phase == "exchange")
+    exchanging = intersection([window], exchanging)
+    by_state = {
+        state: length(difference(intervals, exchanging))
+        for state, intervals in states(window, events).items()
+    }
+    by_state["exchange"] = length(exchanging)
+    return {phase: sum(by_state[state] for state in found) for phase, found in PHASES.items()}
+
+
+def shown_step(traces: Sequence[RankTrace], *, warmup: int) -> tuple[int, dict[int, Shares]]:
+    """The step to draw, which is the one of median length, with its shares by rank."""
+    numbers = _steps(traces, warmup=warmup)
+
+    def took(number: int) -> int:
+        start, end = _step(traces[0], number)[0]
+        return end - start
+
+    number = sorted(numbers, key=took)[len(numbers) // 2]
+    return number, {trace.rank: shares(*_step(trace, number)) for trace in traces}
+
+
+def _steps(traces: Sequence[RankTrace], *, warmup: int) -> list[int]:
+    whole = set.intersection(*(trace.whole_steps() for trace in traces))
+    return sorted(number for number in whole if number > warmup)
+
+
+def _step(trace: RankTrace, number: int) -> tuple[Interval, list[Event]]:
+    events = [event for event in trace.events if event.step == number]
+    (step,) = (event for event in events if event.phase == "step")
+    return (step.start, step.end), events

@@ -1,0 +1,130 @@
+"""What ``loongplug bench levels`` runs: settings, levels, and the flags of each run. Pure."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from loongplug.bench.levels_data import SEQ_LENGTH
+
+UNIFORM, TUNED = "uniform", "uniform tuned"
+HETERO_TP, HETERO_DP, FULL = "heterogeneous TP", "heterogeneous DP", "full separation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A layout of the decoder that all levels share."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes, one thread each."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of train.py."""
+        return (
+            *("--tensor-model-parallel-size", str(self.tp)),
+            *("--pipeline-model-parallel-size", str(self.pp)),
+        )
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels that differ from uniform here, and uniform, which comes first.
+
+        Without stages there is no split of layers to tune, and without tensor parallelism an
+        encoder of tensor parallel size 1 is what uniform has.
+        """
+        tuned = (TUNED,) if self.pp > 1 else ()
+        within_tp = (HETERO_TP, HETERO_DP) if self.tp > 1 else ()
+        return (UNIFORM, *tuned, *within_tp, FULL)
+
+
+SETTINGS: Final = (
+    Setting(name="PP2", pp=2),
+    Setting(name="TP2", tp=2),
+    Setting(name="DP2", dp=2),
+    Setting(name="TP2 x PP2", tp=2, pp=2),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The model and its steps: the same in every run."""
+
+    decoder_layers: int = 8
+    encoder_layers: int = 5
+    encoder_size: int = 128
+    micro_batch_size: int = 4
+    microbatches: int = 8  # of a step, over all data parallel replicas
+    warmup: int = 2  # steps that do not count
+    steps: int = 6
+
+    @property
+    def iterations(self) -> int:
+        """Steps of a run."""
+        return self.warmup + self.steps
+
+    @property
+    def samples(self) -> int:
+        """Samples of a run."""
+        return self.iterations * self.micro_batch_size * self.microbatches
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of the tiny Qwen3-VL."""
+        return (
+            f"model.foundation.num_layers={self.decoder_layers}",
+            f"model.image_encoder.num_layers={self.encoder_layers}",
+            f"model.image_encoder.hidden_size={self.encoder_size}",
+            f"model.image_encoder.ffn_hidden_size={2 * self.encoder_size}",
+        )
+
+    def flags(self, data: Path) -> tuple[str, ...]:
+        """Of train.py, all but those of the layout and the level."""
+        return (
+            *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
+            *("--tokenizer-model", str(data / "processor")),
+            *("--train-data-path", str(data / "train.jsonl")),
+            *("--seq-length", str(SEQ_LENGTH), "--seed", "1234"),
+            *("--micro-batch-size", str(self.micro_batch_size)),
+            *("--global-batch-size", str(self.micro_batch_size * self.microbatches)),
+            *("--lr", "1e-3", "--lr-decay-style", "constant", "--weight-decay", "0.0"),
+            *("--lr-decay-iters", "1000000"),  # so short a run is all warm-up by most schedules
+            *("--train-iters", str(self.iterations), "--log-interval", "1", "--eval-iters", "0"),
+            *self.overrides,
+        )
+
+
+def split_candidates(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of the first stage that are worth a trial: fewer than an even share.
+
+    The first stage has the encoder besides, and the rest has to divide over the later stages.
+    """
+    if stages < 2:
+        return ()
+    return tuple(
+        first for first in range(1, -(-layers // stages)) if (layers - first) % (stages - 1) == 0
+    )
+
+
+def split_flags(first: int) -> tuple[str, ...]:
+    """An uneven split of the decoder's layers, with ``first`` of them on the first stage."""
+    return ("--decoder-first-pipeline-num-layers", str(first))
+
+
+def level_flags(level: str, *, first_layers: int | None) -> tuple[str, ...]:
+    """What makes a run one of ``level``; ``first_layers`` is the best split that was found."""
+    if level == TUNED:
+        assert first_layers is not None, "a split was chosen before"
+        return split_flags(first_layers)
+    return {
+        UNIFORM: (),
+        HETERO_TP: ("model.image_encoder.tensor_model_parallel_size=1",),
+        HETERO_DP: ("--enable-encoder-hetero-dp",),
+        FULL: ("--enable-full-hetero-dp",),
+    }[level]
