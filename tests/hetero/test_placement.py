@@ -91,5 +91,5 @@ def test_the_sum_over_replicas_counts_each_unit_once(made):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tp", [0, 3, 8])
 def test_a_size_that_does_not_divide(place, tp):
-    with pytest.raises(ValueError, match=f"is {tp}: it has to divide the decoder's, 4"):
+    with pytest.raises(ValueError, match=f"is {tp}: it has to divide the decoder's, which is 4"):
         place(Layout(tp=4, pp=2), tp=tp, rank=0)
