@@ -6,7 +6,8 @@ in the same order, so that their losses agree; how far they do is among the figu
 
 import gc
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from loongplug.bench.levels_data import write_levels_data
 from loongplug.bench.levels_figures import (
     SettingFigures,
     TracedFigures,
-    best_split,
+    fastest,
     level_figures,
+    median_rate,
     shown_step,
     traced_figures,
 )
@@ -27,7 +29,7 @@ from loongplug.bench.levels_plan import (
     UNIFORM,
     Setting,
     Work,
-    level_flags,
+    level_variants,
     split_candidates,
     split_flags,
 )
@@ -95,49 +97,58 @@ class _Bench:
     def measure(
         self, settings: Sequence[Setting], *, rounds: int, pictures: Path
     ) -> list[SettingFigures]:
-        """Choose the splits, then all levels in turn, then once more each with a trace."""
-        splits = {setting.name: self._splits(setting) for setting in settings}
-        flags = {
-            (setting.name, level): level_flags(
-                level, first_layers=best_split(tried) if (tried := splits[setting.name]) else None
-            )
-            for setting in settings
-            for level in setting.levels
-        }
-        runs: dict[tuple[str, str], list[RunFigures]] = {key: [] for key in flags}
+        """All variants of all levels in turn, then each level once more with a trace."""
+        runs: dict[tuple[str, tuple[str, ...]], list[RunFigures]] = defaultdict(list)
         for number in range(rounds):
             for setting in settings:
-                # What comes first in a round comes last in the next.
-                for level in setting.levels[:: -1 if number % 2 else 1]:
-                    key = setting.name, level
-                    runs[key].append(self._loaded(setting, flags[key]))
-        return [
-            SettingFigures(
-                setting=setting.name,
-                ranks=setting.ranks,
-                splits=splits[setting.name],
-                levels=tuple(
-                    level_figures(
-                        level,
-                        runs[setting.name, level],
-                        runs[setting.name, UNIFORM],
-                        flags=flags[setting.name, level],
-                        traced=self._traced(setting, flags[setting.name, level], picture=picture),
-                        picture=str(picture),
-                    )
+                variants = [
+                    flags
                     for level in setting.levels
-                    for picture in [pictures / _picture_name(setting, level)]
-                ),
+                    for flags in level_variants(level, self._work, setting)
+                ]
+                # What comes first in a round comes last in the next.
+                for flags in variants[:: -1 if number % 2 else 1]:
+                    runs[setting.name, flags].append(self._loaded(setting, flags))
+        return [
+            self._figures(
+                setting,
+                {flags: found for (name, flags), found in runs.items() if name == setting.name},
+                pictures=pictures,
             )
             for setting in settings
         ]
 
-    def _splits(self, setting: Setting) -> dict[int, float]:
-        """Tokens/s by the first stage's layers."""
-        return {
-            first: self._loaded(setting, split_flags(first)).tokens_per_second
-            for first in split_candidates(self._work.decoder_layers, setting.pp)
-        }
+    def _figures(
+        self,
+        setting: Setting,
+        runs: Mapping[tuple[str, ...], Sequence[RunFigures]],
+        *,
+        pictures: Path,
+    ) -> SettingFigures:
+        (uniform,) = level_variants(UNIFORM, self._work, setting)
+        levels = []
+        for level in setting.levels:
+            flags = fastest(
+                {each: runs[each] for each in level_variants(level, self._work, setting)}
+            )
+            picture = pictures / _picture_name(setting, level)
+            levels.append(
+                level_figures(
+                    level,
+                    runs[flags],
+                    runs[uniform],
+                    flags=flags,
+                    traced=self._traced(setting, flags, picture=picture),
+                    picture=str(picture),
+                )
+            )
+        splits = split_candidates(self._work.decoder_layers, setting.pp)
+        return SettingFigures(
+            setting=setting.name,
+            ranks=setting.ranks,
+            splits={first: median_rate(runs[split_flags(first)]) for first in splits},
+            levels=tuple(levels),
+        )
 
     def _traced(self, setting: Setting, flags: tuple[str, ...], *, picture: Path) -> TracedFigures:
         warmup = self._work.warmup
@@ -170,7 +181,8 @@ class _Bench:
 def _iterations(settings: Sequence[Setting], work: Work, *, rounds: int) -> int:
     """Steps of all runs together; the one that makes the weights has one."""
     runs = sum(
-        len(setting.levels) * (rounds + 1) + len(split_candidates(work.decoder_layers, setting.pp))
+        rounds * sum(len(level_variants(level, work, setting)) for level in setting.levels)
+        + len(setting.levels)
         for setting in settings
     )
     return 1 + runs * work.iterations

@@ -74,8 +74,8 @@ class LevelFigures:
 class SettingFigures:
     """All levels in one setting.
 
-    ``splits`` holds the tokens/s of each split of layers that was tried, by the first stage's
-    layers.
+    ``splits`` holds the median tokens/s of each split of layers that was tried, by the first
+    stage's layers.
     """
 
     setting: str
@@ -89,9 +89,14 @@ class SettingFigures:
         return next(each for each in self.levels if each.level == UNIFORM).traced.encoder_share
 
 
-def best_split(splits: Mapping[int, float]) -> int:
-    """The first stage's layers with the highest rate."""
-    return max(splits, key=lambda first: splits[first])
+def median_rate(runs: Sequence[RunFigures]) -> float:
+    """Tokens/s of the median round."""
+    return median(run.tokens_per_second for run in runs)
+
+
+def fastest(runs: Mapping[tuple[str, ...], Sequence[RunFigures]]) -> tuple[str, ...]:
+    """The variant, by its flags, with the highest median rate."""
+    return max(runs, key=lambda flags: median_rate(runs[flags]))
 
 
 def level_figures(

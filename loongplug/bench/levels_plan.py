@@ -59,10 +59,10 @@ class Work:
     decoder_layers: int = 8
     encoder_layers: int = 5
     encoder_size: int = 128
-    micro_batch_size: int = 4
+    micro_batch_size: int = 3
     microbatches: int = 8  # of a step, over all data parallel replicas
     warmup: int = 2  # steps that do not count
-    steps: int = 6
+    steps: int = 5
 
     @property
     def iterations(self) -> int:
@@ -117,14 +117,15 @@ def split_flags(first: int) -> tuple[str, ...]:
     return ("--decoder-first-pipeline-num-layers", str(first))
 
 
-def level_flags(level: str, *, first_layers: int | None) -> tuple[str, ...]:
-    """What makes a run one of ``level``; ``first_layers`` is the best split that was found."""
+def level_variants(level: str, work: Work, setting: Setting) -> tuple[tuple[str, ...], ...]:
+    """The flags that make a run one of ``level``; of several, the fastest stands for it."""
     if level == TUNED:
-        assert first_layers is not None, "a split was chosen before"
-        return split_flags(first_layers)
-    return {
+        splits = split_candidates(work.decoder_layers, setting.pp)
+        return tuple(split_flags(first) for first in splits)
+    flags: dict[str, tuple[str, ...]] = {
         UNIFORM: (),
         HETERO_TP: ("model.image_encoder.tensor_model_parallel_size=1",),
         HETERO_DP: ("--enable-encoder-hetero-dp",),
         FULL: ("--enable-full-hetero-dp",),
-    }[level]
+    }
+    return (flags[level],)

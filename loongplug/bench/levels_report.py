@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.bench.levels_figures import PHASES, SettingFigures, best_split
+from loongplug.bench.levels_figures import PHASES, SettingFigures
 from loongplug.bench.levels_plan import Work
 from loongplug.bench.step import spread
 
@@ -88,10 +88,7 @@ def _title(figures: SettingFigures) -> str:
     tuned = ""
     if figures.splits:
         tried = ", ".join(f"{first}: {rate:,.0f}" for first, rate in figures.splits.items())
-        tuned = (
-            f"; tuned to {best_split(figures.splits)} layers on the first stage"
-            f" (tokens/s of those tried: {tried})"
-        )
+        tuned = f"; first-stage layers tried: tokens/s are {tried}"
     return (
         f"{figures.setting}, {figures.ranks} ranks; the encoder is {figures.encoder_share:.0%} of"
         f" the work{tuned}"

@@ -12,8 +12,9 @@ from loongplug.bench.levels_data import SEQ_LENGTH, write_levels_data
 from loongplug.bench.levels_figures import (
     SettingFigures,
     TracedFigures,
-    best_split,
+    fastest,
     level_figures,
+    median_rate,
     phases,
     shown_step,
     traced_figures,
@@ -27,7 +28,7 @@ from loongplug.bench.levels_plan import (
     UNIFORM,
     Setting,
     Work,
-    level_flags,
+    level_variants,
     split_candidates,
 )
 from loongplug.bench.levels_rank import RunFigures
@@ -87,15 +88,15 @@ def test_each_setting_has_the_levels_that_mean_something_there():
 @pytest.mark.quick
 def test_levels_differ_in_their_flags_alone():
     found = {
-        level: level_flags(level, first_layers=2)
+        level: level_variants(level, Work(decoder_layers=8), Setting(name="PP2", pp=2))
         for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL)
     }
     assert found == {
-        UNIFORM: (),
-        TUNED: ("--decoder-first-pipeline-num-layers", "2"),
-        HETERO_TP: ("model.image_encoder.tensor_model_parallel_size=1",),
-        HETERO_DP: ("--enable-encoder-hetero-dp",),
-        FULL: ("--enable-full-hetero-dp",),
+        UNIFORM: ((),),
+        TUNED: tuple(("--decoder-first-pipeline-num-layers", first) for first in "123"),
+        HETERO_TP: (("model.image_encoder.tensor_model_parallel_size=1",),),
+        HETERO_DP: (("--enable-encoder-hetero-dp",),),
+        FULL: (("--enable-full-hetero-dp",),),
     }
 
 
@@ -147,7 +148,9 @@ def test_rates_are_medians_and_ratios_are_of_the_same_round():
     assert found.loss_difference == 0.5
     assert found.processor_seconds == (1.0, 1.25)
     assert found.peak_memory_bytes == (30, 20)
-    assert best_split({1: 10.0, 2: 30.0, 3: 20.0}) == 2
+    assert median_rate([fast, slow, slow]) == 50.0
+    # One round that was lucky does not make a variant the fastest.
+    assert fastest({("a",): [fast, slow, slow], ("b",): [RUN, RUN, RUN]}) == ("b",)
 
 
 @pytest.mark.quick
@@ -226,7 +229,7 @@ def test_tables_and_json_hold_every_level(tmp_path):
     text = shown.getvalue()
     assert "2.00 (2.00 to 2.00)" in text
     assert "the encoder is 50% of" in text
-    assert "tuned to 2 layers" in text
+    assert "first-stage layers tried: tokens/s are 1: 90, 2: 95" in " ".join(text.split())
     write_json(tmp_path / "levels.json", [figures], work=Work(), rounds=1)
     content = json.loads((tmp_path / "levels.json").read_text())
     (setting,) = content["settings"]
