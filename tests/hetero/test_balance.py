@@ -143,8 +143,11 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_5_ms(
 ) -> None:
     """With the costs; up to four images of different sizes to a unit."""
     random = Random(0)
-    side = lambda: 2 * random.randrange(4, 25)  # noqa: E731
-    units = [[(1, side(), side()) for _ in range(random.randrange(5))] for _ in range(1024)]
+    sides = range(8, 50, 2)
+    units = [
+        [(1, random.choice(sides), random.choice(sides)) for _ in range(random.randrange(5))]
+        for _ in range(1024)
+    ]
     balance = Balance(work=EncoderWork.of(encoder("qwen3_vl_8b")))
     took = []
     for _ in range(7):
