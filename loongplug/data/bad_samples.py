@@ -47,8 +47,8 @@ def bad_as(kind: BadKind) -> Iterator[None]:
 class BadSamples:
     """What training does with the bad samples it meets, and how many it met.
 
-    The rank that loads a replica's vision parts meets them all, others only those with a bad text
-    part. Ranks for which ``speaks`` is set log what they leave out.
+    All ranks of a replica meet those with a bad text part, and log them where ``speaks`` is set.
+    Bad pixels are met, and logged, by the one that loads them.
     """
 
     def __init__(self, policy: BadSamplePolicy = "fatal") -> None:
@@ -61,5 +61,5 @@ class BadSamples:
         if not self.skips:
             raise BadSampleError(sample)
         self.counts[sample.kind] += 1
-        if self.speaks:
+        if self.speaks or sample.kind == "pixels":
             _LOG.warning("bad sample left out (%s): %s", sample.kind, sample.message)

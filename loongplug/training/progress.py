@@ -205,7 +205,8 @@ class TrainingProgress:
         """``counts_tokens``: this rank speaks for its data parallel replica (tp 0, stage 0).
         ``has_loss``: this rank speaks for the loss (the last stage's tp 0 of replica 0).
         ``on_report`` is called on every rank. ``bad_samples`` are those that this rank has met so
-        far, by kind; they are summed over the ranks that count tokens.
+        far, by kind. Bad pixels are met by the one rank of a replica that loads them, all others by
+        every rank of it: the latter are summed over the ranks that count tokens.
         """
         self._total = total
         self._interval = interval
@@ -253,7 +254,10 @@ class TrainingProgress:
             loss.item() if self._has_loss else 0.0,
             tokens - self._reported_tokens if self._counts_tokens else 0,
             capacity - self._reported_capacity if self._counts_tokens else 0,
-            *(self._met.get(kind, 0) if self._counts_tokens else 0 for kind in BAD_KINDS),
+            *(
+                self._met.get(kind, 0) if self._counts_tokens or kind == "pixels" else 0
+                for kind in BAD_KINDS
+            ),
         )
         self.bad_samples = {
             kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count

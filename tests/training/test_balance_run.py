@@ -1,11 +1,14 @@
 """Whole runs in which units go to the replicas by what they cost."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from ranks import run_ranks
 
 from loongplug.data import loader
@@ -133,18 +136,40 @@ def test_evaluation_is_balanced_and_a_resumed_run_plans_the_same_steps(separated
     assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=2e-5)
 
 
-def test_packs_with_samples_left_out(separated, demo, tmp_path):
-    """A sample in eight has an image that is not there."""
+def cut(row: str, *, source: Path, folder: Path) -> str:
+    """The row with a first image of the same size that ends after its header."""
+    content = json.loads(row)
+    part = next(each for each in content["messages"][0]["content"] if each["type"] == "image")
+    name = folder / f"{Path(part['image']).stem}-cut.png"
+    size = Image.open(source / part["image"]).size
+    Image.effect_noise(size, 80).convert("RGB").save(name)
+    name.write_bytes(name.read_bytes()[: name.stat().st_size * 2 // 3])
+    part["image"] = str(name)
+    return json.dumps(content)
+
+
+def test_packs_with_samples_whose_pixels_are_bad(separated, demo, tmp_path):
+    """Known to the rank that decodes the unit, which is another one with balance."""
     rows = (demo / "train.jsonl").read_text().splitlines()
-    for number in range(0, len(rows), 8):
-        rows[number] = rows[number].replace(".png", "-gone.png")
-    data = tmp_path / "rows.jsonl"
+    with_image = [number for number, row in enumerate(rows) if '"image"' in row]
+    for number in with_image[::6]:
+        rows[number] = cut(rows[number], source=demo, folder=tmp_path)
+    data, metrics = tmp_path / "rows.jsonl", tmp_path / "metrics.json"
     data.write_text("\n".join(rows))
     more = (
         *("--train-data-path", str(data), "--media-root", str(demo), "--bad-sample", "skip"),
         *("--packing", "--packing-look-ahead", "4", "--seq-length", "160", "--train-iters", "2"),
+        *("--metrics-json", str(metrics)),
     )
     in_turn = observe(separated, *PP2, *more, ranks=2)
+    bad = json.loads(metrics.read_text())["bad_samples"]
+    # Each as often as it is in a microbatch, whichever rank decodes it.
+    media = [str(medium) for unit in in_turn[0]["units"][0] for medium in unit.media]
+    assert bad == {"pixels": sum("-cut.png" in medium for medium in media)}
+    assert bad["pixels"] > 2
     found = observe(separated, *PP2, *BALANCED, *more, ranks=2)
-    require_plan(found)
+    assert {unit.owner for unit in found[0]["units"][0]} == {0, 1}
+    assert all(each["owners"] == found[0]["owners"] for each in found)
+    assert found[0]["owners"] != in_turn[0]["owners"]
+    assert json.loads(metrics.read_text())["bad_samples"] == bad
     torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)

@@ -119,7 +119,7 @@ def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
 
 
 def met(rank: int) -> tuple[dict[str, int], str]:
-    """Ranks 0 and 1 each speak for a replica; rank 2 is of a later stage."""
+    """Ranks 0 and 1 each speak for a replica; rank 2 is of a later stage, but decodes, too."""
     counts: dict[str, int] = {}  # it fills up while training runs
     stream = io.StringIO()
     progress = TrainingProgress(
@@ -140,6 +140,6 @@ def met(rank: int) -> tuple[dict[str, int], str]:
 
 def test_bad_samples_are_summed_over_replicas_and_told_at_the_end():
     for counts, said in run_ranks(met, 3):
-        assert counts == {"length": 6, "pixels": 1}
-        assert said.splitlines()[-1] == "bad samples left out: 7 (length 6, pixels 1)"
+        assert counts == {"length": 6, "pixels": 3}
+        assert said.splitlines()[-1] == "bad samples left out: 9 (length 6, pixels 3)"
     assert summarize([report(1)], valid_loss=None, bad_samples={"row": 1}).bad_samples == {"row": 1}
