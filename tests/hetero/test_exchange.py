@@ -114,14 +114,12 @@ def test_units_come_and_gradients_return(name):
 def with_units_swapped(rank: int, **case) -> None:
     """What arrives of one rank is taken for the units in another order."""
     original = exchange_module.feature_transfers
-    exchange_module.feature_transfers = lambda *args: original(*args)[::-1] if rank else original(
-        *args
+    exchange_module.feature_transfers = lambda *args: (
+        original(*args)[::-1] if rank else original(*args)
     )
     there_and_back(rank, **case)
 
 
 def test_swapped_units_are_seen():
     with pytest.raises(RankError):
-        run_ranks(
-            with_units_swapped, 2, decoder=Layout(tp=2), tp=1, everywhere=False, timeout=30.0
-        )
+        run_ranks(with_units_swapped, 2, decoder=Layout(tp=2), tp=1, everywhere=False, timeout=30.0)

@@ -26,9 +26,7 @@ def test_consumers_are_the_first_stage_s_tensor_parallel_group(made):
 def test_all_ranks_of_a_replica_have_the_same_view(made):
     placement, decoder, rank = made
     place = next(
-        each
-        for each in PLACES
-        if each(decoder, tp=placement.layout.tp, rank=rank) == placement
+        each for each in PLACES if each(decoder, tp=placement.layout.tp, rank=rank) == placement
     )
     for other in decoder.group("tp_cp_pp", rank):
         assert place(decoder, tp=placement.layout.tp, rank=other) == placement

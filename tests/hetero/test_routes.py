@@ -78,9 +78,7 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     assume(placement.on_every_stage)
     owners = tuple(range(len(placement.groups))) * rounds
     sent = Counter(
-        each.source
-        for each in gradient_transfers(placement, owners)
-        if each.source != each.target
+        each.source for each in gradient_transfers(placement, owners) if each.source != each.target
     )
     counts = [sent[rank] for rank in placement.consumers]
     assert max(counts) - min(counts) <= rounds
