@@ -1,4 +1,4 @@
-"""Both modes where there is little to share out, in evaluation, and what each rank has of images."""
+"""Both modes where there is little to share out, in evaluation, and which rank has what images."""
 
 import json
 from pathlib import Path
