@@ -200,3 +200,22 @@ def groups_kept(rank: int, *, flags: list[str]) -> int:
     group_ahead.GroupAhead.features = noted
     run(flags)
     return most
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(*DP, "--sequence-parallel", *OVERLAP), (*FULL, *OVERLAP)],
+    ids=["dp", "full"],
+)
+def test_bf16(flags, layout):
+    """Payloads travel in the decoder's precision, gradients too."""
+    expected = train(flags, "--bf16")
+    found = train(flags, "--bf16", *layout, ranks=2)
+    for step, step_alone in zip(found, expected, strict=True):
+        assert step == pytest.approx(step_alone, rel=2e-2)
+
+
+@pytest.mark.parametrize("layout", [DP, FULL], ids=["dp", "full"])
+def test_packs(flags, layout):
+    packed = ("--packing", "--seq-length", "128", "--global-batch-size", "4")
+    assert same(train(flags, *layout, *packed, ranks=2), train(flags, *packed))
