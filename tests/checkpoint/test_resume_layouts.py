@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 EP = "--expert-model-parallel-size"
+DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
 ENCODER_TP = "model.image_encoder.tensor_model_parallel_size"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ()),
@@ -26,6 +27,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp4-encoder2": (4, (TP, "4", f"{ENCODER_TP}=2")),
     "tp4-encoder1": (4, (TP, "4", "--sequence-parallel", f"{ENCODER_TP}=1")),
     "tp2-pp2-encoder1": (4, (TP, "2", PP, "2", f"{ENCODER_TP}=1")),
+    "dp-tp2": (2, (TP, "2", DP)),
+    "dp-tp4-encoder2": (4, (TP, "4", f"{ENCODER_TP}=2", DP)),
+    "full-pp2-vpp2": (2, (PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", FULL)),
+    "full-tp2-pp2": (4, (TP, "2", PP, "2", FULL)),
+    "full-pp2-dp2": (4, (PP, "2", FULL)),
     "ep2": (2, (EP, "2")),
     "ep2-tp2": (4, (EP, "2", TP, "2", "--sequence-parallel")),
     "ep4-pp2": (8, (EP, "4", PP, "2")),
@@ -70,6 +76,13 @@ JOURNEYS = {
         flags=MODEL,
     ),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
+    "modes-distributed": Journey(
+        layouts=("tp2-pp2", "full-tp2-pp2", "dp-tp4-encoder2", "full-pp2-vpp2", "single"),
+        flags=(*MODEL, "--use-distributed-optimizer"),
+    ),
+    "modes-plain-bf16": Journey(
+        layouts=("full-pp2-dp2", "dp-tp2", "full-tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")
+    ),
     "experts-distributed": Journey(
         layouts=("ep2", "ep2-tp2", "ep4-pp2"),
         flags=("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer"),

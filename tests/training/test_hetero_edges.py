@@ -1,0 +1,221 @@
+"""Both modes where there is little to share out, in evaluation, and which rank has what images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_runs import same, train
+from PIL import Image
+from ranks import run_ranks
+
+from loongplug.data import media
+from loongplug.data.units import UnitLoader
+from loongplug.hetero import group_ahead, stepped
+from loongplug.hetero.timing import EncoderOfStep
+from loongplug.training.run import run
+
+pytestmark = pytest.mark.slow
+
+TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+DP = ("--enable-encoder-hetero-dp", *TP2)
+FULL = ("--enable-full-hetero-dp", *PP2)
+
+
+def rows(count: int, *, with_images: dict[int, list[tuple[int, int]]], folder: Path) -> str:
+    """A file of short rows; some have images, of these sizes in pixels."""
+    lines = []
+    for number in range(count):
+        parts: list[dict[str, str]] = []
+        for index, size in enumerate(with_images.get(number, ())):
+            image = folder / f"{number}-{index}.png"
+            Image.effect_noise(size, 80).convert("RGB").save(image)
+            parts.append({"type": "image", "image": str(image)})
+        parts.append({"type": "text", "text": f"how many? {number}"})
+        user = {"role": "user", "content": parts}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": f"{number * 37}"}]}
+        lines.append(json.dumps({"messages": [user, answer]}))
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+BIG, SMALL = (256, 192), (32, 32)  # 48 tokens and 1
+# Which of the eight rows of each step have images.
+ROWS: dict[str, dict[int, list[tuple[int, int]]]] = {
+    "all-but-one-text": {3: [BIG]},
+    "one-text": {**{n: [SMALL] * (n % 3 + 1) for n in range(7)}, 2: [BIG], 5: [(160, 160), SMALL]},
+    "all-text": {},
+}
+CASES = {
+    "dp-overlap": (2, (*DP, *OVERLAP)),
+    "dp-pp2-three-a-step": (4, (*DP, *PP2, "--global-batch-size", "3")),
+    "full-overlap": (2, (*FULL, *OVERLAP)),
+    "full-tp2-three-a-step": (4, (*FULL, *TP2, *OVERLAP, "--global-batch-size", "3")),
+}
+
+
+@pytest.fixture(scope="module")
+def flags(flags, tmp_path_factory):
+    """Two steps from weights that all runs load, one sample a microbatch."""
+    weights = tmp_path_factory.mktemp("weights") / "hf"
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    return [*flags, "--load-hf", str(weights), "--train-iters", "2", "--micro-batch-size", "1"]
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory):
+    """A data set's flags, and what the single rank makes of it, made once each."""
+    files = {
+        data: rows(8, with_images=images, folder=tmp_path_factory.mktemp(data))
+        for data, images in ROWS.items()
+    }
+    made: dict[Any, Any] = {}
+
+    def of(data: str, batch: tuple[str, ...]):
+        if (data, batch) not in made:
+            run = [*flags, "--train-data-path", files[data], *batch]
+            made[data, batch] = run, train(run)
+        return made[data, batch]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("data", ROWS)
+def test_few_images_and_uneven_ones(alone, data, name):
+    ranks, layout = CASES[name]
+    if data == "all-text" and ranks == 4:
+        pytest.skip("the other layouts show it")
+    batch = layout[-2:] if "--global-batch-size" in layout else ()
+    flags, expected = alone(data, batch)
+    found = train(flags, *layout, ranks=ranks)
+    assert same(found, expected), (found, expected)
+
+
+def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
+    """What this rank did with images, by the number of the microbatch in the run.
+
+    ``loaded`` and ``encoded`` are microbatches that have images, ``held`` those whose pixels were
+    there when a step began; ``calls`` counts the images that were decoded.
+    """
+    seen: dict[str, Any] = {"loaded": [], "encoded": [], "held": [], "calls": 0}
+    begun = 0
+    decode, load, payload = media.decode_image, UnitLoader.__call__, EncoderOfStep.payload
+    forward_backward = stepped.replace
+
+    def decoding(*args: Any, **kwargs: Any) -> Image.Image:
+        seen["calls"] += 1
+        return decode(*args, **kwargs)
+
+    def loading(self: UnitLoader, unit: Any) -> Any:
+        if unit.media:
+            seen["loaded"].append(unit.index)
+        return load(self, unit)
+
+    def numbered(microbatch: Any, *, number: int) -> Any:
+        nonlocal begun
+        if microbatch.patches and microbatch.vision is not None:
+            seen["held"].append(begun)
+        begun += 1
+        return forward_backward(microbatch, number=number)
+
+    def encoding(self: EncoderOfStep, microbatch: Any) -> Any:
+        if microbatch is not None and microbatch.patches:
+            seen["encoded"].append(begun - 8 + microbatch.number)
+        return payload(self, microbatch)
+
+    media.decode_image, UnitLoader.__call__ = decoding, loading
+    stepped.replace, EncoderOfStep.payload = numbered, encoding
+    run(flags)
+    return seen
+
+
+def images_of_units(rank: int, *, flags: list[str]) -> dict[int, int]:
+    """How many images each microbatch of the run has, where one rank loads all."""
+    found: dict[int, int] = {}
+    load = UnitLoader.__call__
+
+    def loading(self: UnitLoader, unit: Any) -> Any:
+        found[unit.index] = len(unit.media)
+        return load(self, unit)
+
+    UnitLoader.__call__ = loading
+    run(flags)
+    return {unit: count for unit, count in found.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(4, (*FULL, *TP2)), (2, DP), (2, (*FULL, *VPP))],
+    ids=["full-tp2-pp2", "dp-tp2", "full-pp2-vpp2"],
+)
+def test_each_image_is_decoded_once_by_the_rank_that_encodes_it(flags, ranks, layout):
+    """Sixteen samples of the demo data, each once: no cache can hide a second decoding."""
+    (images,) = run_ranks(images_of_units, 1, flags=flags, timeout=120.0)
+    assert len(images) > 8
+    found = run_ranks(decoded, ranks, flags=[*flags, *layout], timeout=120.0)
+    assert sorted(unit for each in found for unit in each["loaded"]) == sorted(images)
+    for each in found:
+        assert sorted(each["encoded"]) == each["loaded"] == each["held"]
+        assert each["calls"] == sum(images[unit] for unit in each["loaded"])
+    assert sum(bool(each["calls"]) for each in found) == ranks
+
+
+@pytest.mark.parametrize("layout", [(*DP, *OVERLAP), (*FULL, *VPP, *OVERLAP)], ids=["dp", "full"])
+def test_evaluation_inside_training_leaves_training_alone(flags, demo, tmp_path, layout):
+    evaluation = (
+        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
+        *("--eval-interval", "1"),
+    )
+    said = {}
+    for name, ranks, flags_of in (("single", 1, ()), ("both", 2, layout)):
+        metrics = tmp_path / f"{name}.json"
+        evaluated = train(
+            flags, *flags_of, *evaluation, "--metrics-json", str(metrics), ranks=ranks
+        )
+        said[name] = json.loads(metrics.read_text())["valid_loss"]
+    assert evaluated == train(flags, *layout, ranks=2)
+    assert said["both"] == pytest.approx(said["single"], rel=2e-5)
+
+
+def test_groups_of_microbatches_are_let_go(flags):
+    """Heterogeneous DP keeps the groups between their forward and their backward, no longer."""
+    most = run_ranks(groups_kept, 2, flags=[*flags, *DP], timeout=120.0)
+    assert most == [1, 1]
+
+
+def groups_kept(rank: int, *, flags: list[str]) -> int:
+    most = 0
+    features = group_ahead.GroupAhead.features
+
+    def noted(self: Any, number: int) -> Any:
+        nonlocal most
+        found = features(self, number)
+        most = max(most, len(self._groups))
+        return found
+
+    group_ahead.GroupAhead.features = noted
+    run(flags)
+    return most
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(*DP, "--sequence-parallel", *OVERLAP), (*FULL, *OVERLAP)],
+    ids=["dp", "full"],
+)
+def test_bf16(flags, layout):
+    """Payloads travel in the decoder's precision, gradients too."""
+    expected = train(flags, "--bf16")
+    found = train(flags, "--bf16", *layout, ranks=2)
+    for step, step_alone in zip(found, expected, strict=True):
+        assert step == pytest.approx(step_alone, rel=2e-2)
+
+
+@pytest.mark.parametrize("layout", [DP, FULL], ids=["dp", "full"])
+def test_packs(flags, layout):
+    packed = ("--packing", "--seq-length", "128", "--global-batch-size", "4")
+    assert same(train(flags, *layout, *packed, ranks=2), train(flags, *packed))

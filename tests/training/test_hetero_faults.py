@@ -1,0 +1,244 @@
+"""What goes wrong in a phase of a step: one rank's exception, SIGTERM, and faults of our own."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compared_runs import same, steps, train
+from ranks import RankError, run_ranks
+
+from loongplug.hetero import placement, stepped
+from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.three_phases import ThreePhases
+from loongplug.hetero.timing import Arrived, EncoderOfStep
+from loongplug.models.decoder import TextDecoder
+from loongplug.parallel.failure import failure_board
+from loongplug.training import provider
+from loongplug.training.run import run
+
+pytestmark = pytest.mark.slow
+
+DP = ("--enable-encoder-hetero-dp", "--tensor-model-parallel-size", "2")
+FULL = ("--enable-full-hetero-dp", "--pipeline-model-parallel-size", "2")
+MESSAGE = "this rank is unwell"
+
+# Where an error or a signal comes from.
+PHASES: dict[str, tuple[tuple[str, ...], type, str]] = {
+    "full-1-encoder-forward": (FULL, EncoderOfStep, "payload"),
+    "full-1-features-on-their-way": (FULL, Exchange, "gather_variable_shape_embeddings"),
+    "full-2-decoder": (FULL, TextDecoder, "forward"),
+    "full-3-gradients-on-their-way": (FULL, Exchange, "scatter_variable_shape_embeddings"),
+    "full-3-encoder-backward": (FULL, EncoderOfStep, "backward"),
+    "dp-encoder-forward": (DP, EncoderOfStep, "payload"),
+    "dp-encoder-backward": (DP, EncoderOfStep, "backward"),
+}
+
+
+def before(owner: type, method: str, act: Callable[[], None], *, at: int) -> None:
+    """Have ``act`` called before the call number ``at`` of a method."""
+    original, calls = getattr(owner, method), 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, called)
+
+
+def failing(rank: int, *, flags: list[str], phase: str, store: str) -> None:
+    """Rank 1's second call fails."""
+
+    def fail() -> None:
+        raise RuntimeError(MESSAGE)
+
+    if rank == 1:
+        before(*PHASES[phase][1:], fail, at=2)
+    with failure_board(lambda timeout: dist.FileStore(store, 2)):
+        run(flags)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_exception_in_one_rank_ends_all_with_its_message(flags, tmp_path, phase):
+    with pytest.raises(RankError) as raised:
+        run_ranks(
+            failing,
+            2,
+            flags=[*flags, *PHASES[phase][0]],
+            phase=phase,
+            store=str(tmp_path / "store"),
+            timeout=40.0,
+        )
+    text = str(raised.value)
+    assert "still ran" not in text
+    assert len(raised.value.errors) == 2
+    assert f"loongplug: error [rank 1]: RuntimeError: {MESSAGE}" in text
+    assert f"loongplug: error [rank 0]: rank 1 failed: RuntimeError: {MESSAGE}" in text
+
+
+def ended(rank: int, *, flags: list[str], phase: str, at: int) -> int | str | None:
+    """How a run ends in which rank 0 gets SIGTERM."""
+    if rank == 0:
+        terminate = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        before(*PHASES[phase][1:], terminate, at=at)
+    try:
+        run(flags)
+    except SystemExit as error:
+        return error.code
+    return "ran to the end"
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    """Uninterrupted runs of both modes."""
+    return {mode: train(flags, *mode, ranks=2) for mode in (FULL, DP)}
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "full-1-encoder-forward",
+        "full-2-decoder",
+        "full-3-encoder-backward",
+        "dp-encoder-backward",
+    ],
+)
+def test_sigterm_in_a_phase_saves_and_ends_all(flags, whole, tmp_path, phase):
+    """In the second step, whose four microbatches two ranks share, two each."""
+    mode = PHASES[phase][0]
+    at = 4 + 2 if phase == "full-2-decoder" else 2 + 1
+    save = [*flags, *mode, "--save", str(tmp_path)]
+    assert run_ranks(ended, 2, flags=save, phase=phase, at=at, timeout=120.0) == [0, 0]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert train(save, "--load", str(tmp_path), ranks=2) == whole[mode][2:]
+
+
+# Faults: each is called in every rank, and changes what it runs.
+
+
+def divide_by_the_replicas(rank: int) -> None:
+    """Gradients are averaged over the encoder's replicas in a model replica."""
+    mode_of = provider.mode_of
+
+    def changed(args: Any) -> Any:
+        mode = mode_of(args)
+
+        def place(*args: Any, **kwargs: Any) -> placement.Placement:
+            right = mode.place(*args, **kwargs)
+            return replace(right, gradient_factor=1 / len(right.groups))
+
+        return replace(mode, place=place)
+
+    provider.mode_of = changed
+
+
+def swap_two_units(rank: int) -> None:
+    """Two units of one size arrive for each other, on every consumer."""
+    gather = Exchange.gather_variable_shape_embeddings
+
+    def swapped(self: Exchange, payloads: Any, units: Any) -> Any:
+        arrived = gather(self, payloads, units)
+        for one in arrived:
+            for other in range(one + 1, len(units.tokens)):
+                if 0 < units.tokens[one] == units.tokens[other]:
+                    arrived[one], arrived[other] = arrived[other], arrived[one]
+                    return arrived
+        return arrived
+
+    Exchange.gather_variable_shape_embeddings = swapped
+
+
+def drop_deepstack_gradients(rank: int) -> None:
+    """Only the first stream of a unit's gradient goes back."""
+    gradients = Arrived.gradients
+
+    def first_only(self: Arrived) -> dict[int, torch.Tensor]:
+        found = {unit: each.clone() for unit, each in gradients(self).items()}
+        for each in found.values():
+            each[:, self._hidden :] = 0
+        return found
+
+    Arrived.gradients = first_only
+
+
+def finalize_too_early(rank: int) -> None:
+    """Gradients are reduced before phase 3 has made the encoder's."""
+    ends: list[Callable[[], None]] = []
+    end, release = ThreePhases.end, stepped._Waiting.release
+    ThreePhases.end = lambda self: ends.append(lambda: end(self))
+
+    def first(self: Any, function: Any) -> None:
+        release(self, function)
+        ends.pop()()
+
+    stepped._Waiting.release = first
+
+
+def no_padding(rank: int) -> None:
+    """A rank without units does not go through its encoder, from the second step on."""
+    end, ends = ThreePhases.end, 0
+
+    def without(self: ThreePhases) -> None:
+        nonlocal ends
+        ends += 1
+        if ends > 1:  # in the first step Megatron learns which gradients to wait for
+            self._padding = None
+        end(self)
+
+    ThreePhases.end = without
+
+
+def mutated(rank: int, *, flags: list[str], mutation: Callable[[int], None]) -> Any:
+    mutation(rank)
+    return steps(rank, flags=flags)
+
+
+@pytest.fixture(scope="module")
+def compared(flags, tmp_path_factory):
+    """Flags of a run of one step, and what the single rank makes of it."""
+    weights = tmp_path_factory.mktemp("weights") / "hf"
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    run = [*flags, "--load-hf", str(weights), "--train-iters", "1"]
+    return run, train(run)
+
+
+@pytest.mark.parametrize("mode", [DP, FULL], ids=["dp", "full"])
+def test_without_a_fault_they_agree(compared, mode):
+    flags, expected = compared
+    assert same(train(flags, *mode, "--micro-batch-size", "1", ranks=2), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "mutation", "loss_differs"),
+    [
+        (DP, divide_by_the_replicas, False),
+        (FULL, divide_by_the_replicas, False),
+        (DP, swap_two_units, True),
+        (FULL, swap_two_units, True),
+        (DP, drop_deepstack_gradients, False),
+        (FULL, drop_deepstack_gradients, False),
+        (FULL, finalize_too_early, False),
+    ],
+)
+def test_a_fault_shows(compared, mode, mutation, loss_differs):
+    flags, expected = compared
+    flags = [*flags, *mode, "--micro-batch-size", "1"]
+    found = run_ranks(mutated, 2, flags=flags, mutation=mutation, timeout=60.0)
+    ((loss, norm),) = found[0]
+    ((expected_loss, expected_norm),) = expected
+    assert (abs(loss / expected_loss - 1) > 1e-5) == loss_differs
+    assert abs(norm / expected_norm - 1) > 1e-4
+
+
+def test_a_rank_without_units_that_skips_its_encoder_shows(compared):
+    flags, _ = compared
+    one_unit = (*FULL, "--micro-batch-size", "8", "--overlap-grad-reduce", "--train-iters", "2")
+    with pytest.raises(RankError, match=r"(?s)Communication call has not been issued"):
+        run_ranks(mutated, 2, flags=[*flags, *one_unit], mutation=no_padding, timeout=60.0)
