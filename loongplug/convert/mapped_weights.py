@@ -5,11 +5,13 @@ conversion needs each weight once.
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
@@ -118,7 +120,7 @@ class MappedWeights:
         parts = self._parts[parameter]
         for part in parts:
             part.fetch()
-        whole = _as_they_are(parts[0]) if len(parts) == 1 else None
+        whole = _as_they_are(parts[0], parameter) if len(parts) == 1 else None
         if whole is None:
             whole = _put_together(parts, parameter)
         self._latest = (parameter, whole)
@@ -193,12 +195,14 @@ class MappedWeights:
         return file_bytes[start : start + saved.nbytes].view(*sizes, dtype.itemsize)
 
     def _mapped(self, name: str) -> Tensor:
-        """All bytes of a file; memory that is the file's until somebody writes into it."""
+        """All bytes of a file, to be read only."""
         if name not in self._files:
             path = self._folder / name
-            self._files[name] = torch.from_file(
-                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
-            )
+            # Not torch.from_file: what may be written to counts as memory that has to be there,
+            # and a file may be larger than that.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's, of read-only memory
+                self._files[name] = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r"))
         return self._files[name]
 
 
@@ -210,14 +214,14 @@ def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> 
     )
 
 
-def _as_they_are(part: _Part) -> Tensor | None:
+def _as_they_are(part: _Part, parameter: nn.Parameter) -> Tensor | None:
     """The values within the file; None where numbers cannot be read from there."""
     place, saved = part.place, part.saved
     if not (place.is_contiguous() and saved.is_contiguous()):
         return None
     if saved.storage_offset() % place.itemsize:
         return None
-    return saved.view(-1).view(place.dtype).view(place.shape)
+    return saved.view(-1).view(place.dtype).view(parameter.shape)
 
 
 def _put_together(parts: Sequence[_Part], parameter: nn.Parameter) -> Tensor:

@@ -46,6 +46,7 @@ class Engine:
         patches_per_token: int,
         seed: int,
         timeout_minutes: float,
+        nccl_config_path: str | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``encoder_tp``: as the encoder's YAML has it, None where it says nothing."""
@@ -54,6 +55,7 @@ class Engine:
         self._block = patches_per_token
         self._seed = seed
         self._timeout = timeout_minutes
+        self._nccl_config_path = nccl_config_path
         self.recorder = recorder
         self._place: EncoderPlace | None = None
         self._timing: Timing | None = None
@@ -118,6 +120,7 @@ class Engine:
                 encoder,
                 seed=self._seed,
                 timeout_minutes=self._timeout,
+                nccl_config_path=self._nccl_config_path,
             )
             state = ModuleState(
                 groups=process_groups(IMAGE_ENCODER),

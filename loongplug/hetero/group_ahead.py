@@ -119,3 +119,6 @@ class GroupAhead:
         # Within the last microbatch's backward, in which Megatron lets reductions start.
         self._encoder.backward(group.payload, gradient, more=False)
         del self._groups[group.first // size]
+        # A leaf's hook knows the group, and neither would ever be freed: torch does not show such
+        # hooks to Python's collector.
+        group.arrived.leaves.clear()

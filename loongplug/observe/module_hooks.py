@@ -56,7 +56,7 @@ class ModuleHooks:
                     tensor.register_hook(lambda _: self._gradient_came(name))
 
         self._handles.append(module.register_forward_pre_hook(before))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _gradient_came(self, name: str) -> None:
         if self._backward is not None:

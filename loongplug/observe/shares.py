@@ -2,10 +2,11 @@
 
 At each moment of a window a rank is in one state, the first of these that holds:
 
-1. ``data``: it waits for a microbatch's data (also where that is within a forward);
+1. ``data``: it waits for a microbatch's data (also where that is within a forward), or
+   ``exchange``: for features or their gradients (also within a forward or a backward);
 2. it computes the model: ``encoder_backward``, ``encoder_forward``, ``backward``, ``forward``,
    ``forward_backward``, with the transfers within them (those of tensor parallelism, say);
-3. ``exchange``, then ``waiting``: it is within a transfer;
+3. ``waiting``: it is within another transfer;
 4. it computes the update: ``optimizer``, ``gradients``, without the transfers within them;
 5. ``idle``: it is in none of all.
 
@@ -30,7 +31,7 @@ _MODEL: Final = (
 _UPDATE: Final = ("optimizer", "gradients")
 COMPUTING: Final = (*_MODEL, *_UPDATE)
 TRANSFERS: Final = ("p2p", "collective", "wait")
-STATES: Final = ("data", *_MODEL, "exchange", "waiting", *_UPDATE, "idle")
+STATES: Final = ("data", "exchange", *_MODEL, "waiting", *_UPDATE, "idle")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -38,6 +38,8 @@ class ModuleDataParallel(DistributedDataParallel):
         full_param_layout: FullParamLayout | None = None,
     ) -> None:
         """As Megatron's; the last two, meant for the whole chunk, are each part's own instead."""
+        # Gradient factors are what is left to do where nothing is divided by replicas.
+        assert config.calculate_per_token_loss
         # Not DistributedDataParallel's own: it would make buffers for the chunk as a whole.
         super(DistributedDataParallel, self).__init__(config=config, module=module)
         self.ddp_config = ddp_config
@@ -171,6 +173,7 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
         for name, state in model_chunks[0].states.items():
             with state.entered():
                 chain = original(config, [chunk.parts[name] for chunk in model_chunks], **kwargs)
+            assert type(chain) is ChainedOptimizer, type(chain)
             optimizers += chain.chained_optimizers
         return ChainedOptimizer(optimizers)
 

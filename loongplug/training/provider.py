@@ -33,6 +33,7 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
         patches_per_token=encoder.spatial_merge_size**2,
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
+        nccl_config_path=args.nccl_communicator_config_path,
         recorder=recorder,
     )
 

@@ -18,7 +18,7 @@ from loongplug.models.hf_mapping import Mapping
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.observe.tracing import traced
 from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
-from loongplug.parallel.states import PARALLEL_STATES
+from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import (
     per_module_data_parallel_table,
@@ -176,14 +176,13 @@ def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
 def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Report exchanges of features and switches between parallel states to ``recorder``."""
     engine.recorder = recorder
-    if recorder is NOTHING:
-        yield
-        return
-    PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
+    if recorder is not NOTHING:
+        PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
     try:
         yield
     finally:
         PARALLEL_STATES.on_switch = None
+        destroy_parallel_states()  # a process may run again
 
 
 def _also_in_tensorboard(

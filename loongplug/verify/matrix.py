@@ -59,9 +59,6 @@ class Matrix:
         try:
             base = self._base(cell)
             flags = [*base, *cell.flags()]
-            refused = self._refused(flags, cell.ranks) if cell.heterogeneous else None
-            if refused is not None:
-                return Result(cell=cell, refused=refused)
             expected = self._reference(cell, base)
             found = self._recorded("layout", flags, ranks=cell.ranks)
             comparison = compare(read_recording(found), read_recording(expected))
@@ -109,24 +106,6 @@ class Matrix:
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled"),
         ]
-
-    def _refused(self, flags: Sequence[str], ranks: int) -> str | None:
-        """What the start-up rules say against the flags."""
-
-        def parse() -> str | None:
-            import os
-
-            from loongplug.training.arguments import parse_arguments
-
-            os.environ["WORLD_SIZE"] = str(ranks)
-            try:
-                parse_arguments(flags)
-            except ValueError as error:
-                return str(error)
-            return None
-
-        said: str | None = _in_child(parse, folder=self._folder / "child")
-        return said
 
 
 def _in_child(function: Callable[[], Any], *, folder: Path) -> Any:
@@ -202,7 +181,7 @@ def run_cells(cells: Sequence[Cell], *, folder: Path, console: Console) -> list[
             progress.update(task, description=cell.name, refresh=True)
             result = known.get(cell.name) or matrix.run(cell)
             results.append(result)
-            if not console.is_terminal or not (result.agrees or result.refused):
+            if not console.is_terminal or not result.agrees:
                 console.print(f"{cell.name}: {outcome(result)}", highlight=False, soft_wrap=True)
             progress.advance(task)
             progress.refresh()
@@ -224,13 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = all_cells()
     cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
     results = run_cells(cells, folder=options.folder, console=Console(stderr=True))
-    options.page.write_text(page(results, whole=len(whole)), encoding="utf-8")
+    options.page.write_text(page(results, whole=len(whole), code=code_digest()), encoding="utf-8")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
             json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8"
         )
-    wrong = [result for result in results if not (result.agrees or result.refused)]
+    wrong = [result for result in results if not result.agrees]
     print(f"{len(results)} cells, {len(wrong)} do not agree; {options.page}")
     return 1 if wrong else 0
 

@@ -12,10 +12,9 @@ _HEAD = (
 )
 
 
-def page(results: Sequence[Result], *, whole: int) -> str:
-    """The page for ``results``, of a matrix of ``whole`` cells."""
-    ran = [result for result in results if result.refused is None]
-    agree = sum(result.agrees for result in ran)
+def page(results: Sequence[Result], *, whole: int, code: str) -> str:
+    """The page for ``results`` of some ``code``, of a matrix of ``whole`` cells."""
+    agree = sum(result.agrees for result in results)
     lines = [
         "# Parity matrix",
         "",
@@ -23,8 +22,8 @@ def page(results: Sequence[Result], *, whole: int) -> str:
         "model on CPU ranks, held against a single rank on the same weights and samples for two "
         "steps, as [verify.md](verify.md) describes.",
         "",
-        f"{len(results)} of {whole} cells: {agree} agree, {len(ran) - agree} do not, "
-        f"{len(results) - len(ran)} are refused at start-up (layouts that are not there yet).",
+        f"{len(results)} of {whole} cells: {agree} agree, {len(results) - agree} do not. The code "
+        f"had the digest `{code}`.",
         "",
         f"The figures are the largest relative error of any gradient (limit {GRADIENT_LIMIT:.0e}), "
         f"of the gradient norm (limit {NORM_LIMIT:.0e}), of any microbatch's loss, and of any "
@@ -71,8 +70,6 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
 
 
 def _verdict(result: Result) -> str:
-    if result.refused is not None:
-        return "refused"
     if result.failed is not None:
         return "**failed**"
     return "agrees" if result.agrees else "**differs**"

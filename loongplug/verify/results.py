@@ -16,7 +16,6 @@ class Result:
     gradient_norm: float | None = None
     loss: float | None = None
     parameters: float | None = None
-    refused: str | None = None  # by the start-up rules
     failed: str | None = None
     seconds: float = 0.0
 
@@ -28,8 +27,6 @@ def as_result(line: dict[str, Any]) -> Result:
 
 def outcome(result: Result) -> str:
     """One word or a figure more."""
-    if result.refused is not None:
-        return "refused"
     if result.failed is not None:
         return f"failed: {result.failed.strip().splitlines()[-1]}"
     return f"{'agrees' if result.agrees else 'differs'} ({result.gradients:.1e})"

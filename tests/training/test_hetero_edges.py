@@ -1,8 +1,10 @@
 """Both modes where there is little to share out, in evaluation, and which rank has what images."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from compared_runs import same, train
@@ -12,7 +14,7 @@ from ranks import run_ranks
 from loongplug.data import media
 from loongplug.data.units import UnitLoader
 from loongplug.hetero import group_ahead, stepped
-from loongplug.hetero.timing import EncoderOfStep
+from loongplug.hetero.timing import Arrived, EncoderOfStep
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -219,3 +221,33 @@ def test_bf16(flags, layout):
 def test_packs(flags, layout):
     packed = ("--packing", "--seq-length", "128", "--global-batch-size", "4")
     assert same(train(flags, *layout, *packed, ranks=2), train(flags, *packed))
+
+
+def test_features_of_earlier_steps_are_freed(flags):
+    """Without the help of Python's collector, which does not see through torch's hooks."""
+    for alive in run_ranks(features_alive, 2, flags=[*flags, *DP], timeout=120.0):
+        assert len(alive) >= 2
+        assert set(alive) == {0}
+
+
+def features_alive(rank: int, *, flags: list[str]) -> list[int]:
+    """After each step, how many units' features of all steps so far are still there."""
+    leaves: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    made, end = Arrived.__init__, group_ahead.GroupAhead.end
+
+    def noted(self: Any, payloads: dict[int, Any], **options: Any) -> None:
+        made(self, payloads, **options)
+        leaves.extend(weakref.ref(each) for each in payloads.values())
+
+    def counted(self: Any) -> None:
+        end(self)
+        alive.append(sum(leaf() is not None for leaf in leaves))
+
+    with (
+        patch.object(Arrived, "__init__", noted),
+        patch.object(group_ahead.GroupAhead, "end", counted),
+    ):
+        run(flags)
+    assert leaves
+    return alive

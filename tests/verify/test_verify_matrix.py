@@ -74,22 +74,20 @@ class TestWithoutRuns:
         results = [
             figures(CELL),
             figures(Cell(model="qwen3_vl_tiny", dp=2), agrees=False),
-            Result(cell=Cell(model="qwen3_vl_tiny", tp=4), refused="not there yet"),
             Result(cell=Cell(model="qwen3_vl_tiny", pp=4), failed="Traceback\nKeyError: 'a'"),
         ]
-        text = page(results, whole=9)
-        assert "4 of 9 cells: 1 agree, 2 do not, 1 are refused" in text
+        text = page(results, whole=9, code="abc")
+        assert "3 of 9 cells: 1 agree, 2 do not. The code had the digest `abc`." in text
         assert text.count("| agrees |") == 1
-        for verdict in ("**differs**", "refused", "**failed**"):
+        for verdict in ("**differs**", "**failed**"):
             assert text.count(f"| {verdict} |") == 1
         assert [outcome(result) for result in results] == [
             "agrees (2.0e-06)",
             "differs (2.0e-06)",
-            "refused",
             "failed: KeyError: 'a'",
         ]
 
     def test_a_result_survives_the_file(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(Matrix, "_run", lambda self, cell: figures(cell, refused="why"))
+        monkeypatch.setattr(Matrix, "_run", lambda self, cell: figures(cell, failed="why"))
         ran = Matrix(tmp_path).run(CELL)
         assert asdict(Matrix(tmp_path).known()[CELL.name]) == asdict(ran)

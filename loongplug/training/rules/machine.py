@@ -58,7 +58,20 @@ def transformer_engine(args: Namespace, model: Any) -> str | None:
     return None
 
 
+def optimizer(args: Namespace, model: Any) -> str | None:
+    """The optimizer is one whose state can be sharded module by module."""
+    return None if args.optimizer in ("adam", "sgd") else f"--optimizer {args.optimizer}"
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        name="optimizer",
+        refuses="an `--optimizer` other than `adam` and `sgd`",
+        check=optimizer,
+        reason="the others gather parameters in a way that modules with layouts of their own "
+        "have not",
+        cure="drop the flag for adam",
+    ),
     Rule(
         name="precision",
         refuses="`--fp16`, `--fp8-format`, `--fp4-format`",

@@ -39,6 +39,7 @@ UNSUPPORTED = (
     "overlap_param_gather_with_optimizer_step",
     "load_main_params_from_ckpt",
     "use_tp_pp_dp_mapping",
+    "ddp_average_in_collective",
 )
 
 

@@ -3,6 +3,7 @@
 from rule_cases.kinds import Cases
 
 CASES: Cases = {
+    "optimizer": ([{"optimizer": "muon"}, {"optimizer": "lion"}], [{"optimizer": "sgd"}]),
     "precision": ([{"fp16": True}, {"fp8": "e4m3"}, {"fp4": "e2m1"}], [{"bf16": True}]),
     "checkpoint-format": ([{"ckpt_format": "torch"}], []),
     "asynchronous-save": (
