@@ -68,10 +68,10 @@ def test_intervals_are_sets_of_moments(first, second):
 def state_at(moment: int, given_events: list[Event]) -> str:
     """The documented order, told once more and differently."""
     there = {each.phase for each in given_events if each.start <= moment < each.end}
-    for state in ("data", "encoder_backward", "encoder_forward", "backward", "forward"):
+    for state in ("data", "exchange", "encoder_backward", "encoder_forward", "backward"):
         if state in there:
             return state
-    for state in ("forward_backward", "exchange"):
+    for state in ("forward", "forward_backward"):
         if state in there:
             return state
     if there & {"p2p", "collective", "wait"}:
