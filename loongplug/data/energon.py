@@ -135,7 +135,8 @@ class EnergonRows:
         parts: dict[str, TarMember] = {}
         key: str | None = None
         try:
-            if not start < end <= (most := extent.archive.stat().st_size):
+            most = extent.archive.stat().st_size
+            if not start < end <= most:
                 raise tarfile.ReadError(f"bytes {start} to {end} by its index, but it has {most}")
             for name, offset, size in _members(extent):
                 matched = _split_name(name)
