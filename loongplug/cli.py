@@ -31,7 +31,8 @@ MediaRoot = Annotated[
     Path | None, typer.Option(help="What paths of media are relative to; else the JSONL's folder.")
 ]
 VideoFps = Annotated[
-    float | None, typer.Option(help="Frames taken per second of video files; else the folder's.")
+    float | None,
+    typer.Option(min=0.001, help="Frames taken per second of video files; else the folder's."),
 ]
 Processes = Annotated[
     int | None, typer.Option(help="Processes at a time; else one for each processor.")

@@ -17,11 +17,14 @@ def render_chat(
 
     The environment and the compiled template are the tokenizer's own. What is left out is its
     search through tools, documents and foreign objects, which takes as long as rendering does.
+    A tokenizer class with an ``apply_chat_template`` of its own is asked.
 
     Raises jinja2.TemplateError where the template refuses the conversation.
     """
     compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
-    if compile_template is None:  # a transformers that names it otherwise
+    usual = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+    # None: a transformers that names it otherwise
+    if compile_template is None or not usual:
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompt
         )

@@ -160,7 +160,8 @@ def check(
         bad += bool(findings)
         kinds.update(finding.kind for finding in findings)
         for finding in findings:
-            print(finding.message, flush=True)
+            # Names of files may be bytes that are no text, which could not be printed.
+            print(finding.message.encode(errors="backslashreplace").decode(), flush=True)
     seconds = time.monotonic() - started
     found = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     console.print(

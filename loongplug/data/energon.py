@@ -7,9 +7,9 @@ Nothing that a dataset's folder or a shard names is imported or unpickled.
 
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from loongplug.data.media_files import TarMember, open_media_file
 
 _META = ".nv-meta"
+_CHUNK = 65_536
+_MOST_SAMPLES = 2**32  # of a shard: they are counted in 32 bits
 _IMAGES = frozenset(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
 _VIDEOS = frozenset(("avi", "mkv", "mov", "mp4", "webm"))
 _PICKLED = frozenset(("pickle", "pkl", "pt", "pth", "pyd"))
@@ -131,19 +133,27 @@ class EnergonRows:
         start, end = self._span(shard, int(self._sample[index]))
         extent = TarMember(self.shards[shard], "", start, end - start)
         parts: dict[str, TarMember] = {}
-        key = ""
+        key: str | None = None
         try:
+            most = extent.archive.stat().st_size
+            if not start < end <= most:
+                raise tarfile.ReadError(f"bytes {start} to {end} by its index, but it has {most}")
             for name, offset, size in _members(extent):
                 matched = _split_name(name)
                 if matched is None:
                     continue
+                if key not in (None, matched[0]):
+                    raise tarfile.ReadError(f"two samples, {key!r} and {matched[0]!r}")
                 key, part = matched
+                if part in parts:
+                    raise tarfile.ReadError(f"two parts {part!r} of the sample {key!r}")
                 parts[part] = TarMember(extent.archive, name, start + offset, size)
-        except (OSError, tarfile.TarError) as error:
+        # ValueError: of numbers and names in headers
+        except (OSError, ValueError, tarfile.TarError) as error:
             raise ValueError(
                 f"{where}: the shard cannot be read there ({error}): prepare the dataset anew."
             ) from error
-        return TarSample(key, parts, where)
+        return TarSample(key or "", parts, where)
 
     def _span(self, shard: int, sample: int) -> tuple[int, int]:
         """Where a sample's bytes are in its shard."""
@@ -197,15 +207,29 @@ def _shards(folder: Path, *, split: str | None) -> tuple[list[tuple[str, int]], 
         )
     try:
         if split is None:
-            return list(get_dataset_info(path)["shard_counts"].items()), frozenset()
+            return _listed(get_dataset_info(path)["shard_counts"]), frozenset()
         meta = WebdatasetMeta.from_config(path, split_part=split)
+        counts = _listed({shard.name: shard.count for shard in meta.shards})
+        return counts, frozenset(meta.sample_excludes)
     # What it raises is any of its parsers' own kinds.
     except Exception as error:
         raise ValueError(
             f"{folder}/{_META} cannot be read for the split {split}:"
             f" {type(error).__name__}: {error}"
         ) from error
-    return [(shard.name, shard.count) for shard in meta.shards], frozenset(meta.sample_excludes)
+
+
+def _listed(counts: Any) -> list[tuple[str, int]]:
+    """The shards and their numbers of samples; ValueError for what can be none."""
+    if not isinstance(counts, dict) or not counts:
+        raise ValueError(f"shard_counts is {counts!r}, expected the number of samples by shard")
+    for name, count in counts.items():
+        path = PurePosixPath(str(name))
+        if not isinstance(name, str) or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise ValueError(f"shard {name!r} is no path within the dataset's folder")
+        if type(count) is not int or not 0 <= count < _MOST_SAMPLES:
+            raise ValueError(f"shard {name} has {count!r} samples, expected a number of them")
+    return list(counts.items())
 
 
 def _require_shard(shard: Path) -> None:
@@ -221,13 +245,21 @@ def _index_of(shard: Path) -> Path:
 
 
 def _members(extent: TarMember) -> Iterator[tuple[str, int, int]]:
-    """Name, place and size of the plain files in this piece of an archive; reads headers."""
+    """Name, place and size of the plain files in this piece of an archive; reads headers.
+
+    Raises tarfile.ReadError where something else than padding follows the last of them.
+    """
     with open_media_file(extent) as file, tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             if member.isreg() and not member.issparse():
-                if member.offset_data + member.size > extent.size:
+                if not 0 <= member.size <= extent.size - member.offset_data:
                     raise tarfile.ReadError(f"{member.name} is cut off")
                 yield member.name, member.offset_data, member.size
+        # Of a header that is damaged, only the first is an error to tarfile; it stops at others.
+        file.seek(archive.offset)
+        while rest := file.read(_CHUNK):
+            if rest.strip(b"\0"):
+                raise tarfile.ReadError(f"no header at byte {archive.offset} of the sample")
 
 
 def _split_name(name: str) -> tuple[str, str] | None:
@@ -294,9 +326,10 @@ def _content_parts(row: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 
 def _frames_named(row: dict[str, Any]) -> bool:
     """Whether images are spoken for as the frames of a video."""
-    beside: Sequence[Any] = row.get("videos") or ()
+    beside = row.get("videos")
     within = [part.get("video") for part in _content_parts(row, "video")]
-    return any(isinstance(video, list) for video in [*beside, *within])
+    named = [*beside, *within] if isinstance(beside, list) else within
+    return any(isinstance(video, list) for video in named)
 
 
 def _extension(part: str) -> str:

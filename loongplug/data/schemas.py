@@ -4,12 +4,43 @@ import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 _MOST_ERRORS = 3  # of one row in one message
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Frames = Annotated[list[str], Field(min_length=1)]
+LEAST_FPS = 1e-3  # of a video: slower ones have times beyond what positions can count
+
+
+def _encodable(text: str) -> str:
+    """The text; JSON's escapes can write half of a character, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError(
+            "no_text", "It is no text: half of a character (a lone surrogate) stands in it"
+        ) from error
+    return text
+
+
+def _file_name(name: str) -> str:
+    if "\0" in name:
+        raise PydanticCustomError("no_file_name", "No file's name can have a NUL character")
+    return name
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Name = Annotated[Text, AfterValidator(_file_name)]
+Rate = Annotated[float, Field(ge=LEAST_FPS, allow_inf_nan=False)]
+Frames = Annotated[list[Name], Field(min_length=1)]
 
 
 def _string_or(other: str) -> Discriminator:
@@ -25,28 +56,28 @@ class _Schema(BaseModel):
 
 class TextPart(_Schema):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ImagePart(_Schema):
     type: Literal["image"]
-    image: str
+    image: Name
 
 
 class Url(_Schema):
-    url: str
+    url: Name
 
 
 UrlOrString = Annotated[
-    Annotated[str, Tag("string")] | Annotated[Url, Tag("object")], _string_or("object")
+    Annotated[Name, Tag("string")] | Annotated[Url, Tag("object")], _string_or("object")
 ]
 Source = Annotated[
-    Annotated[str, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
+    Annotated[Name, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
 ]
 
 
 Paths = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[str], Tag("list")], _string_or("list")
+    Annotated[Name, Tag("string")] | Annotated[list[Name], Tag("list")], _string_or("list")
 ]
 
 
@@ -76,19 +107,19 @@ Parts = Annotated[list[AnyPart], Field(min_length=1)]
 class MessageRow(_Schema):
     role: Literal["system", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
+        Annotated[Text, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
     ]
 
 
 class Turn(_Schema):
     speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
-    value: str
+    value: Text
 
 
 class _WithMedia(_Schema):
     """Media beside the text, which has a marker for each; ``fps`` is that of all videos."""
 
-    images: list[str] | None = None
+    images: list[Name] | None = None
     videos: list[Source] | None = None
     fps: Rate | None = None
 
@@ -107,7 +138,7 @@ class _WithMedium(_WithMedia):
     """One image or video under a key of its own, as LLaVA has it."""
 
     image: Paths | None = None
-    video: str | None = None
+    video: Name | None = None
 
     @property
     def all_images(self) -> list[str]:
@@ -127,11 +158,11 @@ class MessagesRow(_WithMedia):
 
 class ConversationsRow(_WithMedium):
     conversations: Annotated[list[Turn], Field(min_length=1)]
-    system: str | None = None
+    system: Text | None = None
 
 
 class TextRow(_WithMedium):
-    text: str
+    text: Text
 
 
 AnyRow = MessagesRow | ConversationsRow | TextRow

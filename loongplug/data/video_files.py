@@ -95,7 +95,11 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
             f"{where}: {path} is a video file, and PyAV, which reads them, is not installed: pip"
             " install 'loongplug[video]', or give the video's frames as image files."
         ) from error
-    if not file_on_disk(path).is_file():
+    try:
+        known = file_on_disk(path).is_file()
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{where}: video {path} cannot be opened: {error}.") from error
+    if not known:
         raise ValueError(
             f"{where}: no video file at {path}: relative paths start at the JSONL file's folder or"
             " at --media-root."

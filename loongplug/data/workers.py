@@ -53,7 +53,7 @@ class Background[Item, Result](Iterator[Result]):
         settings: WorkerSettings,
     ) -> None:
         self._function = function
-        self._items = items
+        self._items = _Once(items)
         self._settings = settings
         self._results: Iterator[tuple[Result, _Failure | None]] | None = None
 
@@ -63,13 +63,18 @@ class Background[Item, Result](Iterator[Result]):
         Raises:
             ValueError: the function raised one; with its message.
             RuntimeError: the function raised something else, or a process has died.
+            Exception: what the items raised, as it was, behind the results of those before.
         """
         if self._settings.processes == 0:
-            return self._function(next(self._items))
+            return self._function(next(self._items.items))
         if self._results is None:
             self._results = self._start()
         try:
             result, failure = next(self._results)
+        except StopIteration:
+            if self._items.error is not None:
+                raise self._items.error from None
+            raise
         # RuntimeError is torch's, when it finds a process gone; the others come of asking one for
         # the memory of a result that it announced before it died.
         except (RuntimeError, OSError, EOFError) as error:
@@ -85,13 +90,13 @@ class Background[Item, Result](Iterator[Result]):
 
     def close(self) -> None:
         """End the processes; nothing more can be asked for."""
-        self._items = iter(())
+        self._items = _Once(iter(()))
         self._results = None
 
     def _start(self) -> Iterator[tuple[Result, _Failure | None]]:
         loader: DataLoader[Any] = DataLoader(
             _Task(self._function),
-            sampler=_Once(self._items),
+            sampler=self._items,
             batch_size=None,  # what the items hold is their own affair
             collate_fn=_unchanged,
             num_workers=self._settings.processes,
@@ -105,7 +110,8 @@ class Background[Item, Result](Iterator[Result]):
         results = iter(loader)
         # Torch's handler raises wherever the main thread is when a process dies, in the middle of
         # a step. That it is dead shows when its results are waited for: there it can be told.
-        if threading.current_thread() is threading.main_thread():
+        # None is a handler that was not set from Python, and cannot be set again from here.
+        if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, before)
         return results
 
@@ -127,13 +133,20 @@ class _Task[Item, Result](Dataset[Any]):
 
 
 class _Once[Item]:
-    """An iterator as torch's data loader takes the order of its work."""
+    """An iterator as torch's data loader takes the order of its work.
+
+    It ends at an error, which is kept: torch's own would look no different.
+    """
 
     def __init__(self, items: Iterator[Item]) -> None:
-        self._items = items
+        self.items = items
+        self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[Item]:
-        return self._items
+        try:
+            yield from self.items
+        except Exception as error:
+            self.error = error
 
 
 def _unchanged(result: Any) -> Any:

@@ -39,7 +39,7 @@ def test_it_counts_and_says_so(demo, tmp_path, capsys):
     assert figures.samples == 40
     assert figures.media == sum(part["type"] == "image" for part in parts)
     assert len(figures.processor_seconds) == len(figures.wall_seconds) == 3
-    # Two thirds of what a quiet core does on such rows is a floor that a busy one keeps.
+    # Far below what docs/data.md has of such rows: one that a core shared with others keeps, too.
     assert figures.per_processor_second > 1000
     printed = capsys.readouterr().out
     assert f"{figures.per_processor_second:,.0f}" in printed

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from loongplug.data.chat_template import render_chat
@@ -81,5 +82,16 @@ def test_the_way_past_the_tokenizer_is_there(
     def slow(*_: Any, **__: Any) -> None:
         raise AssertionError("rendered by the tokenizer")
 
-    monkeypatch.setattr(type(fresh.tokenizer), "apply_chat_template", slow)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", slow)
     assert "Hi" in render_chat(CHATS[0], fresh.tokenizer)
+
+
+def test_a_class_with_a_way_of_its_own_is_asked(
+    fresh: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(_: Any, chat: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        return f"{len(chat)} {add_generation_prompt}"
+
+    monkeypatch.setattr(type(fresh.tokenizer), "apply_chat_template", own)
+    assert render_chat(CHATS[2], fresh.tokenizer, prompt=True) == "4 True"

@@ -67,6 +67,10 @@ def bad_file(
         (row("Read", ""), [("row", "message 2, the assistant's, is empty")]),
         ({"text": "No roles."}, [("text", "plain text has no answers")]),
         ({"messages": []}, [("row", r"messages is \[\]")]),
+        (row("\ud800 hi", "1"), [("row", "lone surrogate")]),
+        ({"text": "\ud800 hi"}, [("row", "lone surrogate")]),
+        (row("Read", "1", images=("a\0b.png",)), [("row", "NUL")]),
+        (row("Read", "1", images=(f"{'a' * 300}.png",)), [("media", "cannot be opened")]),
         ("3", [("row", "a JSON int where an object was expected")]),
     ]
     path, faults = tmp_path / "rows.jsonl", []
@@ -132,7 +136,7 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
     places = [line.split(": ")[0] for line in printed]
     assert places == [f"{path}:{fault.line}" for fault in faults] + [f"{second}:101"]
     assert f"{len(lines) + 100} rows in" in summary
-    assert "17 cannot be used (1 length, 6 media, 2 pixels, 8 row, 2 text)." in summary
+    assert "21 cannot be used (1 length, 7 media, 2 pixels, 11 row, 2 text)." in summary
 
 
 def test_the_command_ends_with_0_when_all_is_well(

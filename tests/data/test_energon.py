@@ -223,6 +223,7 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
             {"json": {"text": "<image>"}, "jpg": b"", "png": b""},
             "1 <image> markers in the text for 2 images",
         ),
+        ({"json": {"text": "<image>", "videos": 3}, "jpg": b""}, "videos is 3, but"),
         ({"json": {"text": "<image>", "image": "cat.jpg"}, "jpg": b""}, "no part 'cat.jpg' in"),
         ({"json": {"text": "<image>", "image": "/etc/hostname"}}, "no part '/etc/hostname' in"),
         ({"json": {"text": "Hi <image>"}, "jpg": b"no image"}, "a.tar:k1.jpg is no image"),
@@ -326,6 +327,76 @@ def test_damaged_datasets_say_what_is_wrong(
     damage(folder / "train" / "shard_0.tar")
     with pytest.raises(ValueError, match=message):
         EnergonRows(folder, split="train").read(0)
+
+
+def test_a_damaged_header_within_a_sample_is_no_end_of_it(tmp_path: Path) -> None:
+    rows = of_samples(tmp_path / "d", {"json": {"text": "a"}, "jpg": png()}, {"json": {"text": ""}})
+    shard = rows.shards[0]
+    content = bytearray(shard.read_bytes())
+    assert rows.read(0) == {"text": "a", "images": ["jpg"]}
+    content[1024 + 3] ^= 1  # of the second member's header
+    shard.write_bytes(content)
+    rows = EnergonRows(rows.folder, split="train")
+    with pytest.raises(ValueError, match=r"a\.tar:1: .*no header at byte 1024 of the sample"):
+        rows.read(0)
+    assert rows.read(1) == {"text": ""}
+
+
+def test_an_index_that_lacks_an_entry_merges_no_samples(tmp_path: Path) -> None:
+    rows = of_samples(tmp_path / "d", *({"json": {"text": text}} for text in "abc"))
+    index = rows.shards[0].with_suffix(".tar.idx")
+    np.delete(np.fromfile(index, dtype=np.uint64), 1).tofile(index)
+    rows = EnergonRows(rows.folder, split="train")
+    with pytest.raises(ValueError, match=r"a\.tar:1: .*two samples, 'k0' and 'k1'"):
+        rows.read(0)
+    assert rows.read(1) == {"text": "c"}
+
+
+def test_a_part_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.tar", [("k", {"json": {"text": text}}) for text in "ab"])
+    # Its index has both within one sample.
+    size = (tmp_path / "a.tar").stat().st_size
+    rows = EnergonRows(prepare(tmp_path, {"train": ".*"}), split="train")
+    np.array([0, size], dtype=np.uint64).tofile(tmp_path / "a.tar.idx")
+    with pytest.raises(ValueError, match=r"a\.tar:1: .*two parts 'json' of the sample 'k'"):
+        rows.read(0)
+
+
+def test_an_index_of_noise_is_an_error_of_its_samples(tmp_path: Path) -> None:
+    rows = of_samples(tmp_path / "d", {"json": {"text": "a"}}, {"json": {"text": "b"}})
+    index = rows.shards[0].with_suffix(".tar.idx")
+    index.write_bytes(b"\xff" * index.stat().st_size)
+    with pytest.raises(ValueError, match=r"a\.tar:2: the shard cannot be read there"):
+        EnergonRows(rows.folder, split="train").read(1)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"shard_counts": {"a.tar": "1"}}, "shard a.tar has '1' samples"),
+        ({"shard_counts": {"a.tar": True}}, "shard a.tar has True samples"),
+        ({"shard_counts": {"a.tar": -1}}, "shard a.tar has -1 samples"),
+        ({"shard_counts": {}}, "shard_counts is {}"),
+        ({"shard_counts": ["a.tar"]}, "shard_counts is "),
+        ({}, "shard_counts"),
+        ({"shard_counts": {"../a.tar": 1}}, "'../a.tar' is no path within"),
+        ({"shard_counts": {"/tmp/a.tar": 1}}, "'/tmp/a.tar' is no path within"),
+    ],
+)
+def test_lists_of_shards_are_checked(tmp_path: Path, info: Any, message: str) -> None:
+    folder = of_samples(tmp_path / "d", {"json": {"text": "a"}}).folder
+    (folder / ".nv-meta" / ".info.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=f"cannot be read for the split None: .*{message}"):
+        EnergonRows(folder, split=None)
+
+
+def test_a_split_reaches_nothing_outside_the_folder(tmp_path: Path) -> None:
+    folder = of_samples(tmp_path / "d", {"json": {"text": "a"}}).folder
+    for name in (".nv-meta/.info.json", ".nv-meta/split.yaml"):
+        path = folder / name
+        path.write_text(path.read_text().replace("a.tar", "../d/a.tar"))
+    with pytest.raises(ValueError, match=r"'\.\./d/a\.tar' is no path within"):
+        EnergonRows(folder, split="train")
 
 
 def test_check_reads_all_splits(

@@ -148,7 +148,8 @@ def with_part(**part: Any) -> dict[str, Any]:
         (with_part(type="video", video=[], fps=2), r"\.video is \[\], but .* at least 1 item"),
         (with_part(type="video", video=["a", 3], fps=2), r"\.video\[1\] is 3, but"),
         (with_part(type="video", video=["a.png"]), 'as frames has no "fps": give how many'),
-        (with_part(type="video", video=["a.png"], fps=0), "fps is 0, but .* greater than 0"),
+        (with_part(type="video", video=["a.png"], fps=0), "fps is 0, but .* or equal to 0.001"),
+        (with_part(type="video", video=["a.png"], fps=5e-324), "fps is 5e-324, but"),
         (with_part(type="video", video=["a.png"], fps=-1.5), "fps is -1.5"),
         (with_part(type="video", video=["a.png"], fps="2"), "fps is '2', but .* valid number"),
         (with_part(type="video", video=["a.png"], fps=True), "fps is True"),
@@ -191,3 +192,36 @@ def test_many_faults_are_told_three_at_a_time() -> None:
     with pytest.raises(ValueError, match=r"messages\[2\]\.role is missing; and 5 more\.") as error:
         parse_conversation({"messages": [{"content": "x"} for _ in range(8)]}, where="r:1")
     assert "messages[3]" not in str(error.value)
+
+
+HALF = "\ud800 hi"  # what JSON's escape "\ud800" alone gives
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": HALF}, r"text is '\\ud800 hi', but .*lone surrogate"),
+        ({"messages": [{"role": "user", "content": HALF}]}, r"messages\[0\]\.content is .*lone"),
+        (with_part(type="text", text=HALF), r"content\[0\]\.text is .*lone"),
+        ({"conversations": [{"from": "human", "value": HALF}]}, r"\[0\]\.value is .*lone"),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}], "system": HALF},
+            "system is .*lone",
+        ),
+        (with_part(type="image", image="\ud800.png"), r"content\[0\]\.image is .*lone"),
+        (with_part(type="image", image="a\0b.png"), r"content\[0\]\.image is .*NUL"),
+        (with_part(type="image_url", image_url={"url": "a\0b.png"}), r"image_url\.url is .*NUL"),
+        (with_part(type="video", video="a\0b.mp4"), r"content\[0\]\.video is .*NUL"),
+        (with_part(type="video", video=["a\0b.png"], fps=1), r"\.video\[0\] is .*NUL"),
+        ({"text": "<image>", "images": ["\ud800.png"]}, r"images\[0\] is .*lone"),
+        ({"text": "<image>", "image": "a\0b.png"}, "image is .*NUL"),
+        ({"text": "<video>", "video": "a\0b.mp4"}, "video is .*NUL"),
+        ({"text": "<video>", "videos": ["a\0b.mp4"]}, r"videos\[0\] is .*NUL"),
+        ({"messages": [{"role": HALF, "content": "Hi"}]}, r"\[0\]\.role is"),
+        (with_part(type=HALF), r"content\[0\]"),
+    ],
+)
+def test_what_is_no_text_or_no_name_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^rows:7: .*{message}") as caught:
+        parse_conversation(row, where="rows:7")
+    str(caught.value).encode()  # it can be printed

@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +50,12 @@ def test_bytes_that_are_no_text_name_their_place(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": "\xff\xfe"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: not JSON"):
         JsonlIndex(path).read(0)
+
+
+def test_a_line_is_whole_where_the_system_gives_less_at_once(
+    write_rows: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = JsonlIndex(write_rows({"a": "long enough"}, {"b": 1}))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 5), at))
+    assert [index.read(0), index.read(1)] == [{"a": "long enough"}, {"b": 1}]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import ImageFile
 
+from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
@@ -183,6 +184,28 @@ def test_bad_rows_name_file_and_line(
         with pytest.raises(ValueError, match=rf"rows\.jsonl:{index + 1}: .*{message}"):
             dataset[index]
     assert len(dataset[5].input_ids) == 18  # four of them the image's
+
+
+def test_text_that_cannot_be_encoded_is_skipped_as_other_bad_rows(
+    processor: Processor, write_rows: Callable[..., Path], row: Row
+) -> None:
+    good = {"text": "Hello"}
+    bad = [{"text": "\ud800 hi"}, row("\ud800 hi", "1"), row("1", "2", images=("a\0b.png",))]
+    dataset = ChatDataset(
+        write_rows(good, *bad, good), processor=processor, seq_length=32, training_phase="pretrain"
+    )
+    bad_samples = BadSamples("skip")
+    loader = MicrobatchLoader(
+        dataset,
+        micro_batch_size=5,
+        dp_rank=0,
+        dp_size=1,
+        seed=None,
+        with_images=True,
+        bad_samples=bad_samples,
+    )
+    assert next(loader).loss_mask.any(dim=1).tolist() == [True, False, False, False, True]
+    assert bad_samples.counts == {"row": 3}
 
 
 def test_longest_sample_that_fits(

@@ -126,6 +126,38 @@ def test_a_process_killed_while_it_waits_is_an_error(background: Any) -> None:
         drain(results, kill=victim)
 
 
+def breaks(error: Exception) -> Iterator[int]:
+    yield from range(3)
+    raise error
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), RuntimeError("no plan"), KeyError("x")])
+def test_what_the_items_raise_comes_as_it_is(background: Any, error: Exception) -> None:
+    results = background(uneven, breaks(error))
+    assert [next(results)[0] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(type(error)) as caught:
+        next(results)
+    assert caught.value is error
+
+
+@pytest.mark.timeout(60)
+def test_a_death_among_those_that_make_the_items_is_told_once(background: Any) -> None:
+    with pytest.raises(RuntimeError, match="data loading process has died") as caught:
+        drain(background(abs, background(dies, count())))
+    assert str(caught.value).count("has died") == 1
+
+
+def test_a_handler_that_was_not_set_from_python_is_left_alone(
+    background: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    try:
+        assert next(background(uneven, count()))[0] == 0
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_closing_ends_the_processes(background: Any) -> None:
     results = background(uneven, count())
     pids = {next(results)[1] for _ in range(6)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
+from loongplug.data.schemas import LEAST_FPS
 from loongplug.training.rules.rule import Rule
 
 
@@ -53,9 +54,9 @@ def energon_datasets(args: Namespace, model: Any) -> str | None:
 
 
 def video_rate(args: Namespace, model: Any) -> str | None:
-    """The frames taken per second of a video are more than none."""
+    """The frames taken per second of a video are more than next to none."""
     rate = args.video_fps
-    return None if rate is None or 0 < rate < math.inf else f"--video-fps {rate:g}"
+    return None if rate is None or LEAST_FPS <= rate < math.inf else f"--video-fps {rate:g}"
 
 
 def one_row(args: Namespace, model: Any) -> str | None:
@@ -114,10 +115,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="video-rate",
-        refuses="`--video-fps` not above 0",
+        refuses=f"`--video-fps` below {LEAST_FPS:g}",
         check=video_rate,
-        reason="it is the number of frames taken per second of a video",
-        cure="give more than 0",
+        reason="it is the number of frames taken per second of a video, and slower ones have times "
+        "beyond what positions can count",
+        cure=f"give {LEAST_FPS:g} or more",
         training_only=True,
     ),
     Rule(

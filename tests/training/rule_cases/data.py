@@ -37,8 +37,13 @@ CASES: Cases = {
         [{"train_data_path": ["1", __file__, "2", __file__]}],
     ),
     "video-rate": (
-        [{"video_fps": 0.0}, {"video_fps": -1.0}, {"video_fps": float("nan")}],
-        [{"video_fps": 0.5}],
+        [
+            {"video_fps": 0.0},
+            {"video_fps": -1.0},
+            {"video_fps": float("nan")},
+            {"video_fps": 5e-324},
+        ],
+        [{"video_fps": 0.5}, {"video_fps": 1e-3}],
     ),
     "packing-rows": (
         [{"packing": True, "micro_batch_size": 2}],
