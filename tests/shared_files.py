@@ -21,12 +21,18 @@ class Shares:
         self._mine: dict[str, bool] = {}
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
         """True: done with, as far as this process goes."""
         file = item.location[0]
         if file not in self._mine:
             self._mine[file] = self._claim(file)
-        return None if self._mine[file] else True
+        if self._mine[file]:
+            return None
+        # What the last test of ours left for this one (its folder's fixtures) may not be the next's.
+        item.session._setupstate.teardown_exact(nextitem)
+        return True
 
     def _claim(self, file: str) -> bool:
         try:

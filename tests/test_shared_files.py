@@ -39,8 +39,10 @@ def test_each_file_is_run_by_one_process(tmp_path):
     tests, shares, said = (tmp_path / name for name in ("tests", "shares", "said"))
     tests.mkdir()
     shares.mkdir()
-    for number in range(8):
-        (tests / f"test_{number}.py").write_text(FILE)
+    for number in range(8):  # several to a folder: what a folder has up is taken down in time
+        folder = tests / f"folder_{number // 2}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"test_{number}.py").write_text(FILE)
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent),

@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import importlib
+import logging
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,13 +222,32 @@ def _quoted(folder: Path) -> str:
     return f"'file://{escaped}'"
 
 
+@contextmanager
+def _hydra(folder: Path) -> Iterator[None]:
+    """Hydra on the files of ``folder``, in quiet.
+
+    The plugin that comes with megatron-energon's storage client tells of each composition, on two
+    ways, that it is not configured. Nothing here asks it for anything.
+    """
+    plugin = logging.getLogger("multistorageclient.contrib.hydra")
+    before = plugin.disabled
+    plugin.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="provider=msc-universal")
+            with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+                yield
+    finally:
+        plugin.disabled = before
+
+
 def _compose(source: _Source, settings: Mapping[str, str]) -> dict[Any, Any]:
     """The composed plain data, with interpolations resolved."""
     file, search = source.file, _search(source, settings)
     try:
         if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
             raise ValueError(f"{file}: hydra is no key of a model file; remove it")
-        with initialize_config_dir(config_dir=str(search.folders[0]), version_base="1.3"):
+        with _hydra(search.folders[0]):
             composed = compose(search.name, overrides=list(search.overrides))
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingConfigException as error:
@@ -239,7 +261,7 @@ def _compose(source: _Source, settings: Mapping[str, str]) -> dict[Any, Any]:
 def _layers(source: _Source, settings: Mapping[str, str]) -> list[_Layer]:
     """The files of a composition that succeeded, in the order they were merged."""
     search = _search(source, settings)
-    with initialize_config_dir(config_dir=str(search.folders[0]), version_base="1.3"):
+    with _hydra(search.folders[0]):
         defaults = (
             GlobalHydra.instance()
             .config_loader()
