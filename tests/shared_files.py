@@ -30,7 +30,7 @@ class Shares:
             self._mine[file] = self._claim(file)
         if self._mine[file]:
             return None
-        # What the last test of ours left for this one (its folder's fixtures) may not be the next's.
+        # What our last test left standing for this one (its folder) may not be the next one's.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 
