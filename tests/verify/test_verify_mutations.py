@@ -1,5 +1,6 @@
 """Every fault that is built into a layout is seen, and named in the right place."""
 
+import functools
 import importlib
 
 import pytest
@@ -7,6 +8,9 @@ import torch.distributed as dist
 from verify_cases import TIED, Pair, failing, made_plan
 
 from loongplug.verify.report import report
+
+# Heterogeneous TP on the ranks of ``split``: two replicas of the encoder.
+OWN_TP = ("model.image_encoder.tensor_model_parallel_size=1",)
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +128,47 @@ def miss_tied_reduction(rank):
     module._allreduce_word_embedding_grads = lambda *args, **kwargs: None
 
 
+def count_units_twice(rank):
+    """The sum over an encoder's replicas, each of which has encoded every unit, as it is."""
+    from loongplug.hetero import engine
+
+    state = engine.ModuleState
+    engine.ModuleState = lambda **given: state(**given | {"gradient_factor": 1.0})
+
+
+def norm_by_the_decoders_group(rank):
+    """Which of the encoder's parameters count in the norm, asked of the decoder's ranks."""
+    from megatron.training import training
+
+    original = training.setup_model_and_optimizer
+
+    @functools.wraps(original)
+    def setup(*args, **kwargs):
+        model, optimizer, scheduler = original(*args, **kwargs)
+        encoder, decoder = optimizer.chained_optimizers
+        encoder.tp_group = decoder.tp_group
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = setup
+
+
 def test_the_layouts_agree_without_a_fault(split, tied):
-    for pair in (split, tied):
-        comparison = pair.compared()
+    for pair, more in ((split, ()), (split, OWN_TP), (tied, ())):
+        comparison = pair.compared(more=more)
         assert comparison.agrees, report(pair.plan, comparison)
+
+
+def test_an_encoder_whose_replicas_count_twice(split):
+    comparison = split.compared(count_units_twice, more=OWN_TP)
+    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
+    assert {each.module for each in first} == {"image_encoder", "image_projector"}
+    assert all(each.ratio == pytest.approx(2.0, rel=1e-4) for each in first)
+
+
+def test_an_encoder_whose_norm_is_of_other_ranks(split):
+    comparison = split.compared(norm_by_the_decoders_group, more=OWN_TP)
+    assert all(norm.fails for norm in comparison.norms)
+    assert not [each for each in comparison.tensors if each.step == 0 and each.fails]
 
 
 def test_doubled_gradients(split):
