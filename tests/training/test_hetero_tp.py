@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from compared_runs import train
 from ranks import RankError, run_ranks
 
 import loongplug.training.run as run_module
@@ -23,33 +23,11 @@ MODEL = ("model.foundation.num_query_groups=4",)  # for TP 4
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
-def steps(rank: int, *, flags: list[str]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
-    norms: list[float] = []
-    step = ChainedOptimizer.step
-
-    def noted(self):
-        result = step(self)
-        norms.append(result[1])
-        return result
-
-    ChainedOptimizer.step = noted
-    losses = [step.loss for step in run(flags)]
-    return list(zip(losses, norms, strict=True))
-
-
-def train(flags, *more: str, ranks: int = 1):
-    """The same on every rank."""
-    found, *others = run_ranks(steps, ranks, flags=[*flags, *MODEL, *more], timeout=180.0)
-    assert others == [found] * (ranks - 1)
-    return found
-
-
 @pytest.fixture(scope="module")
 def single(flags, tmp_path_factory):
     weights = tmp_path_factory.mktemp("weights") / "hf"
-    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
-    return weights, train(flags, "--load-hf", str(weights))
+    train(flags, *MODEL, "--lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    return weights, train(flags, *MODEL, "--load-hf", str(weights))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +51,7 @@ def single(flags, tmp_path_factory):
 def test_losses_and_norms_are_those_of_one_rank(flags, single, ranks, encoder_tp, layout):
     weights, expected = single
     own = f"{ENCODER_TP}={encoder_tp}"
-    found = train(flags, "--load-hf", str(weights), own, *layout, ranks=ranks)
+    found = train(flags, *MODEL, "--load-hf", str(weights), own, *layout, ranks=ranks)
     assert expected[-1][0] < 0.9 * expected[0][0]  # it learns, so a wrong update shows
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0)
 
@@ -129,4 +107,4 @@ def test_replicas_start_the_same_and_stay_so(flags, encoder_tp):
 
 def test_a_size_that_does_not_divide_is_refused(flags):
     with pytest.raises(RankError, match="tensor_model_parallel_size 3 does not divide"):
-        train(flags, TP, "2", f"{ENCODER_TP}=3", ranks=2)
+        train(flags, *MODEL, TP, "2", f"{ENCODER_TP}=3", ranks=2)
