@@ -56,17 +56,23 @@ class Background[Item, Result](Iterator[Result]):
         self._items = _Once(items)
         self._settings = settings
         self._results: Iterator[tuple[Result, _Failure | None]] | None = None
+        self._died: RuntimeError | None = None
 
     def __next__(self) -> Result:
         """The next result.
 
         Raises:
             ValueError: the function raised one; with its message.
-            RuntimeError: the function raised something else, or a process has died.
+            RuntimeError: the function raised something else, or a process has died. Once one has
+                died, every call says so.
             Exception: what the items raised, as it was, behind the results of those before.
         """
         if self._settings.processes == 0:
             return self._function(next(self._items.items))
+        # Torch's iterator tells of a death once; asked again, it just ends. The first who hears of
+        # it may be one that works ahead and keeps it for later.
+        if self._died is not None:
+            raise self._died
         if self._results is None:
             self._results = self._start()
         try:
@@ -78,10 +84,11 @@ class Background[Item, Result](Iterator[Result]):
         # RuntimeError is torch's, when it finds a process gone; the others come of asking one for
         # the memory of a result that it announced before it died.
         except (RuntimeError, OSError, EOFError) as error:
-            raise RuntimeError(
+            self._died = RuntimeError(
                 f"A data loading process has died: {error or type(error).__name__}. Mostly that is"
                 " a lack of memory: give fewer by --num-workers."
-            ) from error
+            )
+            raise self._died from error
         if failure is None:
             return result
         if failure.expected:

@@ -147,6 +147,14 @@ def test_a_death_among_those_that_make_the_items_is_told_once(background: Any) -
     assert str(caught.value).count("has died") == 1
 
 
+@pytest.mark.timeout(60)
+def test_a_death_is_told_as_often_as_is_asked(background: Any) -> None:
+    results = background(dies, count())
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="data loading process has died"):
+            drain(results)
+
+
 def test_a_handler_that_was_not_set_from_python_is_left_alone(
     background: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
