@@ -164,7 +164,7 @@ def choices(layout: Cell) -> list[Cell]:
 
 
 def matrix(model: str) -> list[Cell]:
-    """The model's cells: each layout in each mode, and more until every two axis values have met."""
+    """The model's cells: all layouts in all modes, and more until every two axis values have met."""
     everything = [choices(layout) for layout in layouts(model)]
     wanted = {pair for possible in everything for cell in possible for pair in pairs(cell)}
     generator = random.Random(model)
@@ -208,7 +208,9 @@ def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
     return sorted(_in_turn(by_model, number))
 
 
-def _modes_in_turn(cells: Sequence[Cell], generator: random.Random, *, first: int) -> Iterator[Cell]:
+def _modes_in_turn(
+    cells: Sequence[Cell], generator: random.Random, *, first: int
+) -> Iterator[Cell]:
     turned = (*MODES[first:], *MODES[:first])
     by_mode = [[cell for cell in cells if cell.mode == mode] for mode in turned]
     shuffled = [iter(generator.sample(mine, len(mine))) for mine in by_mode]
