@@ -164,7 +164,7 @@ def choices(layout: Cell) -> list[Cell]:
 
 
 def matrix(model: str) -> list[Cell]:
-    """The model's cells: all layouts in all modes, and more until every two axis values have met."""
+    """The model's cells: layouts in their modes, and more until every two axis values have met."""
     everything = [choices(layout) for layout in layouts(model)]
     wanted = {pair for possible in everything for cell in possible for pair in pairs(cell)}
     generator = random.Random(model)

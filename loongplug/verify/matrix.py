@@ -47,7 +47,7 @@ class Matrix:
 
     def prepare(self, cell: Cell) -> None:
         """Make what the cell shares with others, where it is not there: its reference's run too."""
-        self._reference(cell, self._base(cell))
+        self._reference(cell, self.base(cell))
 
     def run(self, cell: Cell, *, job: int = 0) -> Result:
         """Run one cell and keep what it came to; ``job`` tells apart those that run at one time."""
@@ -63,7 +63,7 @@ class Matrix:
         from loongplug.verify.recording import read_recording
 
         try:
-            base = self._base(cell)
+            base = self.base(cell)
             flags = [*base, *cell.flags()]
             expected = self._reference(cell, base)
             found = self._recorded(f"layouts/{job}", flags, ranks=cell.ranks)
@@ -92,7 +92,7 @@ class Matrix:
             return self._folder / name
         return self._recorded(name, base, ranks=1)
 
-    def _base(self, cell: Cell) -> list[str]:
+    def base(self, cell: Cell) -> list[str]:
         """The flags that a cell shares with its reference; data, model and weights are there."""
         prepared = self._folder / "prepared" / self._code / cell.reference
         done = prepared / "done"
