@@ -15,7 +15,6 @@ from loongplug.training.provider import engine_of
 from loongplug.verify.cells import Cell, all_cells
 from loongplug.verify.matrix import STEPS, Matrix
 
-
 # The third has the encoder of qwen3_vl_tiny.
 MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
 
@@ -52,13 +51,17 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
     return planned
 
 
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_owners_of_balanced_cells_are_not_in_turn(tmp_path, model):
+def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
     """In a step of theirs at least, in every shape of units and encoder replicas."""
     cells = [cell for cell in all_cells() if cell.balance and cell.model == model]
     shapes = {(cell.dp, cell.encoder_replicas): cell for cell in cells}
     assert set(shapes) == {(1, 2), (1, 4), (2, 2)}
-    matrix = Matrix(tmp_path)
     # What decides the owners, without what takes several references.
     plain = [replace(cell, vpp=1, tied=False) for cell in shapes.values()]
     flags = [[*matrix.base(cell), *cell.flags()] for cell in plain]

@@ -139,6 +139,7 @@ class TestWithoutRuns:
         monkeypatch.setattr(
             Matrix, "_run", lambda self, cell, job: figures(cell, agrees=cell.tp == 1)
         )
+        monkeypatch.setattr("loongplug.verify.matrix.preload", lambda device: None)
         flags = ["--folder", str(tmp_path / "runs"), "--page", str(tmp_path / "parity.md")]
         code = main([*flags, "--sample", "12", "--json", str(tmp_path / "results.json")])
         written = json.loads((tmp_path / "results.json").read_text())
