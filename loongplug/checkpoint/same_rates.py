@@ -45,7 +45,7 @@ def check_rates(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differences:
         raise ValueError(
             "The course of the learning rate or weight decay is not the checkpoint's: "
-            f"{'; '.join(differences)}. Give --override-opt_param-scheduler to go on with this "
-            "run's flags, or --use-checkpoint-opt_param-scheduler to go on as the checkpoint's run "
+            f"{'; '.join(differences)}. Give --override-opt-param-scheduler to go on with this "
+            "run's flags, or --use-checkpoint-opt-param-scheduler to go on as the checkpoint's run "
             "would have."
         )

@@ -10,7 +10,12 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from loongplug.checkpoint.same_rates import checked_rates
+from loongplug.data.units import Unit
+from loongplug.hetero.balance import Balance, EncoderWork
+from loongplug.hetero.placement import Placement
+from loongplug.parallel.layout import Layout
 from loongplug.training.arguments import parse_arguments
+from loongplug.training.assigned_units import AssignedUnits
 from loongplug.training.rates import _count_samples
 from loongplug.training.step_sizes import StepSizes, UnitSteps, step_sizes
 
@@ -65,6 +70,37 @@ def test_a_ramp_has_equal_parts(start: int, increment: int, samples: int, end: i
     assert sizes.stretches(samples) == [(samples, end)]
 
 
+def test_units_are_assigned_step_by_step() -> None:
+    """In turn from each step's first on; by cost, all units of a step together."""
+    encoders = Placement(
+        layout=Layout(dp=3),
+        groups=((0,), (1,), (2,)),
+        consumers=(0,),
+        on_every_stage=True,
+        gradient_factor=1.0,
+    )
+    steps = UnitSteps.of(StepSizes(sizes=((0, 4), (5, 8))), consumed=4, each=2)
+    work = EncoderWork(linear=1, attention=(), merge=2)
+
+    def roles(balance: Balance | None) -> AssignedUnits:
+        place = Namespace(placement=encoders)
+        more = {"patch_dim": 1, "device": lambda: None, "replica": None, "channel": 0}
+        return AssignedUnits(place, balance=balance, steps=steps, **more)
+
+    # Steps of 2, 4 and 4 microbatches.
+    units = [
+        Unit(index=i, media=(), grids=((1, 2, 2 + 2 * (i == 4)),), samples=(), where=())
+        for i in range(10)
+    ]
+    in_turn = roles(None)
+    assert [in_turn.block(i) for i in range(4)] == [1, 1, 1, 1]
+    assert in_turn.owners(units) == [0, 1, 0, 1, 2, 0, 0, 1, 2, 0]
+    balanced = roles(Balance(work=work, threshold=0.0))
+    assert [balanced.block(i) for i in (0, 2, 6)] == [2, 4, 4]
+    owners = balanced.owners(units[2:6])
+    assert owners.count(owners[2]) == 1  # the large one, where it is alone
+
+
 def test_both_flags_come_to_what_megatron_s_loop_reads(tmp_path: Path) -> None:
     def settled(*more: str) -> Namespace:
         return parse_arguments(command_line(tmp_path, *more)).args
@@ -87,10 +123,17 @@ def test_both_flags_come_to_what_megatron_s_loop_reads(tmp_path: Path) -> None:
 
 
 def scheduler(**changes: Any) -> OptimizerParamScheduler:
-    settings = {
-        **{"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 16},
-        **{"lr_decay_steps": 80, "lr_decay_style": "linear", "start_wd": 0.1, "end_wd": 0.3},
-        **{"wd_incr_steps": 80, "wd_incr_style": "linear"},
+    settings: dict[str, Any] = {
+        "init_lr": 0.0,
+        "max_lr": 1.0,
+        "min_lr": 0.1,
+        "lr_warmup_steps": 16,
+        "lr_decay_steps": 80,
+        "lr_decay_style": "linear",
+        "start_wd": 0.1,
+        "end_wd": 0.3,
+        "wd_incr_steps": 80,
+        "wd_incr_style": "linear",
         "use_checkpoint_opt_param_scheduler": False,
     }
     optimizer = Namespace(param_groups=[{}])
@@ -104,7 +147,10 @@ def test_rates_end_with_the_iterations_that_flags_name(style: str, fraction: flo
     sizes = StepSizes(sizes=((0, 2), (7, 4), (12, 8)))  # 2 2 2 2 4 8 8 ...
     made = scheduler(lr_decay_style=style, wsd_decay_steps=16, lr_wsd_decay_style="linear")
     args = Namespace(
-        **{"lr_decay_iters": 8, "train_iters": 10, "lr_warmup_iters": 2, "lr_wsd_decay_iters": 2},
+        lr_decay_iters=8,
+        train_iters=10,
+        lr_warmup_iters=2,
+        lr_wsd_decay_iters=2,
         lr_warmup_fraction=fraction,
     )
     _count_samples(made, args, sizes)
@@ -113,7 +159,8 @@ def test_rates_end_with_the_iterations_that_flags_name(style: str, fraction: flo
         rates.append(made.get_lr({}))
         decays.append(made.get_wd({}))
         made.step(sizes.samples(step + 1) - sizes.samples(step))
-    assert decays[10] == pytest.approx(0.3) and decays[9] < 0.29
+    assert decays[9] < 0.29
+    assert decays[10] == pytest.approx(0.3)
     assert rates[8:] == pytest.approx([0.1] * 4)
     assert rates[7] > 0.15
     warm = 2 if fraction is None else 6  # of 28 samples, 14 are a half
@@ -128,12 +175,12 @@ def test_other_rates_than_the_checkpoint_s_are_refused_unless_one_is_chosen() ->
     load = checked_rates(OptimizerParamScheduler.load_state_dict)
     load(scheduler(), saved)
     longer = {"lr_decay_steps": 160, "wd_incr_steps": 160}
-    with pytest.raises(ValueError, match="lr_decay_steps was 80, is 160 .*--train-iters") as raised:
+    with pytest.raises(ValueError, match=r"lr_decay_steps was 80, is 160 .*--train") as raised:
         load(scheduler(**longer, max_lr=2.0), saved)
     said = str(raised.value)
     assert "max_lr was 1.0, is 2.0 (--lr)" in said
-    assert "--override-opt_param-scheduler" in said
-    assert "--use-checkpoint-opt_param-scheduler" in said
+    assert "--override-opt-param-scheduler" in said
+    assert "--use-checkpoint-opt-param-scheduler" in said
     own = scheduler(**longer, override_opt_param_scheduler=True)
     load(own, saved)
     assert (own.lr_decay_steps, own.num_steps) == (160, 8)
