@@ -38,9 +38,9 @@ from loongplug.training.log import LogTap, megatron_output
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
+    leave_metrics,
     progress_sink,
     summarize,
-    write_metrics,
 )
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
 from loongplug.training.rates import rates_of
@@ -156,9 +156,10 @@ def _pretrain(
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
             if tap.reports and args.metrics_json and args.rank == 0:
-                write_metrics(
+                leave_metrics(
                     Path(args.metrics_json),
                     summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
+                    name=args.metrics_name,
                 )
     return tap.reports
 

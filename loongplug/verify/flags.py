@@ -6,8 +6,8 @@ from loongplug.training.flags import without_flags
 
 # By their names in args. What a run writes, when it stops, and how fast it goes: not compared.
 _OUTPUT = """
-save save_hf save_interval save_retain_interval metrics_json tensorboard_dir wandb_project
-wandb_exp_name wandb_save_dir wandb_entity log_interval log_params_norm log_throughput
+save save_hf save_interval save_retain_interval metrics_json metrics_name tensorboard_dir
+wandb_project wandb_exp_name wandb_save_dir wandb_entity log_interval log_params_norm log_throughput
 log_progress log_num_zeros_in_grad log_energy log_straggler timing_log_level async_save
 async_strategy use_persistent_ckpt_worker non_persistent_save_interval non_persistent_ckpt_type
 non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo
