@@ -199,7 +199,9 @@ def encoder_sizes(decoder: Layout, *, on_first_stage: bool) -> list[int]:
     """
     sizes = [size for size in range(1, decoder.tp + 1) if decoder.tp % size == 0]
     stages = 1 if on_first_stage else decoder.pp
-    wide = [count * decoder.tp * decoder.cp for count in range(1, stages + 1) if stages % count == 0]
+    wide = [
+        count * decoder.tp * decoder.cp for count in range(1, stages + 1) if stages % count == 0
+    ]
     return sorted({*sizes, *(size for size in wide if size > decoder.tp)})
 
 
