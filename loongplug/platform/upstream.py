@@ -119,6 +119,17 @@ def _with_trained_bias(original: Callable[..., torch.Tensor]) -> Callable[..., t
     return linear_with_frozen_weight
 
 
+def _tensor_by_tensor(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def metadata(args: Any, dp_cp_group: Any = None) -> dict[str, Any]:
+        made = original(args, dp_cp_group=dp_cp_group)
+        if args.freeze_parameters or args.train_parameters:
+            made["singleton_local_shards"] = True
+        return made
+
+    return metadata
+
+
 EVERYWHERE: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
@@ -167,6 +178,14 @@ EVERYWHERE: tuple[Replacement, ...] = (
         "grad_output_buffer: 'Optional[List[torch.Tensor]]' = None, "
         "wgrad_deferral_limit: 'None' = None, gtp_remat_size: 'int' = 1) -> 'torch.Tensor'",
         reason="has no gradient for the bias of a frozen weight",
+    ),
+    Replacement(
+        target="megatron.training.checkpointing._build_sharded_state_dict_metadata",
+        wrapper=_tensor_by_tensor,
+        signature="(args: argparse.Namespace, dp_cp_group: "
+        "Optional[torch.distributed.distributed_c10d.ProcessGroup] = None) -> dict",
+        reason="saves one tensor for all layers and experts, which are not whole where patterns "
+        "freeze some of them; a load reads what the checkpoint says",
     ),
 )
 
