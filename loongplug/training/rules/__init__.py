@@ -11,6 +11,7 @@ from typing import Any
 from loongplug.training.rules import (
     data,
     experts,
+    freezing,
     hetero,
     layout,
     machine,
@@ -29,6 +30,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "The encoder's own layout": hetero.RULES,
     "Model": model.RULES,
     "Experts": experts.RULES,
+    "Freezing": freezing.RULES,
     "Machine": machine.RULES,
     "Flags of Megatron": unsupported.RULES,
 }
