@@ -98,6 +98,11 @@ MODES: tuple[Mode, ...] = (
         title="parameters that patterns freeze, but for those that others name",
         flags=("--freeze-parameters", "*", "--train-parameters", "*norm*"),
     ),
+    Mode(
+        name="ramp-up",
+        title="a batch size that grows",
+        flags=("--rampup-batch-size", "8", "8", "64"),
+    ),
     Mode(name="packing", title="several samples to a sequence", flags=("--packing",)),
     Mode(
         name="sample balance",
