@@ -34,6 +34,7 @@ from loongplug.training.checkpoints import (
 )
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep, LossReport
+from loongplug.training.freezing import freezing_of
 from loongplug.training.log import LogTap, megatron_output
 from loongplug.training.progress import (
     StepReport,
@@ -89,6 +90,7 @@ def run(
         parsed.family,
         engine=engine,
         backend=backend_of(args),
+        freezing=freezing_of(args, parsed.model),
         hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)

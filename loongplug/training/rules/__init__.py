@@ -12,6 +12,7 @@ from loongplug.training.rules import (
     batch,
     data,
     experts,
+    freezing,
     hetero,
     layout,
     machine,
@@ -31,6 +32,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "The encoder's own layout": hetero.RULES,
     "Model": model.RULES,
     "Experts": experts.RULES,
+    "Freezing": freezing.RULES,
     "Machine": machine.RULES,
     "Flags of Megatron": unsupported.RULES,
 }

@@ -4,6 +4,7 @@ from rule_cases import (
     batch,
     data,
     experts,
+    freezing,
     hetero,
     layout,
     machine,
@@ -22,6 +23,7 @@ CASES: Cases = {
     **pipeline.CASES,
     **hetero.CASES,
     **experts.CASES,
+    **freezing.CASES,
     **machine.CASES,
     **unsupported.CASES,
 }
@@ -32,6 +34,7 @@ OVERRIDES: OverrideCases = {
     **start.OVERRIDES,
     **layout.OVERRIDES,
     **hetero.OVERRIDES,
+    **freezing.OVERRIDES,
     **model.OVERRIDES,
 }
 # The same for what only Qwen2.5-VL has.
