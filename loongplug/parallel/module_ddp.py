@@ -8,6 +8,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -156,6 +157,14 @@ def _layout(
     )
 
 
+class OptimizerPerModule(ChainedOptimizer):
+    """A chain that knows which of its optimizers are which part's."""
+
+    def __init__(self, of_part: dict[str, list[Any]]) -> None:
+        super().__init__([each for optimizers in of_part.values() for each in optimizers])
+        self.of_part = of_part
+
+
 def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``get_megatron_optimizer``: one chain of the optimizers of all parts.
 
@@ -166,15 +175,14 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     distributed optimizer), where a parameter that several ranks hold counts once, so it is the
     same on every rank.
     """
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
-        optimizers: list[Any] = []
+        of_part: dict[str, list[Any]] = {}
         for name, state in model_chunks[0].states.items():
             with state.entered():
                 chain = original(config, [chunk.parts[name] for chunk in model_chunks], **kwargs)
             assert type(chain) is ChainedOptimizer, type(chain)
-            optimizers += chain.chained_optimizers
-        return ChainedOptimizer(optimizers)
+            of_part[name] = chain.chained_optimizers
+        return OptimizerPerModule(of_part)
 
     return get_megatron_optimizer
