@@ -41,6 +41,7 @@ class _Handle:
 
 @dataclass(kw_only=True)
 class _Unit:
+    stays: set[int]  # storages, by their addresses
     saved: dict[int, _Saved] = field(default_factory=dict)  # by the storage's address
     mark: Any = None
 
@@ -50,24 +51,25 @@ class SavedOnHost:
 
     A unit's leave while the next one is encoded, and come back while the one before it goes
     backward, both in the order of the encoding. Whole storages travel, each once, however many
-    tensors of it were saved. What ``stays`` (weights) is not copied, nor what is small.
+    tensors of it were saved. What ``stays`` is not copied, as others hold it, nor what is small.
 
     Torch gives operations another object than the one that they have saved, so weights lack
     attributes there: Megatron's fused accumulation into gradient buffers does not work with it.
     """
 
     def __init__(self, *, copies: Copies, device: torch.device, stays: Iterable[Tensor]) -> None:
+        """``stays``: what all units use, such as weights."""
         self._copies = copies
         self._device = device
-        self._stays = {each.untyped_storage()._cdata for each in stays}
+        self._stays = _addresses(stays)
         self._units: dict[int, _Unit] = {}
         self._leaving: _Unit | None = None
         self._coming: list[int] = []
 
     @contextmanager
-    def of_unit(self, unit: int) -> Iterator[None]:
-        """Inside, ``unit`` is encoded."""
-        made = self._units[unit] = _Unit()
+    def of_unit(self, unit: int, *, stays: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Inside, ``unit`` is encoded; ``stays``: its inputs."""
+        made = self._units[unit] = _Unit(stays=self._stays | _addresses(stays))
 
         def pack(tensor: Tensor) -> _Handle | Tensor:
             return self._pack(tensor, made)
@@ -102,7 +104,7 @@ class SavedOnHost:
             storage is None
             or tensor.device != self._device
             or storage.nbytes() < _SMALL
-            or storage._cdata in self._stays
+            or storage._cdata in unit.stays
         ):
             return tensor.detach()  # the tensor itself would hold its own graph
         if storage._cdata not in unit.saved:
@@ -134,6 +136,10 @@ class SavedOnHost:
             each.device = torch.empty(each.host.shape, dtype=torch.uint8, device=self._device)
             self._copies.copy(each.device, each.host)
         unit.mark = self._copies.mark()
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {each.untyped_storage()._cdata for each in tensors}
 
 
 def _unpack(packed: _Handle | Tensor) -> Tensor:

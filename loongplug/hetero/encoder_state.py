@@ -125,10 +125,8 @@ class EncoderState:
 
     def _on_device(self, values: Iterable[Any]) -> Iterator[Tensor]:
         for each in values:
-            if torch.is_tensor(each) and each.device == self._platform.device:
-                storage = each.untyped_storage()
-                if storage.nbytes() > 0 and storage.resizable():
-                    yield each
+            if torch.is_tensor(each) and each.device == self._platform.device and each.numel():
+                yield each
 
     def _buffers(self) -> list[Any]:
         return [*self._part.buffers, *self._part.expert_parallel_buffers]

@@ -136,6 +136,6 @@ class _FromStore(torch.autograd.Function):
         return store.bring(unit)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.keep(gradient)
         return None, None, None

@@ -118,7 +118,9 @@ class ThreePhases:
             )
         payloads = {}
         for unit, microbatch in microbatches.items():
-            with nullcontext() if self._saved is None else self._saved.of_unit(unit):
+            assert microbatch.vision is not None, "the unit was loaded somewhere else"
+            stays = (microbatch.vision.pixels,)
+            with nullcontext() if self._saved is None else self._saved.of_unit(unit, stays=stays):
                 payloads[unit] = encoder.payload(microbatch)
         if self._saved is not None:
             self._saved.left()

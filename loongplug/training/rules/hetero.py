@@ -112,6 +112,13 @@ def offload_and_fusion(args: Namespace, model: Any) -> str | None:
     return "--offload-encoder-activations with Megatron's fused gradient accumulation"
 
 
+def offload_and_registration(args: Namespace, model: Any) -> str | None:
+    """Memory that is given back is not registered with NCCL."""
+    if not (args.offload_encoder_state and args.nccl_ub):
+        return None
+    return "--offload-encoder-state with --use-nccl-ub"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="encoder-layout",
@@ -168,11 +175,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="offload-fusion",
-        refuses="`--offload-encoder-activations` with fused gradient accumulation (default with Apex)",
+        refuses="`--offload-encoder-activations` with fused gradient accumulation (on with Apex)",
         check=offload_and_fusion,
         reason="what comes back to a backward are new objects, in which the fused kernel does not "
         "find a weight's gradient buffer",
         cure="add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true "
         "instead",
+    ),
+    Rule(
+        name="offload-nccl",
+        refuses="`--offload-encoder-state` with `--use-nccl-ub`",
+        check=offload_and_registration,
+        reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
+        cure="drop one of them",
     ),
 )
