@@ -91,6 +91,11 @@ MODES: tuple[Mode, ...] = (
         ),
     ),
     Mode(name="frozen", title="a frozen encoder", flags=("model.image_encoder.freeze=true",)),
+    Mode(
+        name="ramp-up",
+        title="a batch size that grows",
+        flags=("--rampup-batch-size", "8", "8", "64"),
+    ),
     Mode(name="packing", title="several samples to a sequence", flags=("--packing",)),
     Mode(
         name="sample balance",

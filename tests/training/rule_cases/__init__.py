@@ -1,12 +1,24 @@
 """Cases of every rule, in a file for each file of the rules, and here all of them together."""
 
-from rule_cases import data, experts, hetero, layout, machine, model, pipeline, start, unsupported
+from rule_cases import (
+    batch,
+    data,
+    experts,
+    hetero,
+    layout,
+    machine,
+    model,
+    pipeline,
+    start,
+    unsupported,
+)
 from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
     **start.CASES,
     **data.CASES,
     **layout.CASES,
+    **batch.CASES,
     **pipeline.CASES,
     **hetero.CASES,
     **experts.CASES,
