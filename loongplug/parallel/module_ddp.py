@@ -159,12 +159,16 @@ def _layout(
     )
 
 
-class ModuleOptimizers(ChainedOptimizer):
+class OptimizerPerModule(ChainedOptimizer):
     """The optimizers of all parts, of which those where every rank is frozen have no state.
 
     Upstream's chain asks each of them for its state. Here they keep their numbers, by which
     checkpoints know optimizers, and are passed over.
     """
+
+    def __init__(self, of_part: dict[str, list[Any]]) -> None:
+        super().__init__([each for optimizers in of_part.values() for each in optimizers])
+        self.of_part = of_part
 
     def _with_state(self) -> dict[int, Any]:
         return {
@@ -215,12 +219,12 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
-        optimizers: list[Any] = []
+        of_part: dict[str, list[Any]] = {}
         for name, state in model_chunks[0].states.items():
             with state.entered():
                 chain = original(config, [chunk.parts[name] for chunk in model_chunks], **kwargs)
             assert type(chain) is ChainedOptimizer, type(chain)
-            optimizers += chain.chained_optimizers
-        return ModuleOptimizers(optimizers)
+            of_part[name] = chain.chained_optimizers
+        return OptimizerPerModule(of_part)
 
     return get_megatron_optimizer

@@ -100,7 +100,7 @@ def run(
         ) as recorder,
         _reported(engine, recorder),
         megatron_output(args) as terminal,
-        _watched(watch, mapping=hugging_face.mapping),
+        _told_what_was_built(engine, watch, mapping=hugging_face.mapping),
         _rated(step_sizes(args)),
     ):
         set_global_variables(args)
@@ -167,11 +167,17 @@ def _pretrain(
 
 
 @contextmanager
-def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
-    if watch is None:
-        yield
-        return
-    table = setup_table(lambda chunks, optimizer: watch.built(chunks, optimizer, mapping=mapping))
+def _told_what_was_built(
+    engine: Engine, watch: Watch | None, *, mapping: Mapping
+) -> Iterator[None]:
+    """``engine``, and ``watch`` behind it, get chunks and optimizer before the first step."""
+
+    def built(chunks: list[Any], optimizer: Any) -> None:
+        engine.built(chunks, optimizer)
+        if watch is not None:
+            watch.built(chunks, optimizer, mapping=mapping)
+
+    table = setup_table(built)
     table.apply()
     try:
         yield

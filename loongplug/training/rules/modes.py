@@ -65,6 +65,14 @@ MODES: tuple[Mode, ...] = (
         flags=(*_SP, "--enable-full-hetero-dp"),
     ),
     Mode(
+        name="offload",
+        title="full separation, the encoder's side in host memory while the decoder works",
+        flags=(
+            *(*_SP, "--enable-full-hetero-dp", "--full-hetero-dp-cpu-offload"),
+            *("--offload-encoder-activations", "--offload-encoder-state"),
+        ),
+    ),
+    Mode(
         name="dist. optimizer",
         title="optimizer state split over the data parallel ranks",
         flags=("--use-distributed-optimizer",),
