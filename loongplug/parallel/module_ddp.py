@@ -1,14 +1,17 @@
 """Data parallelism per module: one chunk whose modules have buffers and groups of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer.param_layout import FullParamLayout
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -45,6 +48,7 @@ class ModuleDataParallel(DistributedDataParallel):
         self.ddp_config = ddp_config
         parts: tuple[ModulePart, ...] = get_attr_wrapped_model(module, "parallel_parts")()
         self.states = {part.name: part.state for part in parts}
+        self.lr_mults = {part.name: part.lr_mults for part in parts}
         self.parts = {
             part.name: _wrapped(
                 part, config, ddp_config=ddp_config, disable_bucketing=disable_bucketing
@@ -156,6 +160,25 @@ def _layout(
     )
 
 
+def _rates(config: Any, lr_mults: Mapping[str, float]) -> dict[ParamKey, ParamGroupOverride]:
+    """What Megatron has to be told of modules whose learning rate is a multiple of the run's."""
+    overrides: dict[ParamKey, ParamGroupOverride] = {}
+    for name, mult in lr_mults.items():
+        if mult == 1.0:
+            continue
+        prefix = f"module.{name}."  # as the part's wrapper calls it
+
+        def within(_: nn.Parameter, parameter: str, prefix: str = prefix) -> bool:
+            return parameter.startswith(prefix)
+
+        predicate = ParamWithNamePredicate(name=f"parameters of {name}", fn=within)
+        overrides[ParamKey(with_name_predicate=predicate)] = {
+            "max_lr": config.lr * mult,
+            "min_lr": (config.min_lr or 0.0) * mult,
+        }
+    return overrides
+
+
 def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``get_megatron_optimizer``: one chain of the optimizers of all parts.
 
@@ -171,8 +194,13 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
         optimizers: list[Any] = []
         for name, state in model_chunks[0].states.items():
+            overrides = {
+                **(kwargs.get("config_overrides") or get_standard_config_overrides(config)),
+                **_rates(config, model_chunks[0].lr_mults[name]),
+            }
+            of_part = {**kwargs, "config_overrides": overrides}
             with state.entered():
-                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **kwargs)
+                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **of_part)
             assert type(chain) is ChainedOptimizer, type(chain)
             optimizers += chain.chained_optimizers
         return ChainedOptimizer(optimizers)

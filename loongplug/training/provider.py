@@ -9,11 +9,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from loongplug.checkpoint.adapter_files import load_adapters
+from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.layers.specs import Backend, pick_backend
+from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -49,12 +52,16 @@ class ModelProvider:
         engine: Engine,
         backend: Backend,
         hf_folder: Path | None = None,
+        adapter_folder: Path | None = None,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.family = family
         self.engine = engine
         self.backend = backend
         self.hf_folder = hf_folder
+        self.adapter_folder = adapter_folder
+        self.seed = seed
         self.chunks: list[MultimodalModel] = []
 
     def __call__(
@@ -66,6 +73,8 @@ class ModelProvider:
         pg_collection: ProcessGroupCollection | None = None,
     ) -> MultimodalModel:
         """One chunk; with a ``hf_folder``, the last one brings the weights of all.
+
+        The same goes for adapters, which start by ``seed`` where no ``adapter_folder`` has them.
 
         Collective: every rank builds as many chunks as every other. Weights are loaded once all
         are built (tied embeddings make the first and the last chunk of the model wait for each
@@ -88,10 +97,16 @@ class ModelProvider:
         self.engine.attach(chunk)
         self.chunks.append(chunk)
         is_last = len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1)
-        if self.hf_folder is not None and is_last:
-            load_hf_weights(
-                self.chunks,
-                self.hf_folder,
-                model=self.family.load_hugging_face(self.model),
-            )
+        if is_last:
+            self._load()
         return chunk
+
+    def _load(self) -> None:
+        hugging_face = self.family.load_hugging_face(self.model)
+        if self.hf_folder is not None:
+            load_hf_weights(self.chunks, self.hf_folder, model=hugging_face)
+        table = adapter_table(self.model, hugging_face)
+        if table is not None and self.adapter_folder is not None:
+            load_adapters(self.chunks, self.adapter_folder, table=table)
+        elif table is not None:
+            start_adapters(self.chunks, table, seed=self.seed)
