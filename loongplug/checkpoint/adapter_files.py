@@ -28,8 +28,8 @@ from loongplug.models.hf_mapping import Bundle, Where, read_local
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import config_problems, peft_config
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 
 def check_adapter_export(folder: Path) -> None:
@@ -41,7 +41,7 @@ def check_adapter_export(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder for the adapters.")
     if folder.is_dir() and any(folder.iterdir()):
-        if written_here(folder) and (folder / CONFIG_FILE).is_file():
+        if written_here(folder) and (folder / ADAPTER_CONFIG_FILE).is_file():
             return
         raise ValueError(
             f"{folder} is not empty and holds no adapters that LoongPlug wrote, which alone it "
@@ -81,7 +81,7 @@ def save_adapters(
         error = _write(building, tensors, table, on_bytes=on_bytes)
         if error is None and own_rank() == 0:
             config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
-            error = error_of_writing(building, lambda: _write_text(building / CONFIG_FILE, config))
+            error = error_of_writing(building, lambda: _write_text(building / ADAPTER_CONFIG_FILE, config))
         raise_together(error)
 
 
@@ -99,7 +99,7 @@ def _write(
         for source in bundle.sources
         for name in table.file_names(bundle, source)
     )
-    plan = PlannedFile(WEIGHTS_FILE, planned)
+    plan = PlannedFile(ADAPTER_WEIGHTS_FILE, planned)
     opened = ExitStack()
     writers: list[TensorFileWriter] = []
 
@@ -155,10 +155,10 @@ class _Reader:
         }
         config = _read_config(folder)
         try:
-            self._file: Any = safe_open(folder / WEIGHTS_FILE, framework="pt")
+            self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"{folder / WEIGHTS_FILE} cannot be read as safetensors ({error}): give the folder "
+                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give the folder "
                 "of adapters that --save-lora or peft wrote."
             ) from error
         problems = [*config_problems(config, table), *self._tensor_problems()]
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+    path = folder / ADAPTER_CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -99,6 +99,10 @@ class _Planner:
             weights = self._weights(layout)
             flags += weights
             reference += weights
+        if not layout.args.load_lora and not layout.args.load:
+            adapters = self._adapters(layout)
+            flags += adapters
+            reference += adapters
         self._parsed(reference, 1)
         return Plan(
             layout=tuple(flags),
@@ -211,6 +215,19 @@ class _Planner:
         if not folder.is_dir():
             write_random_weights(folder, layout.family.load_hugging_face(layout.model), seed=SEED)
         return ["--load-hf", str(folder)]
+
+    def _adapters(self, layout: Any) -> list[str]:
+        """Random ones: those of a fresh start are zero, and hide half of their gradients."""
+        from loongplug.models.lora.mapping import adapter_table
+        from loongplug.verify.weights import write_random_adapters
+
+        table = adapter_table(layout.model, layout.family.load_hugging_face(layout.model))
+        if table is None:
+            return []
+        folder = self._folder / "adapters"
+        if not folder.is_dir():
+            write_random_adapters(folder, table, seed=SEED)
+        return ["--load-lora", str(folder)]
 
     def _parsed(self, flags: Sequence[str], ranks: int) -> Any:
         from loongplug.training.arguments import parse_arguments
