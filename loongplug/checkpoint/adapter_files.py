@@ -81,7 +81,9 @@ def save_adapters(
         error = _write(building, tensors, table, on_bytes=on_bytes)
         if error is None and own_rank() == 0:
             config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
-            error = error_of_writing(building, lambda: _write_text(building / ADAPTER_CONFIG_FILE, config))
+            error = error_of_writing(
+                building, lambda: _write_text(building / ADAPTER_CONFIG_FILE, config)
+            )
         raise_together(error)
 
 
