@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import rule_cases
 from command_lines import command_line, write_tokenizer
-from rule_cases import CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
+from rule_cases import ADAPTERS, CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
 
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
@@ -119,6 +119,22 @@ def test_model_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: s
             assert found == expected, (tp, overrides)
 
 
+@pytest.mark.parametrize("rule", ADAPTERS)
+def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
+    for cases, expected in zip(ADAPTERS[rule], ([rule], []), strict=True):
+        for part, settings in cases:
+            module = dataclasses.replace(getattr(prepared[1], part), lora=settings)
+            model = dataclasses.replace(prepared[1], **{part: module})
+            assert violated(prepared, model=model) == expected, settings
+            assert violated(prepared, model=model, save_lora="adapters") == expected
+
+
+def test_embeddings_have_one_learning_rate(prepared: Run) -> None:
+    model = changed(prepared[1], ["foundation.lr_mult=0.5"])
+    assert violated(prepared, model=model, decoupled_lr=1e-4) == ["lr-mult-decoupled"]
+    assert violated(prepared, decoupled_lr=1e-4) == []
+
+
 @pytest.mark.parametrize("rule", QWEN2_5_OVERRIDES)
 def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
     prepared: Run, qwen2_5: Any, rule: str
@@ -142,6 +158,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
+    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

@@ -39,8 +39,8 @@ def _add_adapter(module: nn.Module, path: str, linear: nn.Module, settings: Lora
     place = linear_place(linear, expert="experts" in path.split("."))
     if place is None:
         raise ValueError(
-            f"LoRA's target_modules name {path}, a {type(linear).__name__}, beside which no "
-            "adapter can stand; leave it out of target_modules."
+            f"lora.target_modules name {path}, a {type(linear).__name__}, beside which no adapter "
+            "can stand: leave it out of them, or --moe-grouped-gemm where it is experts'."
         )
     gated = isinstance(parent, MLP) and parent.config.gated_linear_unit and name == "linear_fc1"
     adapter = Adapter(place, settings, gated=gated)

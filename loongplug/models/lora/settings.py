@@ -1,6 +1,7 @@
 """What a module's YAML says of its adapters."""
 
 from dataclasses import dataclass
+from typing import Any
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -29,3 +30,11 @@ class LoraSettings:
         return path.rpartition(".")[2] in LINEARS and any(
             path == target or path.endswith(f".{target}") for target in self.target_modules
         )
+
+
+def adapts_experts(model: Any) -> bool:
+    """Whether the experts of a model's config, if it has any, have adapters."""
+    settings: LoraSettings | None = getattr(getattr(model, "foundation", None), "lora", None)
+    return settings is not None and any(
+        settings.targets(f"mlp.experts.{linear}") for linear in ("linear_fc1", "linear_fc2")
+    )

@@ -13,6 +13,7 @@ from loongplug.training.rules import (
     experts,
     hetero,
     layout,
+    lora,
     machine,
     model,
     pipeline,
@@ -29,6 +30,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "The encoder's own layout": hetero.RULES,
     "Model": model.RULES,
     "Experts": experts.RULES,
+    "LoRA and learning rates": lora.RULES,
     "Machine": machine.RULES,
     "Flags of Megatron": unsupported.RULES,
 }

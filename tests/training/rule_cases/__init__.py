@@ -1,6 +1,17 @@
 """Cases of every rule, in a file for each file of the rules, and here all of them together."""
 
-from rule_cases import data, experts, hetero, layout, machine, model, pipeline, start, unsupported
+from rule_cases import (
+    data,
+    experts,
+    hetero,
+    layout,
+    lora,
+    machine,
+    model,
+    pipeline,
+    start,
+    unsupported,
+)
 from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
@@ -11,6 +22,7 @@ CASES: Cases = {
     **hetero.CASES,
     **experts.CASES,
     **machine.CASES,
+    **lora.CASES,
     **unsupported.CASES,
 }
 WITH_EXPERTS: Cases = experts.WITH_EXPERTS
@@ -21,6 +33,8 @@ OVERRIDES: OverrideCases = {
     **layout.OVERRIDES,
     **hetero.OVERRIDES,
     **model.OVERRIDES,
+    **lora.OVERRIDES,
 }
+ADAPTERS = lora.ADAPTERS
 # The same for what only Qwen2.5-VL has.
 QWEN2_5_OVERRIDES: OverrideCases = {**hetero.QWEN2_5_OVERRIDES, **model.QWEN2_5_OVERRIDES}
