@@ -24,6 +24,7 @@ from loongplug.checkpoint.tensor_files import (
     TensorFileWriter,
     written_here,
 )
+from loongplug.checkpoint.tensor_folder import FLOATS
 from loongplug.models.hf_mapping import Bundle, Where, read_local
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import config_problems, peft_config
@@ -144,6 +145,24 @@ def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: Ada
     raise_together(error)
 
 
+def give_adapter_dtype(
+    model_chunks: Sequence[nn.Module], table: AdapterTable, folder: Path
+) -> None:
+    """Empty adapters of a folder's dtype in the place of the chunks' own. No collectives.
+
+    A folder that cannot be read, or that mixes dtypes, is left to :func:`load_adapters`, which
+    says so or rounds.
+    """
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+            found = {FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return
+    for own in owned_parameters(model_chunks, table.mapping):
+        if len(found) == 1 and None not in found:
+            own.parameter.data = own.parameter.data.to(next(iter(found)))
+
+
 class _Reader:
     """The file of a folder, found to have the tensors of a table."""
 
@@ -160,8 +179,8 @@ class _Reader:
             self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give the folder "
-                "of adapters that --save-lora or peft wrote."
+                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give the "
+                "folder of adapters that --save-lora or peft wrote."
             ) from error
         problems = [*config_problems(config, table), *self._tensor_problems()]
         if problems:

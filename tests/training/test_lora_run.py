@@ -106,8 +106,7 @@ def turned(tensors, like, name):
 
 
 def test_fresh_adapters_change_nothing_and_start_alike_in_every_layout(started, tmp_path):
-    hf, _, run = started("qwen3_vl_tiny")
-    run = [*run, *LORA, "--train-iters", "1"]
+    run = [*started("qwen3_vl_tiny")[2], *LORA, "--train-iters", "1"]
     frozen = "+model.image_projector.freeze=True"
     plain = train([*started("qwen3_vl_tiny")[2], "--train-iters", "1"], frozen)
     found = train(run, "--lr", "0", "--save-lora", str(tmp_path / "one"))

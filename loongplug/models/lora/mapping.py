@@ -93,7 +93,7 @@ class AdapterTable:
 
     @staticmethod
     def to_file(source: Source, tensor: Tensor) -> Tensor:
-        """The tensor as it stands in the file: experts are the rows of ``A`` apart, not those of ``B``."""
+        """The tensor as it stands in the file, where that of experts is a matrix."""
         if not source.experts:
             return tensor
         if not source.name.endswith(_tensor("", "A")):

@@ -87,8 +87,12 @@ def sharded(rank: int, *, column: bool, sequence_parallel: bool, expert: bool, t
         )
         values, holder = given(), nn.Module()
         options = {
-            **{"config": config, "init_method": torch.nn.init.zeros_, "bias": False},
-            **{"skip_bias_add": True, "is_expert": expert, "tp_group": group},
+            "config": config,
+            "init_method": torch.nn.init.zeros_,
+            "bias": False,
+            "skip_bias_add": True,
+            "is_expert": expert,
+            "tp_group": group,
         }
         inner = nn.Module()
         setattr(holder, "experts" if expert else "attention", inner)

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from rule_cases.kinds import Cases, OverrideCases
-
 from loongplug.models.lora.settings import LoraSettings
+from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
     "lora-folders": ([{"load_lora": "adapters"}, {"save_lora": "adapters"}], []),
