@@ -83,6 +83,11 @@ MODES: tuple[Mode, ...] = (
         ),
     ),
     Mode(name="frozen", title="a frozen encoder", flags=("model.image_encoder.freeze=true",)),
+    Mode(
+        name="adapters",
+        title="LoRA on encoder and decoder",
+        flags=("+model.image_encoder.lora.rank=8", "+model.foundation.lora.rank=8"),
+    ),
     Mode(name="packing", title="several samples to a sequence", flags=("--packing",)),
     Mode(
         name="sample balance",
