@@ -10,19 +10,23 @@ from torch import Tensor
 from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds
 
+_NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
 
 def collate(
     samples: Sequence[Sample],
     *,
     pad_token_id: int,
     seq_length: int,
+    visual_token_ids: Sequence[int] = (),
     packed: bool = False,
     needs: TextNeeds = ALL_TEXT,
 ) -> Microbatch:
     """Pad the samples' text parts to ``seq_length`` on the right; there is no vision part yet.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Padding has position 0 and mask 0. Only what ``needs`` names is made.
+    Padding has position 0 and mask 0. Only what ``needs`` names is made. Tokens with one of
+    ``visual_token_ids`` hold the places of vision features.
     """
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
@@ -39,6 +43,10 @@ def collate(
     position_ids = np.zeros((3, *shape), dtype=np.int64)
     for row, span, sample in spans:
         position_ids[:, row, span] = sample.position_ids
+    places: list[list[NDArray[np.int64]]] = [[] for _ in rows]
+    for row, span, sample in spans:
+        (found,) = np.isin(sample.input_ids, visual_token_ids).nonzero()
+        places[row].append(found + span.start)
     lengths = [len(sample) for sample in samples]
     return Microbatch(
         input_ids=filled(needs.input_ids, "input_ids", pad_token_id, np.int64),
@@ -48,6 +56,7 @@ def collate(
         tokens=sum(lengths),
         vision=None,
         segments=tuple(length for length in lengths if length) if packed else None,
+        visual_places=tuple(np.concatenate([*row, _NOWHERE]) for row in places),
     )
 
 

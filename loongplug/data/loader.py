@@ -118,13 +118,15 @@ class MicrobatchLoader(Iterator[Microbatch]):
                 self._bad_samples.meet(sample.bad)
         loaded = self._load(planned.unit)
         pixels, bad = self._roles.deliver(planned.unit, loaded)
+        processor = self._dataset.processor
         microbatch = collate(
             [
                 sample.untrained() if number in bad else sample
                 for number, sample in enumerate(planned.samples)
             ],
-            pad_token_id=self._dataset.processor.pad_token_id,
+            pad_token_id=processor.pad_token_id,
             seq_length=self._dataset.seq_length,
+            visual_token_ids=(processor.image_token_id, processor.video_token_id),
             packed=self._packed,
             needs=self._needs,
         )
@@ -169,7 +171,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
 
     def _plan(self) -> None:
         """Make the text parts of as many microbatches as are assigned together."""
-        block = [self._next_text() for _ in range(self._roles.block)]
+        block = [self._next_text() for _ in range(self._roles.block(self._next_unit))]
         owners = self._roles.owners([planned.unit for planned in block])
         for planned, owner in zip(block, owners, strict=True):
             unit = replace(planned.unit, owner=owner)

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -76,6 +78,8 @@ class Microbatch:
     vision: VisionInput | None  # None on ranks that were told not to load images
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
     patches: int = 0  # of its images and videos, known also where they are not loaded
+    # Of each row: where its visual tokens lie, ascending, known also where the ids are not needed.
+    visual_places: tuple[NDArray[np.int64], ...] = ()
     number: int | None = None  # its place in the step, where somebody counts
     owner: int = 0  # which of the encoder's groups encodes its images and videos
 

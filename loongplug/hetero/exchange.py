@@ -1,6 +1,6 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
+from loongplug.hetero.sequence_shares import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -16,13 +17,22 @@ from loongplug.observe.recorder import NOTHING, Recorder
 class Units:
     """What every rank of a model replica knows of the units that travel together.
 
-    ``tokens`` and ``owners`` by unit; a payload is [tokens, width] of ``dtype``.
+    ``tokens`` and ``owners`` by unit; a payload is [tokens, width] of ``dtype``. ``shares`` are,
+    by unit, the rows that each consumer needs; None where each needs all.
     """
 
     tokens: tuple[int, ...]
     owners: tuple[int, ...]
     width: int
     dtype: torch.dtype
+    shares: tuple[tuple[Rows, ...], ...] | None = None
+
+    def rows(self, transfer: Transfer) -> Rows:
+        """What of its unit a transfer takes along."""
+        if transfer.share is None:
+            return (slice(0, self.tokens[transfer.unit]),)
+        assert self.shares is not None, "the transfer is of a share"
+        return self.shares[transfer.unit][transfer.share]
 
 
 class Exchange:
@@ -56,9 +66,18 @@ class Exchange:
             payloads: of each unit that this rank encoded, [tokens, width].
 
         Returns:
-            every unit's payload on the consumers, nothing elsewhere.
+            on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
+            elsewhere.
         """
-        return self._move(payloads, feature_transfers(self._placement, units.owners), units)
+        transfers = feature_transfers(
+            self._placement, units.owners, shared=units.shares is not None
+        )
+        out = {
+            each: _taken(payloads[each.unit], units.rows(each))
+            for each in transfers
+            if each.source == self._rank
+        }
+        return {each.unit: rows for each, rows in self._move(out, transfers, units).items()}
 
     def scatter_variable_shape_embeddings(
         self, gradients: Mapping[int, Tensor], units: Units
@@ -66,54 +85,68 @@ class Exchange:
         """From the consumers back to the ranks that encoded.
 
         Args:
-            gradients: of every unit on the consumers, [tokens, width].
+            gradients: on the consumers, of every unit the rows that this one needed.
 
         Returns:
-            the gradient of each unit that this rank encoded.
+            the gradient of each unit that this rank encoded, [tokens, width].
         """
-        return self._move(gradients, gradient_transfers(self._placement, units.owners), units)
+        transfers = gradient_transfers(
+            self._placement, units.owners, shared=units.shares is not None
+        )
+        out = {each: gradients[each.unit] for each in transfers if each.source == self._rank}
+        arrived = self._move(out, transfers, units)
+        if units.shares is None:
+            return {each.unit: rows for each, rows in arrived.items()}
+        whole: dict[int, Tensor] = {}
+        for each, rows in arrived.items():
+            if each.unit not in whole:
+                tokens = units.tokens[each.unit]
+                # Every row lies in one consumer's part of the sequence.
+                whole[each.unit] = rows.new_empty(tokens, units.width)  # [tokens, width]
+            _put(rows, units.rows(each), into=whole[each.unit])
+        return whole
 
     def _move(
-        self, held: Mapping[int, Tensor], transfers: Sequence[Transfer], units: Units
-    ) -> dict[int, Tensor]:
-        """One all-to-all: rows by the rank they go to, each rank's by unit."""
-        mine = [each for each in transfers if each.source == self._rank]
-        due = [each for each in transfers if each.target == self._rank]
-        # What a rank has already stays where it is.
-        kept = {each.unit: held[each.unit].detach() for each in due if each.source == self._rank}
-        out = [
-            held[each.unit].detach()
-            for rank in self._ranks
-            for each in mine
-            if each.target == rank != self._rank
-        ]
-        sent = [self._rows(mine, units, target=rank) for rank in self._ranks]
-        received = [self._rows(due, units, source=rank) for rank in self._ranks]
+        self, out: Mapping[Transfer, Tensor], transfers: Sequence[Transfer], units: Units
+    ) -> dict[Transfer, Tensor]:
+        """One all-to-all: rows by the rank they go to, each rank's in the order of transfers.
+
+        Returns what is due here, with what is here already.
+        """
+        sent: list[list[Transfer]] = [[] for _ in self._ranks]
+        due: list[list[Transfer]] = [[] for _ in self._ranks]
+        kept = {}
+        for each in transfers:
+            if each.source == each.target:
+                if each.target == self._rank:
+                    kept[each] = out[each].detach()
+            elif each.source == self._rank:
+                sent[self._ranks.index(each.target)].append(each)
+            elif each.target == self._rank:
+                due[self._ranks.index(each.source)].append(each)
+        arrived = [each for of_rank in due for each in of_rank]
+        sizes = {each: size(units.rows(each)) for of_rank in (*sent, *due) for each in of_rank}
+        received = [sum(sizes[each] for each in of_rank) for of_rank in due]
+        given = [sum(sizes[each] for each in of_rank) for of_rank in sent]
         empty = torch.empty(0, units.width, dtype=units.dtype, device=self._device)
+        leaving = [out[each].detach() for of_rank in sent for each in of_rank]
         rows = torch.empty(sum(received), units.width, dtype=units.dtype, device=self._device)
-        nbytes = sum(sent) * units.width * units.dtype.itemsize
+        nbytes = sum(given) * units.width * units.dtype.itemsize
         with self._recorder.span("exchange", "units", bytes=nbytes):
-            dist.all_to_all_single(rows, torch.cat([empty, *out]), received, sent, self._group)
-        arrived = [
-            each.unit for rank in self._ranks for each in due if each.source == rank != self._rank
-        ]
-        parts = rows.split([units.tokens[unit] for unit in arrived]) if arrived else ()
+            dist.all_to_all_single(rows, torch.cat([empty, *leaving]), received, given, self._group)
+        parts = rows.split([sizes[each] for each in arrived]) if arrived else ()
         return kept | dict(zip(arrived, parts, strict=True))
 
-    def _rows(
-        self,
-        transfers: Sequence[Transfer],
-        units: Units,
-        *,
-        source: int | None = None,
-        target: int | None = None,
-    ) -> int:
-        """Rows between this rank and another one; none to itself."""
-        other = source if target is None else target
-        if other == self._rank:
-            return 0
-        return sum(
-            units.tokens[each.unit]
-            for each in transfers
-            if (each.source if target is None else each.target) == other
-        )
+
+def _taken(payload: Tensor, rows: Rows) -> Tensor:
+    """These rows of a payload, [rows, width]."""
+    if len(rows) == 1:
+        return payload[rows[0]]
+    return torch.cat([payload[:0], *(payload[each] for each in rows)])
+
+
+def _put(values: Tensor, rows: Rows, *, into: Tensor) -> None:
+    """The reverse of :func:`_taken`."""
+    parts: Iterable[Tensor] = values.split([size((each,)) for each in rows]) if rows else ()
+    for each, part in zip(rows, parts, strict=True):
+        into[each] = part

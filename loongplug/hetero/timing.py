@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Units
+from loongplug.hetero.sequence_shares import sequence_shares
 from loongplug.models.features import FeatureSource, VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 
@@ -62,7 +63,7 @@ class EncoderOfStep:
 
 
 class Arrived:
-    """Units' payloads on a consumer, as the leaves of the decoder's graphs."""
+    """The rows of units' payloads that a consumer needs, as the leaves of its decoder's graphs."""
 
     def __init__(self, payloads: dict[int, Tensor], *, hidden: int, trains: bool) -> None:
         self._hidden = hidden
@@ -86,9 +87,17 @@ def units_of(
     """What every rank of the replica knows of these microbatches' units."""
     config = model.text_decoder.config
     streams = 1 + getattr(config, "deepstack_features", 0)
+    shares = None
+    if config.sequence_parallel:
+        tp = config.tensor_model_parallel_size
+        shares = tuple(
+            sequence_shares(each.visual_places, length=each.position_ids.shape[-1], parts=tp)
+            for each in microbatches
+        )
     return Units(
         tokens=tuple(each.patches // patches_per_token for each in microbatches),
         owners=tuple(each.owner for each in microbatches),
         width=streams * config.hidden_size,
         dtype=config.params_dtype,
+        shares=shares,
     )

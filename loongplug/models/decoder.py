@@ -5,13 +5,12 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.models.deepstack import stack_features
-from loongplug.models.features import VisionFeatures, place, visual_positions
+from loongplug.models.features import VisionFeatures, place, share_of, visual_positions
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.router import balances, token_kinds
 from loongplug.models.mrope import MultimodalRotary
@@ -56,8 +55,6 @@ class TextDecoder(GPTModel):
             post_process=post_process,
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             position_embedding_type="mrope",
-            # The embeddings are split over the sequence only after the features are in place.
-            scatter_embedding_sequence_parallel=False,
             rotary_base=rotary_base,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
@@ -72,6 +69,17 @@ class TextDecoder(GPTModel):
         )
         self.visual_token_ids = visual_token_ids
 
+    def share_of(self, features: VisionFeatures, input_ids: Tensor) -> VisionFeatures:
+        """What this rank needs of features that all ranks of the tensor parallel group have.
+
+        Collective in the backward pass: that group, with sequence parallelism.
+        """
+        if not self.config.sequence_parallel:
+            return features
+        _, position = visual_positions(input_ids, self.visual_token_ids)
+        mine = self._in_my_part(position, length=input_ids.shape[1])
+        return share_of(features, mine=mine, group=self.pg_collection.tp)
+
     def embed(self, input_ids: Tensor, features: VisionFeatures | None) -> Tensor:
         """The first layer's input: text embeddings, vision features in place, deepstack stacked.
 
@@ -79,31 +87,35 @@ class TextDecoder(GPTModel):
 
         Args:
             input_ids: [b, s] int64.
-            features: None only for a model without an image encoder.
+            features: of the visual tokens in this rank's part of the sequence, which is all of it
+                without sequence parallelism. None only for a model without an image encoder.
 
         Returns:
             [(1 + deepstack features) * s / tp, b, hidden] with sequence parallelism, s without.
         """
-        hidden_states = self.embedding(input_ids=input_ids, position_ids=None)  # [s, b, hidden]
-        streams = [hidden_states]
-        if features is not None:
-            sample, position = visual_positions(input_ids, self.visual_token_ids)
-            streams = [
-                place(target, feature, sample=sample, position=position)
-                for target, feature in (
-                    (hidden_states, features.embeddings),
-                    *(
-                        (hidden_states.new_zeros(hidden_states.shape), feature)
-                        for feature in features.deepstack
-                    ),
-                )
-            ]
+        # [s, b, hidden], or [s / tp, b, hidden] with sequence parallelism
+        hidden_states = self.embedding(input_ids=input_ids, position_ids=None)
+        if features is None:
+            return hidden_states
+        sample, position = visual_positions(input_ids, self.visual_token_ids)
         if self.config.sequence_parallel:
-            streams = [
-                scatter_to_sequence_parallel_region(stream, group=self.pg_collection.tp)
-                for stream in streams
-            ]
+            mine = self._in_my_part(position, length=input_ids.shape[1])
+            sample, position = sample[mine], position[mine] % hidden_states.shape[0]
+        nothing = hidden_states.new_zeros(hidden_states.shape)
+        streams = [
+            place(target, feature, sample=sample, position=position)
+            for target, feature in (
+                (hidden_states, features.embeddings),
+                *((nothing, feature) for feature in features.deepstack),
+            )
+        ]
         return stack_features(streams[0], streams[1:])
+
+    def _in_my_part(self, position: Tensor, *, length: int) -> Tensor:
+        """Which places of a sequence are in the part that this rank holds, as bool."""
+        group = self.pg_collection.tp
+        part = length // group.size()
+        return position.div(part, rounding_mode="floor") == group.rank()
 
     def forward(
         self,
@@ -121,7 +133,7 @@ class TextDecoder(GPTModel):
         Args:
             input_ids: [b, s] int64, on the first stage.
             position_ids: [3, b, s] int64, on every stage.
-            features: the unit's vision features, on the first stage.
+            features: on the first stage, the unit's vision features (see :meth:`embed`).
             labels: [b, s] int64, on the last stage.
             loss_mask: [b, s] float32; on every stage where experts have balancing losses.
             packed_seq_params: of a pack (b = 1), on every stage: the segments that cover the row.

@@ -4,12 +4,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """The features of one unit, token by token in the order of the text's visual tokens.
+    """Features of one unit, token by token in the order of the text's visual tokens.
+
+    They are of all the unit's tokens where the encoder has made them, and of those in a rank's
+    part of the sequence where the decoder takes them.
 
     ``embeddings`` take the place of the visual tokens' embeddings, [tokens, hidden];
     ``deepstack[i]`` is added to the hidden states behind decoder layer i, [tokens, hidden].
@@ -39,8 +44,28 @@ class FeatureSource(Protocol):
     """Where a decoder gets its units' features from; it knows of no mode."""
 
     def features(self, number: int) -> VisionFeatures:
-        """Of the step's microbatch ``number``. Asked on the first stage, once per forward."""
+        """Of the step's microbatch ``number``, those in this rank's part of the sequence.
+
+        Asked on the first stage, once per forward.
+        """
         ...
+
+
+def share_of(features: VisionFeatures, *, mine: Tensor, group: ProcessGroup) -> VisionFeatures:
+    """The features of one rank's part of the sequence, of those that every rank has whole.
+
+    Collective in the backward pass: the decoder's tensor parallel ``group``, whose ranks each get
+    the gradient of the whole.
+
+    Args:
+        mine: which of the unit's tokens lie in this rank's part, [tokens] bool.
+
+    Raises:
+        ValueError: when the text has more or fewer visual tokens than there are features.
+    """
+    _check_count(features.embeddings, visual_tokens=mine.shape[0])
+    payload = copy_to_tensor_model_parallel_region(features.packed(), group=group)
+    return VisionFeatures.unpacked(payload[mine], hidden=features.embeddings.shape[1])
 
 
 def visual_positions(input_ids: Tensor, token_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -58,10 +83,14 @@ def place(target: Tensor, features: Tensor, *, sample: Tensor, position: Tensor)
     Raises:
         ValueError: when the text has more or fewer visual tokens than there are features.
     """
-    if features.shape[0] != sample.shape[0]:
+    _check_count(features, visual_tokens=sample.shape[0])
+    return target.index_put((position, sample), features.to(target.dtype))
+
+
+def _check_count(features: Tensor, *, visual_tokens: int) -> None:
+    if features.shape[0] != visual_tokens:
         raise ValueError(
-            f"The text of this microbatch has {sample.shape[0]} visual tokens, its images give "
+            f"The text of this microbatch has {visual_tokens} visual tokens, its images give "
             f"{features.shape[0]} features. Each image needs exactly one visual token per merged "
             "patch: make the text with the same processor that makes the patches."
         )
-    return target.index_put((position, sample), features.to(target.dtype))

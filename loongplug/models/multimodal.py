@@ -145,7 +145,7 @@ class MultimodalModel(MegatronModule):
             features = self.feature_source.features(number)
         elif self.pre_process and self.image_encoder is not None:
             assert vision is not None, "the first stage needs the unit's images"
-            features = self.encode(vision)
+            features = self.text_decoder.share_of(self.encode(vision), input_ids)
         return self.text_decoder(
             input_ids, position_ids, features=features, labels=labels, **kwargs
         )

@@ -249,9 +249,14 @@ def whole_checkpoints_table(
     save: Callable[[Any], Any],
     load: Callable[[Any], Any],
     common: Callable[[Any], Any],
+    rates: Callable[[Any], Any],
     tracker: Callable[[Any], Any],
 ) -> ReplacementTable:
-    """Wrap the save and the load of one checkpoint, the load of its common part, and ``open``."""
+    """Wrap the save and the load of one checkpoint, and what takes part in them.
+
+    ``common`` is the load of what is no tensor, ``rates`` what takes the learning rate's course
+    from it, ``tracker`` Python's ``open``.
+    """
     return ReplacementTable(
         "whole checkpoints",
         (
@@ -288,6 +293,13 @@ def whole_checkpoints_table(
                 signature="(checkpoint_dir: Union[str, pathlib.Path]) -> Dict[str, Any]",
                 reason="the first that is read of a checkpoint; what follows fails without a "
                 "word of the optimizer when its state is of another kind",
+            ),
+            Replacement(
+                target="megatron.core.optimizer_param_scheduler.OptimizerParamScheduler."
+                "load_state_dict",
+                wrapper=rates,
+                signature="(self, state_dict: dict) -> None",
+                reason="asserts at the first value that differs, without a word of the flags",
             ),
             Replacement(
                 target="megatron.core.msc_utils.maybe_msc.open",
@@ -332,6 +344,21 @@ def per_module_data_parallel_table(
             ),
         ),
         importers=(),  # the training loop's own names only
+    )
+
+
+def rates_table(rates: Callable[[Any], Any]) -> ReplacementTable:
+    """Wrap the making of the scheduler of learning rate and weight decay."""
+    return ReplacementTable(
+        "rates",
+        (
+            Replacement(
+                target="megatron.training.training.get_optimizer_param_scheduler",
+                wrapper=rates,
+                signature="(optimizer)",
+                reason="multiplies iterations by one batch size, and steps by those there are",
+            ),
+        ),
     )
 
 

@@ -180,6 +180,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
     group.add_argument(
+        "--metrics-name",
+        metavar="NAME",
+        help="put them under NAME into that file, beside what it has from an earlier run",
+    )
+    group.add_argument(
         "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
     )
     group.add_argument(

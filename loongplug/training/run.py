@@ -25,6 +25,7 @@ from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import (
     per_module_data_parallel_table,
+    rates_table,
     setup_table,
     stepped_schedules_table,
 )
@@ -40,11 +41,13 @@ from loongplug.training.log import LogTap, megatron_output
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
+    leave_metrics,
     progress_sink,
     summarize,
-    write_metrics,
 )
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
+from loongplug.training.rates import rates_of
+from loongplug.training.step_sizes import StepSizes, step_sizes
 
 
 class Watch(Protocol):
@@ -105,6 +108,7 @@ def run(
         _reported(engine, recorder),
         megatron_output(args) as terminal,
         _watched(watch, mapping=with_adapters(hugging_face.mapping, table)),
+        _rated(step_sizes(args)),
     ):
         set_global_variables(args)
         reports = _pretrain(
@@ -165,9 +169,10 @@ def _pretrain(
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
             if tap.reports and args.metrics_json and args.rank == 0:
-                write_metrics(
+                leave_metrics(
                     Path(args.metrics_json),
                     summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
+                    name=args.metrics_name,
                 )
     return tap.reports
 
@@ -178,6 +183,20 @@ def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
         yield
         return
     table = setup_table(lambda chunks, optimizer: watch.built(chunks, optimizer, mapping=mapping))
+    table.apply()
+    try:
+        yield
+    finally:
+        table.undo()
+
+
+@contextmanager
+def _rated(sizes: StepSizes | None) -> Iterator[None]:
+    """Count the learning rate's course by steps of these sizes."""
+    if sizes is None or not sizes.vary:
+        yield
+        return
+    table = rates_table(rates_of(sizes))
     table.apply()
     try:
         yield

@@ -10,6 +10,7 @@ from ranks import RankError, run_ranks
 from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import Exchange, Units
 from loongplug.hetero.placement import in_turn, on_all_ranks
+from loongplug.hetero.sequence_shares import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
 
@@ -23,18 +24,42 @@ def payload(unit: int, tokens: int) -> torch.Tensor:
     return (rows + 1000.0 * (unit + 1)).to(torch.float32)
 
 
-def made_up(place: random.Random, groups: int) -> Units:
+def made_up(place: random.Random, groups: int, *, consumers: int, split: bool) -> Units:
     """Any number of units of any size; those without rows are many."""
     number = place.choice([0, 1, 2, groups, groups + 1, 2 * groups + 1])
+    tokens = tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number))
+    shares = tuple(shares_of(place, each, consumers) for each in tokens) if split else None
     return Units(
-        tokens=tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number)),
+        tokens=tokens,
         owners=tuple(place.randrange(groups) for _ in range(number)),
         width=WIDTH,
         dtype=torch.float32,
+        shares=shares,
     )
 
 
-def there_and_back(rank: int, *, decoder: Layout, tp: int, everywhere: bool) -> tuple[int, int]:
+def shares_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, ...]:
+    """Two rows of a microbatch, each cut among the consumers, some of which get nothing."""
+    shares: list[list[slice]] = [[] for _ in range(consumers)]
+    for start, stop in ((0, tokens // 2), (tokens // 2, tokens)):
+        cuts = sorted(place.randint(start, stop) for _ in range(consumers - 1))
+        edges = [start, *cuts, stop]
+        for share, first, behind in zip(shares, edges, edges[1:], strict=False):
+            share += [slice(first, behind)] if behind > first else []
+    return tuple(tuple(share) for share in shares)
+
+
+def needed_of(units: Units, unit: int, consumer: int) -> torch.Tensor:
+    """The rows of a unit that a consumer needs, [rows, WIDTH]."""
+    whole = payload(unit, units.tokens[unit])
+    if units.shares is None:
+        return whole
+    return torch.cat([whole[:0], *(whole[each] for each in units.shares[unit][consumer])])
+
+
+def there_and_back(
+    rank: int, *, decoder: Layout, tp: int, everywhere: bool, split: bool
+) -> tuple[int, int]:
     """Bytes that this rank has sent in both directions, and that it had to send."""
     events = []
     recorder = TraceRecorder(events.extend)
@@ -53,13 +78,16 @@ def there_and_back(rank: int, *, decoder: Layout, tp: int, everywhere: bool) -> 
     chance = random.Random(decoder.group("tp_cp_pp", rank)[0])  # the same within a replica
     needed = 0
     for _ in range(ROUNDS):
-        units = made_up(chance, len(placement.groups))
+        units = made_up(
+            chance, len(placement.groups), consumers=len(placement.consumers), split=split
+        )
         owned = [n for n, owner in enumerate(units.owners) if rank in placement.groups[owner]]
         mine = {unit: payload(unit, units.tokens[unit]).requires_grad_() for unit in owned}
         arrived = exchange.gather_variable_shape_embeddings(mine, units)
         assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
         for unit, rows in arrived.items():
-            assert torch.equal(rows, payload(unit, units.tokens[unit])), unit
+            here = placement.consumers.index(rank)
+            assert torch.equal(rows, needed_of(units, unit, here)), unit
             assert not rows.requires_grad
         gradients = exchange.scatter_variable_shape_embeddings(
             {unit: -rows for unit, rows in arrived.items()}, units
@@ -76,11 +104,16 @@ def there_and_back(rank: int, *, decoder: Layout, tp: int, everywhere: bool) -> 
 
 def received_by(units: Units, placement, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
+    consumer = placement.consumers.index(rank) if rank in placement.consumers else None
     rows = 0
-    for tokens, owner in zip(units.tokens, units.owners, strict=True):
-        encoded_here = rank in placement.groups[owner]
-        consumed_here = rank in placement.consumers
-        rows += tokens * (encoded_here != consumed_here)
+    for unit, (tokens, owner) in enumerate(zip(units.tokens, units.owners, strict=True)):
+        here = 0 if consumer is None else len(needed_of(units, unit, consumer))
+        if rank not in placement.groups[owner]:
+            rows += here  # features
+        elif units.shares is not None:
+            rows += tokens - here  # gradients, all but those of its own part of the sequence
+        elif consumer is None:
+            rows += tokens
     return rows * units.width * units.dtype.itemsize
 
 
@@ -96,8 +129,9 @@ CASES = {
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", CASES)
-def test_units_come_and_gradients_return(name):
+def test_units_come_and_gradients_return(name, split):
     decoder, tp, everywhere = CASES[name]
     counted = run_ranks(
         there_and_back,
@@ -105,6 +139,7 @@ def test_units_come_and_gradients_return(name):
         decoder=decoder,
         tp=tp,
         everywhere=everywhere,
+        split=split,
         timeout=30.0,
     )
     sent, needed = (sum(column) for column in zip(*counted, strict=True))
@@ -114,12 +149,20 @@ def test_units_come_and_gradients_return(name):
 def with_units_swapped(rank: int, **case) -> None:
     """What arrives of one rank is taken for the units in another order."""
     original = exchange_module.feature_transfers
-    exchange_module.feature_transfers = lambda *args: (
-        original(*args)[::-1] if rank else original(*args)
+    exchange_module.feature_transfers = lambda *args, **options: (
+        original(*args, **options)[::-1] if rank else original(*args, **options)
     )
     there_and_back(rank, **case)
 
 
 def test_swapped_units_are_seen():
     with pytest.raises(RankError):
-        run_ranks(with_units_swapped, 2, decoder=Layout(tp=2), tp=1, everywhere=False, timeout=30.0)
+        run_ranks(
+            with_units_swapped,
+            2,
+            decoder=Layout(tp=2),
+            tp=1,
+            everywhere=False,
+            split=False,
+            timeout=30.0,
+        )

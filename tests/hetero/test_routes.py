@@ -83,3 +83,38 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     counts = [sent[rank] for rank in placement.consumers]
     assert max(counts) - min(counts) <= rounds
     assert sum(counts) == rounds * decoder.tp * (decoder.pp - 1)
+
+
+@FEW
+@given(routed())
+def test_split_sequences_take_each_consumers_rows_there_and_back(made):
+    placement, owners = made
+    for each in feature_transfers(placement, owners, shared=True):
+        assert placement.consumers[each.share] == each.target
+    back = gradient_transfers(placement, owners, shared=True)
+    assert all(placement.consumers[each.share] == each.source for each in back)
+    expected = [
+        (unit, rank, share)
+        for unit, owner in enumerate(owners)
+        for rank in placement.groups[owner]
+        for share in range(len(placement.consumers))
+    ]
+    assert sorted((each.unit, each.target, each.share) for each in back) == sorted(expected)
+
+
+@FEW
+@given(placements(), st.integers(0, 3), st.integers(1, 12))
+def test_whatever_the_owners_the_consumers_share_the_gradients(made, owner, units):
+    """As with balanced units: many in a row can be of one owner, here one of a later stage."""
+    placement, _, _ = made
+    later = [
+        number
+        for number, group in enumerate(placement.groups)
+        if not set(group) & set(placement.consumers)
+    ]
+    if not later:
+        return
+    owner = later[owner % len(later)]
+    sent = Counter(each.source for each in gradient_transfers(placement, (owner,) * units))
+    counts = [sent[rank] for rank in placement.consumers]
+    assert max(counts) - min(counts) <= 1

@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.training.rules import (
+    batch,
     data,
     experts,
     hetero,
@@ -26,6 +27,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Start of a run": start.RULES,
     "Data": data.RULES,
     "Layout": layout.RULES,
+    "Batch sizes": batch.RULES,
     "Pipeline": pipeline.RULES,
     "The encoder's own layout": hetero.RULES,
     "Model": model.RULES,

@@ -88,6 +88,11 @@ MODES: tuple[Mode, ...] = (
         title="LoRA on encoder and decoder",
         flags=("+model.image_encoder.lora.rank=8", "+model.foundation.lora.rank=8"),
     ),
+    Mode(
+        name="ramp-up",
+        title="a batch size that grows",
+        flags=("--rampup-batch-size", "8", "8", "64"),
+    ),
     Mode(name="packing", title="several samples to a sequence", flags=("--packing",)),
     Mode(
         name="sample balance",

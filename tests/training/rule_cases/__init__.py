@@ -1,6 +1,7 @@
 """Cases of every rule, in a file for each file of the rules, and here all of them together."""
 
 from rule_cases import (
+    batch,
     data,
     experts,
     hetero,
@@ -18,6 +19,7 @@ CASES: Cases = {
     **start.CASES,
     **data.CASES,
     **layout.CASES,
+    **batch.CASES,
     **pipeline.CASES,
     **hetero.CASES,
     **experts.CASES,

@@ -1,0 +1,47 @@
+"""Features in a sequence that is split over tensor parallel ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from loongplug.models.features import VisionFeatures, share_of
+
+TOKENS, HIDDEN = 6, 3
+# Which tokens lie in which rank's part: unevenly, and none at all in the last one's.
+PARTS = torch.tensor([0, 0, 1, 0, 1, 1])
+
+
+def features(values: torch.Tensor) -> VisionFeatures:
+    return VisionFeatures(embeddings=values, deepstack=(values * 2,))
+
+
+def take(rank: int, *, tokens: int) -> None:
+    """The gradient of features is the sum over the ranks of what each does with its rows."""
+    group = dist.group.WORLD
+    assert group is not None
+    values = torch.arange(tokens * HIDDEN, dtype=torch.float64).reshape(tokens, HIDDEN)
+    values.requires_grad_()
+    mine = PARTS[:tokens] == rank
+    share = share_of(features(values), mine=mine, group=group)
+    assert torch.equal(share.embeddings, values[mine])
+    assert torch.equal(share.deepstack[0], values[mine] * 2)
+    # Each row counts by its own weight, on whichever rank it lies.
+    weights = torch.arange(1.0, tokens + 1, dtype=torch.float64).unsqueeze(1)
+    loss = (share.embeddings * weights[mine]).sum() + (share.deepstack[0] * 10).sum()
+    loss.backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, (weights + 20).expand(tokens, HIDDEN))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tokens", [TOKENS, 0])
+def test_each_rank_takes_its_rows_and_all_get_the_whole_gradient(tokens):
+    run_ranks(take, 3, tokens=tokens, timeout=30.0)
+
+
+@pytest.mark.quick
+def test_a_wrong_number_of_features_is_told():
+    mine = torch.ones(TOKENS - 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"has 5 visual tokens, its images give 6 features"):
+        share_of(features(torch.zeros(TOKENS, HIDDEN)), mine=mine, group=None)
