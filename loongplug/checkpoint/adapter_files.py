@@ -179,8 +179,8 @@ class _Reader:
             self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give the "
-                "folder of adapters that --save-lora or peft wrote."
+                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give "
+                "the folder of adapters that --save-lora or peft wrote."
             ) from error
         problems = [*config_problems(config, table), *self._tensor_problems()]
         if problems:
