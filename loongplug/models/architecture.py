@@ -71,6 +71,7 @@ class TextArchitecture:
     initializer_range: float = 0.02
     max_position_embeddings: int
     tie_word_embeddings: bool = False
+    freeze: bool = False
     lora: LoraSettings | None = None
     lr_mult: float = 1.0
 

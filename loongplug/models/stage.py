@@ -85,7 +85,9 @@ def build_stage(
         },
     )
     composed.freeze(
-        image_encoder=model.image_encoder.freeze, image_projector=model.image_projector.freeze
+        image_encoder=model.image_encoder.freeze,
+        image_projector=model.image_projector.freeze,
+        text_decoder=foundation.freeze,
     )
     for built, settings in (
         (image_encoder, model.image_encoder.lora),

@@ -1,22 +1,24 @@
 """Data parallelism per module: one chunk whose modules have buffers and groups of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout
-from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
+from loongplug.parallel.learning_rates import rate_overrides
 from loongplug.parallel.module_state import ModulePart
 
 
@@ -160,23 +162,48 @@ def _layout(
     )
 
 
-def _rates(config: Any, lr_mults: Mapping[str, float]) -> dict[ParamKey, ParamGroupOverride]:
-    """What Megatron has to be told of modules whose learning rate is a multiple of the run's."""
-    overrides: dict[ParamKey, ParamGroupOverride] = {}
-    for name, mult in lr_mults.items():
-        if mult == 1.0:
-            continue
-        prefix = f"module.{name}."  # as the part's wrapper calls it
+class ModuleOptimizers(ChainedOptimizer):
+    """The optimizers of all parts, of which those where every rank is frozen have no state.
 
-        def within(_: nn.Parameter, parameter: str, prefix: str = prefix) -> bool:
-            return parameter.startswith(prefix)
+    Upstream's chain asks each of them for its state. Here they keep their numbers, by which
+    checkpoints know optimizers, and are passed over.
+    """
 
-        predicate = ParamWithNamePredicate(name=f"parameters of {name}", fn=within)
-        overrides[ParamKey(with_name_predicate=predicate)] = {
-            "max_lr": config.lr * mult,
-            "min_lr": (config.min_lr or 0.0) * mult,
+    def _with_state(self) -> dict[int, Any]:
+        return {
+            number: optimizer
+            for number, optimizer in enumerate(self.chained_optimizers)
+            if not optimizer.is_stub_optimizer
         }
-    return overrides
+
+    def _synchronize_steps(self) -> Any:
+        return ChainedOptimizer._synchronize_steps(
+            SimpleNamespace(chained_optimizers=list(self._with_state().values()))
+        )
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> dict[int, Any]:
+        """As upstream's, by number. Collective over each part's groups."""
+        self._synchronize_steps()
+        metadata = kwargs.get("metadata") or {}
+        kind = metadata.get("distrib_optim_sharding_type")
+        formats = (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats)
+        named = kind in formats and metadata.get("chained_optim_avoid_prefix", False)
+        states: dict[int, Any] = {}
+        for number, optimizer in self._with_state().items():
+            states[number] = optimizer.sharded_state_dict(
+                model_sharded_state_dict, is_loading, **kwargs
+            )
+            if not named:
+                add_prefix_for_sharding(states[number], f"chained_{number}.")
+        return states
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Each optimizer's own by its number; those of parts that are frozen now are left out."""
+        for number, optimizer in self._with_state().items():
+            optimizer.load_state_dict(state_dict[number])
+        self._synchronize_steps()
 
 
 def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,20 +216,19 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     distributed optimizer), where a parameter that several ranks hold counts once, so it is the
     same on every rank.
     """
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
         optimizers: list[Any] = []
         for name, state in model_chunks[0].states.items():
             overrides = {
                 **(kwargs.get("config_overrides") or get_standard_config_overrides(config)),
-                **_rates(config, model_chunks[0].lr_mults[name]),
+                **rate_overrides(config, model_chunks[0].lr_mults[name]),
             }
             of_part = {**kwargs, "config_overrides": overrides}
             with state.entered():
                 chain = original(config, [chunk.parts[name] for chunk in model_chunks], **of_part)
             assert type(chain) is ChainedOptimizer, type(chain)
             optimizers += chain.chained_optimizers
-        return ChainedOptimizer(optimizers)
+        return ModuleOptimizers(optimizers)
 
     return get_megatron_optimizer

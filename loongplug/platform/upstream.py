@@ -103,6 +103,33 @@ def _with_no_main_params(original: Callable[[Any, Any], None]) -> Callable[[Any,
     return load_state_dict
 
 
+def _with_trained_bias(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def linear_with_frozen_weight(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if bias is None or not bias.requires_grad:
+            return original(input, weight, bias, *args, **kwargs)
+        return original(input, weight, None, *args, **kwargs) + bias
+
+    return linear_with_frozen_weight
+
+
+def _tensor_by_tensor(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def metadata(args: Any, dp_cp_group: Any = None) -> dict[str, Any]:
+        made = original(args, dp_cp_group=dp_cp_group)
+        if args.freeze_parameters or args.train_parameters:
+            made["singleton_local_shards"] = True
+        return made
+
+    return metadata
+
+
 EVERYWHERE: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
@@ -140,6 +167,25 @@ EVERYWHERE: tuple[Replacement, ...] = (
         signature="(self, state_dict)",
         reason="asks for the fp32 parameters of a rank that has none, and of whose empty list "
         "nothing was saved",
+    ),
+    Replacement(
+        target="megatron.core.tensor_parallel.layers.linear_with_frozen_weight",
+        wrapper=_with_trained_bias,
+        signature="(input: 'torch.Tensor', weight: 'torch.Tensor', "
+        "bias: 'Optional[torch.Tensor]', gradient_accumulation_fusion: 'bool', "
+        "allreduce_dgrad: 'bool', sequence_parallel: 'bool', "
+        "tp_group: 'Optional[torch.distributed.ProcessGroup]', "
+        "grad_output_buffer: 'Optional[List[torch.Tensor]]' = None, "
+        "wgrad_deferral_limit: 'None' = None, gtp_remat_size: 'int' = 1) -> 'torch.Tensor'",
+        reason="has no gradient for the bias of a frozen weight",
+    ),
+    Replacement(
+        target="megatron.training.checkpointing._build_sharded_state_dict_metadata",
+        wrapper=_tensor_by_tensor,
+        signature="(args: argparse.Namespace, dp_cp_group: "
+        "Optional[torch.distributed.distributed_c10d.ProcessGroup] = None) -> dict",
+        reason="saves one tensor for all layers and experts, which are not whole where patterns "
+        "freeze some of them; a load reads what the checkpoint says",
     ),
 )
 

@@ -5,6 +5,7 @@ it is printed.
 """
 
 import copy
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str
 
 
 def _flags(mode: Mode) -> str:
-    return f"`{' '.join(mode.flags or ('--model-name', str(mode.model)))}`"
+    return f"`{shlex.join(mode.flags or ('--model-name', str(mode.model)))}`"
 
 
 def main(arguments: Sequence[str]) -> None:

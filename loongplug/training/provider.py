@@ -15,11 +15,13 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
-from loongplug.models.lora.mapping import adapter_table
+from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.training.freezing import apply_freezing
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -51,6 +53,7 @@ class ModelProvider:
         *,
         engine: Engine,
         backend: Backend,
+        freezing: Freezing | None = None,
         hf_folder: Path | None = None,
         adapter_folder: Path | None = None,
         seed: int = 0,
@@ -59,6 +62,7 @@ class ModelProvider:
         self.family = family
         self.engine = engine
         self.backend = backend
+        self.freezing = freezing
         self.hf_folder = hf_folder
         self.adapter_folder = adapter_folder
         self.seed = seed
@@ -72,7 +76,7 @@ class ModelProvider:
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> MultimodalModel:
-        """One chunk; with a ``hf_folder``, the last one brings the weights of all.
+        """One chunk; the last one freezes, and with a ``hf_folder`` brings the weights of all.
 
         The same goes for adapters, which start by ``seed`` where no ``adapter_folder`` has them.
 
@@ -96,16 +100,19 @@ class ModelProvider:
         )
         self.engine.attach(chunk)
         self.chunks.append(chunk)
-        is_last = len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1)
-        if is_last:
-            self._load()
+        if len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
+            self._complete()
         return chunk
 
-    def _load(self) -> None:
+    def _complete(self) -> None:
+        """Once all chunks of the rank are there; collective over all ranks."""
         hugging_face = self.family.load_hugging_face(self.model)
+        table = adapter_table(self.model, hugging_face)
+        if self.freezing is not None:
+            mapping = with_adapters(hugging_face.mapping, table)
+            apply_freezing(self.chunks, self.freezing, mapping=mapping)
         if self.hf_folder is not None:
             load_hf_weights(self.chunks, self.hf_folder, model=hugging_face)
-        table = adapter_table(self.model, hugging_face)
         if table is not None and self.adapter_folder is not None:
             load_adapters(self.chunks, self.adapter_folder, table=table)
         elif table is not None:

@@ -37,6 +37,7 @@ from loongplug.training.checkpoints import (
 )
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep, LossReport
+from loongplug.training.freezing import freezing_of
 from loongplug.training.log import LogTap, megatron_output
 from loongplug.training.progress import (
     StepReport,
@@ -96,6 +97,7 @@ def run(
         parsed.family,
         engine=engine,
         backend=backend_of(args),
+        freezing=freezing_of(args, parsed.model),
         hf_folder=Path(args.load_hf) if args.load_hf and from_folders else None,
         adapter_folder=Path(args.load_lora) if args.load_lora and from_folders else None,
         seed=args.seed,

@@ -22,14 +22,10 @@ RECOMPUTE = (
 )
 ENCODER2 = "model.image_encoder.tensor_model_parallel_size=2"
 SINGLES, ALL_IN_ONE = ("--micro-batch-size", "1"), ("--micro-batch-size", "8")
-FROZEN = "+model.image_encoder.freeze=True"
-BOTH_FROZEN = (FROZEN, "+model.image_projector.freeze=True")
 # What changes the numbers; the single rank has it too.
 MODELS: dict[str, tuple[str, ...]] = {
     "dense": ("model.foundation.num_query_groups=4",),  # for TP 4
     "experts": ("--model-name", "qwen3_vl_moe_tiny"),
-    "frozen": (FROZEN,),
-    "both-frozen": BOTH_FROZEN,
 }
 # Ranks, flags and the model.
 CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
@@ -48,10 +44,6 @@ CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "full-dp2": (2, (FULL, *OVERLAP), "dense"),
     "dp-experts": (4, (DP, TP, "2", EP, "2", SP, SHARDED), "experts"),
     "full-experts": (4, (FULL, PP, "2", EP, "2", *OVERLAP), "experts"),
-    "dp-frozen": (2, (DP, TP, "2", *OVERLAP), "frozen"),
-    "full-frozen": (4, (FULL, PP, "2", TP, "2", *OVERLAP), "frozen"),
-    "dp-both-frozen": (2, (DP, TP, "2", REDUCES_AHEAD), "both-frozen"),
-    "full-both-frozen": (2, (FULL, PP, "2", *OVERLAP), "both-frozen"),
 }
 
 

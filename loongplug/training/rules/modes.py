@@ -84,6 +84,21 @@ MODES: tuple[Mode, ...] = (
     ),
     Mode(name="frozen", title="a frozen encoder", flags=("model.image_encoder.freeze=true",)),
     Mode(
+        name="frozen vision",
+        title="a frozen encoder and projector",
+        flags=("model.image_encoder.freeze=true", "model.image_projector.freeze=true"),
+    ),
+    Mode(
+        name="frozen decoder",
+        title="a frozen text decoder",
+        flags=("model.foundation.freeze=true",),
+    ),
+    Mode(
+        name="frozen by name",
+        title="parameters that patterns freeze, but for those that others name",
+        flags=("--freeze-parameters", "*", "--train-parameters", "*norm*"),
+    ),
+    Mode(
         name="adapters",
         title="LoRA on encoder and decoder",
         flags=("+model.image_encoder.lora.rank=8", "+model.foundation.lora.rank=8"),

@@ -4,6 +4,7 @@ from rule_cases import (
     batch,
     data,
     experts,
+    freezing,
     hetero,
     layout,
     lora,
@@ -23,6 +24,7 @@ CASES: Cases = {
     **pipeline.CASES,
     **hetero.CASES,
     **experts.CASES,
+    **freezing.CASES,
     **machine.CASES,
     **lora.CASES,
     **unsupported.CASES,
@@ -34,6 +36,7 @@ OVERRIDES: OverrideCases = {
     **start.OVERRIDES,
     **layout.OVERRIDES,
     **hetero.OVERRIDES,
+    **freezing.OVERRIDES,
     **model.OVERRIDES,
     **lora.OVERRIDES,
 }
