@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from loongplug.models.hf_mapping import ADAPTER
+from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.lora.adapter import Adapter
 from loongplug.models.lora.place import linear_place, own_input
 from loongplug.models.lora.settings import LoraSettings
@@ -27,10 +27,9 @@ def add_adapters(module: nn.Module, settings: LoraSettings) -> None:
     for path, linear in list(module.named_modules()):
         if settings.targets(path):
             _add_adapter(module, path, linear, settings)
-    if getattr(getattr(module, "config", None), "recompute_granularity", None):
-        for block in module.modules():
-            if isinstance(block, TransformerBlock):
-                block.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+    for block in module.modules():
+        if isinstance(block, TransformerBlock):
+            block.register_forward_pre_hook(_for_recompute, with_kwargs=True)
 
 
 def _add_adapter(module: nn.Module, path: str, linear: nn.Module, settings: LoraSettings) -> None:
@@ -54,16 +53,13 @@ def _add_adapter(module: nn.Module, path: str, linear: nn.Module, settings: Lora
     linear.register_forward_hook(beside)
 
 
-def _with_gradient(
+def _for_recompute(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An activation checkpoint gives parameters gradients only where an input needs one.
-
-    Behind frozen embeddings none would.
-    """
-    states = kwargs.get("hidden_states", args[0] if args else None)
-    if isinstance(states, Tensor) and torch.is_grad_enabled() and not states.requires_grad:
-        states.requires_grad_()
+    """Whatever family the layers are of: what is in front of them is frozen now."""
+    states = kwargs.get("hidden_states")
+    if isinstance(states, Tensor):
+        kwargs["hidden_states"] = input_for_recompute(states, layers=block)
     return args, kwargs
 
 
