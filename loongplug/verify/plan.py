@@ -95,6 +95,7 @@ class _Planner:
         ranks = self._ranks(args)
         flags += self._batch(args, ranks)
         layout = self._parsed(flags, ranks)
+        flags += _without_dropout(layout.model)
         batch = layout.args.global_batch_size
         reference = reference_flags(flags, global_batch_size=batch)
         if not layout.args.load_hf and not layout.args.load:
@@ -243,6 +244,15 @@ class _Planner:
                 del os.environ["WORLD_SIZE"]
             else:
                 os.environ["WORLD_SIZE"] = before
+
+
+def _without_dropout(model: Any) -> list[str]:
+    """Overrides that leave adapters' inputs whole, as the flags do with all others."""
+    return [
+        f"model.{name}.lora.dropout=0.0"
+        for name in ("image_encoder", "image_projector", "foundation")
+        if getattr(model, name).lora is not None
+    ]
 
 
 def least_world(args: Namespace) -> int:

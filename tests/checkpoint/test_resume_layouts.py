@@ -94,11 +94,11 @@ JOURNEYS = {
         layouts=("ep2-tp2", "single", "ep2", "dp2"), flags=("--model-name", "qwen3_vl_moe_tiny")
     ),
     "adapters-distributed": Journey(
-        layouts=("tp2-pp2", "full-pp2-vpp2", "tp4-encoder2", "single"),
+        layouts=("tp2-pp2", "full-pp2-vpp2", "tp4-encoder2"),
         flags=(*MODEL, *LORA, "--use-distributed-optimizer", "--bf16"),
     ),
     "adapters-experts-plain": Journey(
-        layouts=("ep2-tp2", "single", "ep4-pp2"),
+        layouts=("ep2-tp2", "single"),
         flags=(*LORA, "--model-name", "qwen3_vl_moe_tiny"),
     ),
     "frozen-tied": Journey(

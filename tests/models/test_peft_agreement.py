@@ -64,10 +64,8 @@ CASES = [
     ("qwen3_vl", Layout(pp=2, vpp=2, dp=2, overlap_grad_reduce=True)),
     ("qwen3_vl-text", TP2_PP2),
     ("qwen2_5_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
-    ("experts", Layout()),
     ("experts", Layout(**SP)),
     ("experts", Layout(**SP, etp=1, ep=2)),
-    ("experts", Layout(dp=2, etp=2)),
     ("experts", Layout(dp=2, **SP, ep=2)),
 ]
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 from compared_runs import same, train
 from peft import PeftModel
+from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.training.config import compose_model
+from loongplug.training.run import run
+from loongplug.verify.replicas import replicas_apart
 from loongplug.verify.weights import write_random_adapters
 
 pytestmark = pytest.mark.slow
@@ -45,14 +48,14 @@ def started(flags, tmp_path_factory):
     def of(model: str) -> tuple[Path, Path, list[str]]:
         if model not in made:
             folder = tmp_path_factory.mktemp(model)
-            run = [*flags, "--model-name", model]
-            train(run, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "hf"))
+            given = [*flags, "--model-name", model]
+            train(given, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "hf"))
             composed = compose_model(model_name=model, overrides=LORA)
             hugging_face = composed.family.load_hugging_face(composed.config)
             table = adapter_table(composed.config, hugging_face)
             write_random_adapters(folder / "adapters", table, seed=1)
-            run += ["--load-hf", str(folder / "hf"), "--train-iters", "3"]
-            made[model] = folder / "hf", folder / "adapters", run
+            given += ["--load-hf", str(folder / "hf"), "--train-iters", "3"]
+            made[model] = folder / "hf", folder / "adapters", given
         return made[model]
 
     return of
@@ -69,12 +72,12 @@ def adapters(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_is_that_of_one_rank_and_writes_what_peft_makes_of_it(started, tmp_path, name):
     model, ranks, layout = LAYOUTS[name]
-    hf, start, run = started(model)
-    run = [*run, *LORA, "--load-lora", str(start)]
-    alone = train(run, "--save-lora", str(tmp_path / "alone"))
+    hf, start, given = started(model)
+    given = [*given, *LORA, "--load-lora", str(start)]
+    alone = train(given, "--save-lora", str(tmp_path / "alone"))
     assert alone[-1][0] < 0.98 * alone[0][0]  # it learns, so a wrong update shows
     out = ("--save-lora", str(tmp_path / "lora"), "--save-hf", str(tmp_path / "merged"))
-    found = train(run, *layout, *out, ranks=ranks)
+    found = train(given, *layout, *out, ranks=ranks)
     assert same(found, alone), (found, alone)
     before, after, expected = map(adapters, (start, tmp_path / "lora", tmp_path / "alone"))
     assert after.keys() == before.keys()
@@ -106,23 +109,50 @@ def turned(tensors, like, name):
 
 
 def test_fresh_adapters_change_nothing_and_start_alike_in_every_layout(started, tmp_path):
-    run = [*started("qwen3_vl_tiny")[2], *LORA, "--train-iters", "1"]
+    given = [*started("qwen3_vl_tiny")[2], *LORA, "--train-iters", "1"]
     frozen = "+model.image_projector.freeze=True"
     plain = train([*started("qwen3_vl_tiny")[2], "--train-iters", "1"], frozen)
-    found = train(run, "--lr", "0", "--save-lora", str(tmp_path / "one"))
+    found = train(given, "--lr", "0", "--save-lora", str(tmp_path / "one"))
     more = ("--lr", "0", "--save-lora", str(tmp_path / "two"))
-    again = train(run, *TP2, *PP2, SP, *more, ranks=4)
+    again = train(given, *TP2, *PP2, SP, *more, ranks=4)
     assert found[0][0] == pytest.approx(plain[0][0], rel=1e-6)
     assert same(again, found)
     first, second = adapters(tmp_path / "one"), adapters(tmp_path / "two")
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
         assert bool(tensor.any()) is ("lora_A" in name)
-    other = train(run, *more, "--seed", "4321")
+    other = train(given, *more, "--seed", "4321")
     assert other
     assert not torch.equal(
         adapters(tmp_path / "two")[name.replace("_B", "_A")], first[name.replace("_B", "_A")]
     )
+
+
+class Copies:
+    """Looks at the copies of adapters once a run is over."""
+
+    def built(self, chunks, optimizer, *, mapping):
+        self.chunks, self.mapping = chunks, mapping
+
+    def loss(self, microbatch, report):
+        pass
+
+
+def copies_apart(rank, *, flags):
+    watch = Copies()
+    run(flags, watch=watch)
+    moved = [p for n, p in watch.chunks[0].named_parameters() if n.endswith("_lora.b") and p.any()]
+    apart = replicas_apart(watch.chunks, watch.mapping, lambda parameter: parameter.data)
+    return len(moved), apart
+
+
+def test_dropout_leaves_copies_alike(started):
+    """The encoder has no sequence parallelism: its ranks have to drop the same."""
+    flags = [*started("qwen3_vl_tiny")[2], *LORA, *TP2, SP, *RECOMPUTE]
+    flags += [f"+model.{name}.lora.dropout=0.5" for name in ("foundation", "image_encoder")]
+    for moved, apart in run_ranks(copies_apart, 2, flags=flags, timeout=120.0):
+        assert moved
+        assert not apart
 
 
 MULTIPLES = {"image_encoder": 0.5, "image_projector": 0.25, "foundation": 2.0}
@@ -130,12 +160,12 @@ MULTIPLES = {"image_encoder": 0.5, "image_projector": 0.25, "foundation": 2.0}
 
 def test_a_module_moves_by_its_multiple_of_the_learning_rate(started, tmp_path):
     """Adam's first step is the rate times the gradient's sign, whatever the gradient's size."""
-    hf, _, run = started("qwen3_vl_tiny")
-    run = [*run, "--train-iters", "1", "--weight-decay", "0", "--adam-eps", "1e-12"]
+    hf, _, given = started("qwen3_vl_tiny")
+    given = [*given, "--train-iters", "1", "--weight-decay", "0", "--adam-eps", "1e-12"]
     multiples = [f"+model.{name}.lr_mult={mult}" for name, mult in MULTIPLES.items()]
-    train(run, "--save-hf", str(tmp_path / "plain"))
+    train(given, "--save-hf", str(tmp_path / "plain"))
     layout = ("--enable-full-hetero-dp", *PP2, "--use-distributed-optimizer")
-    train(run, *layout, *multiples, "--save-hf", str(tmp_path / "multiplied"), ranks=2)
+    train(given, *layout, *multiples, "--save-hf", str(tmp_path / "multiplied"), ranks=2)
     start, plain, multiplied = map(weights, (hf, tmp_path / "plain", tmp_path / "multiplied"))
     seen = set()
     for name, tensor in start.items():
