@@ -25,7 +25,7 @@ from loongplug.checkpoint.tensor_files import (
     written_here,
 )
 from loongplug.checkpoint.tensor_folder import FLOATS
-from loongplug.models.hf_mapping import Bundle, Where, read_local
+from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import config_problems, peft_config
 
@@ -131,9 +131,9 @@ def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: Ada
     """
     error: Exception | None = None
     owned: list[Owned] = []
-    reader: _Reader | None = None
+    reader: AdapterReader | None = None
     try:
-        reader = _Reader(folder, table)
+        reader = AdapterReader(folder, table)
         owned = owned_parameters(model_chunks, table.mapping)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
@@ -163,12 +163,13 @@ def give_adapter_dtype(
             own.parameter.data = own.parameter.data.to(next(iter(found)))
 
 
-class _Reader:
+class AdapterReader:
     """The file of a folder, found to have the tensors of a table."""
 
     def __init__(self, folder: Path, table: AdapterTable) -> None:
         self._folder = folder
         self._table = table
+        self._last: tuple[str, Tensor] | None = None
         self._names = {
             source.name: table.file_names(bundle, source)
             for bundle in table.mapping.bundles()
@@ -214,7 +215,14 @@ class _Reader:
         bundle = Bundle(entry.row, entry.number, entry.layer)
 
         def read(index: int, where: Where) -> Tensor:
-            source = bundle.sources[index]
+            return self._whole(bundle.sources[index])[where]
+
+        local = read_local(entry, read, rank=own.piece.part, tp=own.piece.parts)
+        own.parameter.data.copy_(local)
+
+    def _whole(self, source: Source) -> Tensor:
+        """A tensor, once for all the experts that it has; they come one after the other."""
+        if self._last is None or self._last[0] != source.name:
             first, *copies = self._names[source.name]
             tensor: Tensor = self._file.get_tensor(first)
             for copy in copies:
@@ -224,10 +232,8 @@ class _Reader:
                         "projections are one linear, whose adapter has one A; train such adapters "
                         "with peft, or merge them into the model there."
                     )
-            return self._table.from_file(source, tensor)[where]
-
-        local = read_local(entry, read, rank=own.piece.part, tp=own.piece.parts)
-        own.parameter.data.copy_(local)
+            self._last = (source.name, self._table.from_file(source, tensor))
+        return self._last[1]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from loongplug.bench.random_folder import write_random_folder
-from loongplug.checkpoint.adapter_files import _Reader
+from loongplug.checkpoint.adapter_files import AdapterReader
 from loongplug.convert.rank import convert
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
 from loongplug.training.config import compose_model
@@ -96,7 +96,7 @@ A = "base_model.model.model.language_model.layers.0.self_attn.k_proj.lora_A.weig
 def test_other_adapters_are_refused(folders, table, tmp_path, tensors, config, said):
     folder = changed_folder(folders[1], tmp_path, tensors=tensors, config=config)
     with pytest.raises(ValueError, match=said):
-        _Reader(folder, table)
+        AdapterReader(folder, table)
 
 
 def changed_folder(start: Path, where: Path, *, tensors: dict, config: dict) -> Path:
