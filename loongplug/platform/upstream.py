@@ -6,7 +6,7 @@ Those that ``--trace`` wraps, only to report their calls, are in ``upstream_trac
 import functools
 import importlib.util
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -436,6 +436,30 @@ def apply_upstream_replacements(platform: Platform) -> None:
     rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
     platform.use(ReplacementTable("upstream", rows))
     platform.use(ReplacementTable("safe reading", SAFE_READING))
+
+
+def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTable:
+    """Have Megatron make its groups with the ranks of ``order`` in the place of their own order.
+
+    Nothing is replaced where there is no ``order``.
+    """
+
+    def reordered(original: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+        @functools.wraps(original)
+        def get_ranks(self: Any, token: str) -> list[list[int]]:
+            groups = original(self, token)
+            # Ascending: so they are in the groups that torch makes of them.
+            return [sorted(order[rank - first_rank] for rank in group) for group in groups]
+
+        return get_ranks
+
+    row = Replacement(
+        target="megatron.core.parallel_state.RankGenerator.get_ranks",
+        wrapper=reordered,
+        signature="(self, token)",
+        reason="knows orders of the axes only: none has a tensor parallel group on several stages",
+    )
+    return ReplacementTable("rank order", (row,) if order else ())
 
 
 Losses = dict[str, torch.Tensor]

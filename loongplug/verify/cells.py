@@ -58,11 +58,22 @@ class Cell:
         """Whether it fits the ranks, and the mode is another one than uniform there."""
         return (
             self.ranks <= MOST_RANKS
-            and self.tp % self.encoder_tp == 0
+            and (self.tp % self.encoder_tp == 0 or self._on_several_stages)
             and (self.pp > 1 or self.vpp == 1)
             and self.tp * self.dp % self.ep == 0
             and ("moe" in self.model or self.ep == 1)
             and (self.mode != ENCODER_DP or self.heterogeneous)
+        )
+
+    @property
+    def _on_several_stages(self) -> bool:
+        """Whether a replica of the encoder makes up several stages, in the plainest pipeline."""
+        stages, rest = divmod(self.encoder_tp, self.tp)
+        return (
+            self.mode == FULL
+            and rest == 0
+            and self.pp % stages == 0
+            and (self.vpp, self.ep) == (1, 1)
         )
 
     @property

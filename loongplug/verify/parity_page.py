@@ -36,7 +36,7 @@ def page(results: Sequence[Result], *, whole: int, code: str) -> str:
         f"{MOST_RANKS} ranks is a cell in every mode that is another one there (heterogeneous DP "
         "takes a TP above the encoder's), with one choice of the other columns; every value of a "
         "column meets every value of every other that it can be with. Heterogeneous TP is the "
-        "uniform mode with an encoder TP below TP.",
+        "uniform mode with an encoder TP below TP. An encoder TP above TP is of several stages.",
         "",
         *_by_mode(results),
         "",
@@ -73,28 +73,23 @@ def _published(results: Sequence[Result]) -> Iterable[str]:
     yield (
         "The layouts of table A8 of *Heterogeneous Parallelism for Multimodal Large Language Model "
         f"Training* (Karnati et al.), colocated as in its section C.4: both modules on the same "
-        f"{MOST_RANKS} ranks, DP doubled. They are run in full separation. Here the encoder's TP "
-        "has to divide the decoder's: where the paper's is larger, it is cut to the decoder's, and "
-        "the row says so. The paper freezes the encoder; here it is trained."
+        f"{MOST_RANKS} ranks, DP doubled. They are run in full separation. The paper freezes the "
+        "encoder; here it is trained."
     )
     yield ""
-    yield _line(
-        ["layout", "decoder TP/PP/DP", "encoder TP/PP/DP", "encoder TP here", "cells", "verdict"]
-    )
-    yield _line(["---"] * 4 + ["---:", "---"])
+    yield _line(["layout", "decoder TP/PP/DP", "encoder TP/PP/DP", "cells", "verdict"])
+    yield _line(["---"] * 3 + ["---:", "---"])
     for layout in TABLE_A8:
         yield _line(_published_row(layout, results))
 
 
 def _published_row(layout: PublishedLayout, results: Sequence[Result]) -> list[str]:
     mine = [each for each in results if layout.is_run_by(each.cell)]
-    cut = layout.runs_as != layout.encoder_tp
     verdicts = dict.fromkeys(_verdict(each) for each in mine)
     return [
         f"`{layout.name}`",
         f"{layout.tp} / {layout.pp} / {layout.dp}",
         f"{layout.encoder_tp} / 1 / {layout.encoder_dp}",
-        f"{layout.runs_as}, cut from {layout.encoder_tp}" if cut else str(layout.runs_as),
         str(len(mine)),
         ", ".join(verdicts) or "not run",
     ]

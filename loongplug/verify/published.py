@@ -21,16 +21,11 @@ class PublishedLayout:
     encoder_tp: int
     encoder_dp: int  # its PP is 1 in every row
 
-    @property
-    def runs_as(self) -> int:
-        """The encoder TP that it has here: one above the decoder's is cut to the decoder's."""
-        return min(self.encoder_tp, self.tp)
-
     def is_run_by(self, cell: Cell) -> bool:
         """Whether the cell, of any model and options, is this layout with its encoder apart."""
         own = (cell.encoder_tp, cell.tp, cell.pp, cell.dp)
         return (
-            own == (self.runs_as, self.tp, self.pp, self.dp)
+            own == (self.encoder_tp, self.tp, self.pp, self.dp)
             and cell.mode == FULL
             and cell.vpp == 1
             and cell.ep == 1

@@ -4,6 +4,8 @@ Gradients, parameters and optimizer state of many more layouts are compared by t
 harness; here are the losses and norms that a user sees, pair by pair of what may meet.
 """
 
+from pathlib import Path
+
 import pytest
 from compared_runs import same, train
 
@@ -40,6 +42,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "full-pp4-singles": (4, (FULL, PP, "4", *SINGLES, REDUCES_AHEAD), "dense"),
     "full-tp2-pp2-encoder2": (4, (FULL, TP, "2", PP, "2", ENCODER2, *OVERLAP), "dense"),
     "full-pp2-dp2": (4, (FULL, PP, "2", *OVERLAP), "dense"),
+    "full-pp2-dp2-encoder2": (4, (FULL, PP, "2", ENCODER2, *OVERLAP), "dense"),
     "full-pp2-one-unit": (2, (FULL, PP, "2", *ALL_IN_ONE, *OVERLAP), "dense"),
     "full-dp2": (2, (FULL, *OVERLAP), "dense"),
     "dp-experts": (4, (DP, TP, "2", EP, "2", SP, SHARDED), "experts"),
@@ -71,3 +74,12 @@ def test_losses_and_norms_are_those_of_one_rank(alone, name):
     assert expected[-1][0] < 0.95 * expected[0][0]  # it learns, so a wrong update shows
     found = train(run, *layout, ranks=ranks)
     assert same(found, expected), (found, expected)
+
+
+def test_an_encoder_sharded_over_stages_is_exported_whole(alone, tmp_path):
+    run, _ = alone("dense")
+    weights = Path(run[run.index("--load-hf") + 1])
+    layout = (FULL, PP, "2", ENCODER2, "--lr", "0", "--train-iters", "1")
+    train(run, *layout, "--save-hf", str(tmp_path / "hf"), ranks=4)
+    name = "model.safetensors"
+    assert (tmp_path / "hf" / name).read_bytes() == (weights / name).read_bytes()
