@@ -1,9 +1,9 @@
 """Which parameters train, by their names. Pure: nothing here touches a model or talks."""
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
 _SHOWN = 3
@@ -72,19 +72,14 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
     """
     kinds = list(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
     words = [word for word in re.split(r"[.*?]", _WILD.sub("*", pattern)) if word]
-    known = {word for kind in kinds for word in kind.split(".")}
-    alike = {
-        match for word in words for match in difflib.get_close_matches(word, known, n=2, cutoff=0.6)
-    }
 
-    def likeness(kind: str) -> tuple[int, int, float]:
+    def likeness(kind: str) -> tuple[int, float]:
         parts = kind.split(".")
         contained = sum(word in kind for word in words)
-        return (
-            contained,
-            sum(part in alike for part in parts),
-            difflib.SequenceMatcher(None, pattern, kind).ratio(),
+        alike = sum(
+            max(SequenceMatcher(None, word, part).ratio() for part in parts) for word in words
         )
+        return contained, alike
 
     return sorted(kinds, key=likeness, reverse=True)[:_SHOWN]
 

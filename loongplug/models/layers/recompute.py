@@ -13,7 +13,7 @@ def input_for_recompute(hidden_states: Tensor, *, layers: nn.Module) -> Tensor:
     would get no gradient, without an error. Such an input is made to need one. Frozen layers,
     and those that keep their activations, take it as it is.
     """
-    config: TransformerConfig = layers.config  # type: ignore[assignment]
+    config: TransformerConfig = layers.config
     if (
         config.recompute_granularity is not None
         and torch.is_grad_enabled()
