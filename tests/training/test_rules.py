@@ -14,6 +14,7 @@ import rule_cases
 from command_lines import command_line, write_tokenizer
 from rule_cases import ADAPTERS, CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
 
+from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
 from loongplug.training import arguments, rules
@@ -127,6 +128,15 @@ def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule:
             model = dataclasses.replace(prepared[1], **{part: module})
             assert violated(prepared, model=model) == expected, settings
             assert violated(prepared, model=model, save_lora="adapters") == expected
+
+
+def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None:
+    args, model = prepared_experts
+    for target, expected in (("mlp.linear_fc1", ["lora-targets"]), ("linear_fc1", [])):
+        lora = LoraSettings(rank=2, target_modules=(target,))
+        foundation = dataclasses.replace(model.foundation, lora=lora)
+        adapted = dataclasses.replace(model, foundation=foundation)
+        assert names(violated_rules(args, adapted)) == expected
 
 
 def test_embeddings_have_one_learning_rate(prepared: Run) -> None:

@@ -45,7 +45,7 @@ class AdapterTable:
     """Every adapter of a model: parameters, tensors in a file, and what ``peft`` is told of them.
 
     A tensor in ``mapping`` counts experts on its first axis; :meth:`to_file` makes of it what
-    stands in the file, and :meth:`copies` gives the further names that it has there.
+    stands in the file, and :meth:`file_names` gives the names that it has there.
     """
 
     def __init__(self, settings: Dictionary[str, LoraSettings], model: HuggingFaceModel) -> None:

@@ -2,18 +2,19 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.settings import LINEARS, LoraSettings
+from loongplug.models.registry import family_of
+from loongplug.training.freezing import MODULES
 from loongplug.training.rules.rule import Rule
-
-_MODULES = ("image_encoder", "image_projector", "foundation")
 
 
 def _lora(model: Any) -> Iterator[tuple[str, LoraSettings]]:
     if isinstance(model, VisionLanguageArchitecture):
-        for name in _MODULES:
+        for name in MODULES:
             settings = getattr(model, name).lora
             if settings is not None:
                 yield f"model.{name}.lora", settings
@@ -33,25 +34,29 @@ def lora_numbers(args: Namespace, model: Any) -> str | None:
 
 
 def lora_targets(args: Namespace, model: Any) -> str | None:
-    """Every target is the end of some linear's path in the module."""
+    """Every target is a linear of the module; the names of all kinds may be given to any module."""
     wrong = []
     for key, settings in _lora(model):
-        paths = _paths(key)
-        known = [
-            any(f".{path}".endswith(f".{target}") for path in paths)
+        paths = _linears(args, model, module=key.split(".")[1])
+        found = {
+            target: any(replace(settings, target_modules=(target,)).targets(path) for path in paths)
             for target in settings.target_modules
-        ]
-        named = set(settings.target_modules) <= set(LINEARS)  # the default, of any module
-        if not any(known) or not (named or all(known)):
+        }
+        lost = [target for target in found if not found[target] and target not in LINEARS]
+        if lost or not any(found.values()):
             wrong.append(f"{key}.target_modules is {list(settings.target_modules)}")
     return ", ".join(wrong) or None
 
 
-def _paths(key: str) -> tuple[str, ...]:
-    if "projector" in key:
-        return ("merger.linear_fc1", "merger.linear_fc2")
-    within = {"linear_qkv": "self_attention", "linear_proj": "self_attention"}
-    return tuple(f"{within.get(name, 'mlp')}.{name}" for name in LINEARS)
+def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
+    """The paths of a module's tensors, with ``{}`` for layers, less what they end with."""
+    family = family_of(type(model), trusted_packages=args.trusted_packages)
+    built = MODULES[module]
+    return [
+        row.names[0].removeprefix(f"{built}.").removesuffix(".weight")
+        for row in family.load_hugging_face(model).mapping.rows
+        if row.names[0].startswith(f"{built}.")
+    ]
 
 
 def lora_folders(args: Namespace, model: Any) -> str | None:
