@@ -162,6 +162,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
     )
     group.add_argument(
+        "--load-lora", metavar="DIR", help="start the adapters from a folder of peft's kind"
+    )
+    group.add_argument(
+        "--save-lora", metavar="DIR", help="write the adapters alone at the end, as peft loads them"
+    )
+    group.add_argument(
         "--media-root",
         metavar="DIR",
         help="what relative paths of images and videos start at; else each data file's folder",

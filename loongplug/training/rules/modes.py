@@ -107,6 +107,11 @@ MODES: tuple[Mode, ...] = (
         flags=("--freeze-parameters", "*", "--train-parameters", "*norm*"),
     ),
     Mode(
+        name="adapters",
+        title="LoRA on encoder and decoder",
+        flags=("+model.image_encoder.lora.rank=8", "+model.foundation.lora.rank=8"),
+    ),
+    Mode(
         name="ramp-up",
         title="a batch size that grows",
         flags=("--rampup-batch-size", "8", "8", "64"),
