@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -69,9 +72,7 @@ def attempt(
     )
 
 
-def life(
-    rank: int, *, flags: list[str], folder: Path, draw: Draw | None, save: Path | None
-) -> str:
+def life(rank: int, *, flags: list[str], folder: Path, draw: Draw | None, save: Path | None) -> str:
     """A rank's, as ``loongplug/train.py`` has it."""
     said = os.open(folder / f"{rank}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
@@ -82,6 +83,8 @@ def life(
     fault = None
     if draw is not None and save is not None:
         fault = BuiltIn(draw, rank=rank, save=save, fired=folder / f"{rank}.fired")
+    if draw is not None and draw.fault.kind == "kill" and draw.fault.place == "build":
+        threading.Thread(target=_end_after, args=(folder, draw), daemon=True).start()
     losses = (folder / f"{rank}.losses").open("a", buffering=1)
 
     def note(report: object) -> None:
@@ -101,14 +104,29 @@ def life(
     return WHOLE
 
 
+def _end_after(folder: Path, draw: Draw) -> None:
+    """End this rank as torchrun does once another has died.
+
+    Ranks that train hear of a dead one themselves. Before that, while their groups are made, each
+    waits for the others in torchrun's store, and torchrun has to end them.
+    """
+    while not all((folder / f"{rank}.fired").exists() for rank in draw.fault.ranks):
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _way(text: str) -> str:
     """How a rank ended, in a word."""
     if text in (WHOLE, TERMINATED):
         return text
     if text.startswith("exited with code 1 ") or text == "SystemExit: 1":
         return FAILED
-    if "SIGKILL" in text:
-        return "SIGKILL"
+    for name in ("SIGKILL", "SIGTERM"):
+        if text == f"was killed by signal {name}":
+            return name
     return text
 
 

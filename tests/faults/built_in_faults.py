@@ -119,17 +119,17 @@ class BuiltIn:
 
 
 class _Full(io.FileIO):
-    """A file on a disk with room for a few bytes."""
+    """A file on a disk that has room for half of what is first written."""
 
-    room = 100
+    full = False
 
     def write(self, data: Any) -> int:
-        """What there is room for; then none."""
-        if self.room == 0:
+        """The half; then nothing."""
+        half = memoryview(data)[: len(data) // 2]
+        if self.full or not half:
             raise OSError(errno.ENOSPC, NO_SPACE)
-        written = super().write(memoryview(data)[: self.room])
-        self.room -= written
-        return written
+        self.full = True
+        return super().write(half)
 
 
 def exchange_of(draw: Draw) -> tuple[Any, str]:
@@ -149,5 +149,3 @@ def before(owner: Any, name: str, act: Callable[[], None]) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, called)
-
-

@@ -176,7 +176,9 @@ def modes_of(layout: Layout) -> tuple[str, ...]:
 def _has(choose: Choose, extra: str, layout: Layout) -> bool:
     if extra == "overlap" and layout.ranks == 1:
         return False
-    return bool(choose((False, False, False, False, True) if extra == "async save" else (True, False)))
+    return bool(
+        choose((False, False, False, False, True) if extra == "async save" else (True, False))
+    )
 
 
 def _fault(choose: Choose, layout: Layout, mode: str) -> Fault:

@@ -154,7 +154,9 @@ def judge(draw: Draw, ending: Ending, expected: Losses) -> None:
     victims = draw.fault.ranks if draw.fault.kind == "kill" else ()
     require(
         all(
-            way == FAILED or (rank in victims and way == "SIGKILL")
+            way == FAILED
+            or (rank in victims and way == "SIGKILL")
+            or (victims and draw.fault.place == "build" and way == "SIGTERM")
             for rank, way in enumerate(ending.ways)
         ),
         f"it ends as {ending.ways}:\n{ending.details}",
@@ -227,5 +229,3 @@ def require(holds: bool, text: str) -> None:
     """Raise Wrong where it does not hold."""
     if not holds:
         raise Wrong(text)
-
-
