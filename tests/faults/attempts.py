@@ -15,6 +15,8 @@ import torch.distributed as dist
 from built_in_faults import BuiltIn
 from draws import Draw, Layout
 
+from prepared import Prepared
+
 from loongplug.parallel import failure
 from loongplug.training.run import run
 
@@ -45,12 +47,14 @@ def attempt(
     layout: Layout,
     flags: list[str],
     *,
+    prepared: Prepared,
     draw: Draw | None = None,
     save: Path | None = None,
 ) -> Ending:
     """Run ``flags`` on ``layout``, with the fault of ``draw`` where there is one."""
+    prepared.model(flags)
     folder.mkdir(parents=True)
-    options = {"flags": flags, "folder": folder, "draw": draw, "save": save}
+    options = {"flags": flags, "folder": folder, "draw": draw, "save": save, "prepared": prepared}
     numbers = range(layout.ranks)
     details = ""
     try:
@@ -72,13 +76,22 @@ def attempt(
     )
 
 
-def life(rank: int, *, flags: list[str], folder: Path, draw: Draw | None, save: Path | None) -> str:
+def life(
+    rank: int,
+    *,
+    flags: list[str],
+    folder: Path,
+    draw: Draw | None,
+    save: Path | None,
+    prepared: Prepared,
+) -> str:
     """A rank's, as ``loongplug/train.py`` has it."""
     said = os.open(folder / f"{rank}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(said, 1)
     os.dup2(said, 2)
+    prepared.use()
     failure.WATCH_SECONDS, failure.PARTING_SECONDS = WATCH_SECONDS, PARTING_SECONDS
     fault = None
     if draw is not None and save is not None:
@@ -101,6 +114,8 @@ def life(rank: int, *, flags: list[str], folder: Path, draw: Draw | None, save: 
             if ended.code not in (0, None):
                 raise
             return TERMINATED
+    if world_size == 1:  # for the parent to import before it forks the next ranks
+        (folder / "modules").write_text(json.dumps(sorted(sys.modules)))
     return WHOLE
 
 

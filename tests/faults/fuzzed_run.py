@@ -4,14 +4,17 @@ Every run has to end by itself, in one of two ways: with the losses of the singl
 nothing happens to, or with one error on all ranks and a checkpoint that training goes on from.
 """
 
+import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from attempts import FAILED, TERMINATED, WHOLE, Ending, attempt
 from built_in_faults import MESSAGE, NO_SPACE
 from draws import ALONE, EXTRAS, FREEZES, MODES, SAVE_INTERVAL, STEPS, Draw, Fault, Layout
 from fuzz_data import base_flags, place_of_damage, write_rows
+from prepared import Prepared
 
 from loongplug.checkpoint.tracker import TRACKER
 
@@ -22,7 +25,7 @@ TOLERANCE = 2e-5  # what fp32 sums in another order may differ by, as a part of 
 Losses = dict[int, float]  # by step
 
 
-class Wrong(AssertionError):
+class WrongEndError(AssertionError):
     """A draw that did not end as every run has to."""
 
 
@@ -31,18 +34,24 @@ class World:
     """A folder with data, weights and reference losses for any number of draws."""
 
     folder: Path
+    name: str = ""  # before the names of its own folders
+    _prepared: Prepared = field(default_factory=Prepared)
     _weights: Path | None = None
     _references: dict[tuple[str, str, str], Losses] = field(default_factory=dict)
     _runs: int = 0
 
+    def beside(self, slot: int) -> "World":
+        """One for another process, which begins with the same data and weights."""
+        return replace(self, name=f"{slot}-")
+
     def check(self, draw: Draw) -> Ending:
-        """Run it, judge it, go on from its checkpoint. Raises Wrong, with how to run it again."""
-        place = self.folder / f"run{self._runs}"
+        """Run it, judge it, go on from its checkpoint. Raises WrongEndError, with how to run it again."""
+        place = self.folder / f"{self.name}run{self._runs}"
         self._runs += 1
         try:
             ending = self._checked(draw, place)
         except Exception as error:
-            raise Wrong(
+            raise WrongEndError(
                 f"{error}\nthis run again:\n  ./scripts/fuzz.sh --draw '{draw.to_json()}'"
             ) from error
         finally:
@@ -55,7 +64,7 @@ class World:
         policy = "fatal" if draw.fault.kind == "bad sample" else "skip"
         flags = self.flags(draw, draw.layout, draw.mode, "--bad-sample", policy)
         flags += ["--save", str(save)]
-        ending = attempt(place / "first", draw.layout, flags, draw=draw, save=save)
+        ending = self._attempt(place / "first", draw.layout, flags, draw=draw, save=save)
         judge(draw, ending, expected)
         latest = latest_checkpoint(save)
         require_latest(draw, ending, latest)
@@ -63,11 +72,14 @@ class World:
             flags = self.flags(draw, draw.resume, draw.resume_mode, "--load", str(save))
             saves = draw.resume == draw.layout
             flags += ["--save", str(save)] * saves
-            resumed = attempt(place / "second", draw.resume, flags)
+            resumed = self._attempt(place / "second", draw.resume, flags)
             require_whole(resumed, {step: expected[step] for step in expected if step > latest})
             left = sorted(path.name for path in save.glob(".*"))
             require(not saves or not left, f"the next run's saves leave {left} where they are")
         return ending
+
+    def _attempt(self, place: Path, layout: Layout, flags: list[str], **options: Any) -> Ending:
+        return attempt(place, layout, flags, prepared=self._prepared, **options)
 
     def reference(self, draw: Draw) -> Losses:
         """Of the single rank on the same data, with the same freeze; made once."""
@@ -122,9 +134,10 @@ class World:
         return self._weights
 
     def _alone(self, name: str, flags: list[str]) -> Ending:
-        ending = attempt(self.folder / name, ALONE, flags)
-        shutil.rmtree(self.folder / name)
+        ending = self._attempt(self.folder / f"{self.name}{name}", ALONE, flags)
         require(ending.ways == [WHOLE], f"the {name} run ends as {ending.ways}\n{ending.details}")
+        self._prepared.modules(json.loads((self.folder / f"{self.name}{name}" / "modules").read_text()))
+        shutil.rmtree(self.folder / f"{self.name}{name}")
         return ending
 
 
@@ -193,7 +206,7 @@ def require_latest(draw: Draw, ending: Ending, latest: int) -> None:
         require(latest == steps, f"SIGTERM in step {steps} leaves {latest} as the latest")
         return
     # A report comes before its step's save; the next step's, after it.
-    saves = [step for step in range(0, steps + 1) if step % SAVE_INTERVAL == 0]
+    saves = [step for step in range(steps + 1) if step % SAVE_INTERVAL == 0]
     sure = [step for step in saves if step < steps or set(ending.ways) == {WHOLE}]
     if "async save" in draw.extras and set(ending.ways) != {WHOLE}:
         sure = sure[:-1]  # the last one may be under way
@@ -226,6 +239,6 @@ def same(found: Losses, expected: Losses) -> bool:
 
 
 def require(holds: bool, text: str) -> None:
-    """Raise Wrong where it does not hold."""
+    """Raise WrongEndError where it does not hold."""
     if not holds:
-        raise Wrong(text)
+        raise WrongEndError(text)
