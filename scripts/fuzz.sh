@@ -7,4 +7,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment test
 cd "$ROOT"
-OMP_NUM_THREADS=1 exec python tests/faults/fuzz_runs.py "$@"
+export OMP_NUM_THREADS=1 PYTHONPATH="$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
+exec python tests/faults/fuzz_runs.py "$@"

@@ -162,10 +162,11 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     Each part's optimizers are built in its state, so that they shard over its groups. Every
     rank has the same optimizers in the same order, also where a part has no module, since
     checkpoints number them. A part that is frozen on every rank has none: Megatron's stand-in
-    for one can be neither saved nor loaded among others. The chain's gradient norm is the root of the sum of the squares of
-    all parts; each is reduced over its own model parallel group (over all ranks with the
-    distributed optimizer), where a parameter that several ranks hold counts once, so it is the
-    same on every rank.
+    for one can be neither saved nor loaded beside others.
+
+    The chain's gradient norm is the root of the sum of the squares of all parts; each is reduced
+    over its own model parallel group (over all ranks with the distributed optimizer), where a
+    parameter that several ranks hold counts once, so it is the same on every rank.
     """
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 

@@ -14,15 +14,14 @@ import ranks
 import torch.distributed as dist
 from built_in_faults import BuiltIn
 from draws import Draw, Layout
-
 from prepared import Prepared
 
 from loongplug.parallel import failure
 from loongplug.training.run import run
 
 # A run takes a second or two. These only bound one that hangs, where others keep the machine busy.
-RUN_SECONDS = 120.0
-ENDING_SECONDS = 40.0  # of the others, once one rank has ended
+RUN_SECONDS = 240.0
+ENDING_SECONDS = 60.0  # of the others, once one rank has ended
 # In tests ranks listen more often to each other, and wait less long for one that is dead.
 WATCH_SECONDS, PARTING_SECONDS = 0.05, 1.0
 

@@ -81,7 +81,7 @@ class BuiltIn:
             raise RuntimeError(MESSAGE)
 
     def _fill_the_disk(self) -> None:
-        """From the chosen moment on no file of the save folder can be opened, written or flushed."""
+        """From the chosen moment on no file of the save folder can be opened (written, flushed)."""
         way = self._fault.way
         full = False
 

@@ -13,10 +13,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-
-import conftest  # noqa: F401 - the CPU platform, before Megatron
+import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
 from draws import Draw, drawn
 from fuzzed_run import World, WrongEndError
 from rich.console import Console
@@ -91,13 +88,17 @@ def _many(world: World, options: argparse.Namespace) -> int:
             except Empty:
                 continue
             bar.advance(task)
+            if not console.is_terminal and (seen.total() + 1) % 20 == 0:
+                console.print(f"{seen.total() + 1} of {options.draws}, {wrong} wrong")
             seen[f"{kind}{'' if fired else ' (not come to)'}"] += 1
             if error is not None:
                 wrong += 1
                 console.print(error, markup=False, highlight=False, soft_wrap=True)
     total, seconds = seen.total(), time.monotonic() - begun
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(seen.items()))
-    console.print(f"{total} draws of seed {options.seed} in {seconds:.0f} s: {kinds}; {wrong} wrong")
+    console.print(
+        f"{total} draws of seed {options.seed} in {seconds:.0f} s: {kinds}; {wrong} wrong"
+    )
     return 1 if wrong or any(worker.exitcode for worker in workers) else 0
 
 

@@ -45,7 +45,10 @@ class World:
         return replace(self, name=f"{slot}-")
 
     def check(self, draw: Draw) -> Ending:
-        """Run it, judge it, go on from its checkpoint. Raises WrongEndError, with how to run it again."""
+        """Run it, judge it, go on from its checkpoint.
+
+        Raises WrongEndError, with how to run it again.
+        """
         place = self.folder / f"{self.name}run{self._runs}"
         self._runs += 1
         try:
@@ -136,7 +139,9 @@ class World:
     def _alone(self, name: str, flags: list[str]) -> Ending:
         ending = self._attempt(self.folder / f"{self.name}{name}", ALONE, flags)
         require(ending.ways == [WHOLE], f"the {name} run ends as {ending.ways}\n{ending.details}")
-        self._prepared.modules(json.loads((self.folder / f"{self.name}{name}" / "modules").read_text()))
+        self._prepared.modules(
+            json.loads((self.folder / f"{self.name}{name}" / "modules").read_text())
+        )
         shutil.rmtree(self.folder / f"{self.name}{name}")
         return ending
 
