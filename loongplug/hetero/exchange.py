@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
-from loongplug.hetero.shares import Rows, size
+from loongplug.hetero.sequence_shares import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
 

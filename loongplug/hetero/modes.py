@@ -19,21 +19,27 @@ class Mode:
     ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``timing``
     makes what is put around the decoder's schedule, None where each forward encodes its own unit.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
-    for the decoder's. With ``any_owner``, every group may encode any units of a step, and as many
-    as it likes.
+    for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
+    ``any_owner``, every group may encode any units of a step, and as many as it likes.
     """
 
     name: str
     place: Callable[..., Placement]
     timing: Callable[..., Timing] | None = None
     encoder_tp: int | None = None
+    on_every_stage: bool = False
     any_owner: bool = False
 
 
 UNIFORM = Mode(name="uniform", place=together)
 ENCODER_HETERO_DP = Mode(name="heterogeneous DP", place=in_turn, timing=GroupAhead, encoder_tp=1)
 FULL_HETERO_DP = Mode(
-    name="full separation", place=on_all_ranks, timing=ThreePhases, encoder_tp=1, any_owner=True
+    name="full separation",
+    place=on_all_ranks,
+    timing=ThreePhases,
+    encoder_tp=1,
+    on_every_stage=True,
+    any_owner=True,
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Units
-from loongplug.hetero.shares import sequence_shares
+from loongplug.hetero.sequence_shares import sequence_shares
 from loongplug.models.features import FeatureSource, VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 

@@ -156,6 +156,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--print-config", action="store_true", help="print the model's YAML and exit"
     )
     _add_packing(group)
+    _add_freezing(group)
     group.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face folder")
     group.add_argument(
         "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
@@ -173,6 +174,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " model's folder says",
     )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
+    group.add_argument(
+        "--metrics-name",
+        metavar="NAME",
+        help="put them under NAME into that file, beside what it has from an earlier run",
+    )
     group.add_argument(
         "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
     )
@@ -206,6 +212,23 @@ def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:
         type=float,
         metavar="X",
         help="only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
+    )
+
+
+def _add_freezing(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--freeze-parameters",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="freeze the parameters whose full names match, such as 'image_encoder.*' '*norm*'",
+    )
+    group.add_argument(
+        "--train-parameters",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="train the parameters whose full names match, whatever else is frozen",
     )
 
 

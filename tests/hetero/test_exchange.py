@@ -10,7 +10,7 @@ from ranks import RankError, run_ranks
 from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import Exchange, Units
 from loongplug.hetero.placement import in_turn, on_all_ranks
-from loongplug.hetero.shares import Rows
+from loongplug.hetero.sequence_shares import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from loongplug.hetero.modes import UNIFORM, mode_of
 from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.parallel.layout import Layout
+from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
 from loongplug.training.rules.rule import Rule
 
 # Megatron's flags that count over one layout for all modules, or make groups for one.
@@ -24,13 +26,18 @@ def encoder_tp(args: Namespace, model: Any) -> int | None:
 
 
 def encoder_layout(args: Namespace, model: Any) -> str | None:
-    """The encoder's replicas fill the decoder's tensor parallel group."""
+    """The encoder's replicas fill the decoder's tensor parallel group, or make up whole stages."""
     tp, decoder = encoder_tp(args, model), args.tensor_model_parallel_size
-    if tp is None or decoder < 1 or (tp >= 1 and decoder % tp == 0):
+    stages = args.pipeline_model_parallel_size
+    if tp is None or decoder < 1 or stages < 1:
+        return None
+    everywhere = mode_of(args).on_every_stage
+    if tp in encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere):
         return None
     return (
         f"model.image_encoder.tensor_model_parallel_size {tp} does not divide "
         f"--tensor-model-parallel-size {decoder}"
+        + (", nor makes up whole stages" if everywhere else "")
     )
 
 
@@ -91,9 +98,10 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule(
         name="encoder-layout",
-        refuses="an encoder `tensor_model_parallel_size` that does not divide the decoder's",
+        refuses="an encoder `tensor_model_parallel_size` that does not divide the decoder's; with "
+        "full separation it may be a multiple that makes up whole stages",
         check=encoder_layout,
-        reason="the encoder's replicas fill the decoder's tensor parallel group",
+        reason="the encoder's replicas fill the decoder's tensor parallel group, or whole stages",
         cure="set a divisor of the decoder's, or null for the decoder's own",
     ),
     Rule(

@@ -83,6 +83,26 @@ MODES: tuple[Mode, ...] = (
         ),
     ),
     Mode(name="frozen", title="a frozen encoder", flags=("model.image_encoder.freeze=true",)),
+    Mode(
+        name="frozen vision",
+        title="a frozen encoder and projector",
+        flags=("model.image_encoder.freeze=true", "model.image_projector.freeze=true"),
+    ),
+    Mode(
+        name="frozen decoder",
+        title="a frozen text decoder",
+        flags=("model.foundation.freeze=true",),
+    ),
+    Mode(
+        name="frozen by name",
+        title="parameters that patterns freeze, but for those that others name",
+        flags=("--freeze-parameters", "*", "--train-parameters", "*norm*"),
+    ),
+    Mode(
+        name="ramp-up",
+        title="a batch size that grows",
+        flags=("--rampup-batch-size", "8", "8", "64"),
+    ),
     Mode(name="packing", title="several samples to a sequence", flags=("--packing",)),
     Mode(
         name="sample balance",

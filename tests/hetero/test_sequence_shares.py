@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loongplug.hetero.shares import sequence_shares, size
+from loongplug.hetero.sequence_shares import sequence_shares, size
 
 pytestmark = pytest.mark.quick
 
