@@ -153,7 +153,9 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[None]:
             _fail(board, "", message=f"exited with code {error.code}", code=error.code)
         message = str(error.code)
         _fail(board, f"loongplug: error [rank {rank}]: {message}", message=message, code=1)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         _fail(board, _report(error, rank), message=_message(error), code=1)
     finally:
         if board is not None:
@@ -180,14 +182,14 @@ def _fail(board: FailureBoard | None, report: str, *, message: str, code: int) -
     raise SystemExit(code)
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _report(error: Exception, rank: int) -> str:
+def _report(error: BaseException, rank: int) -> str:
     line = f"loongplug: error [rank {rank}]: {_message(error)}"
     if isinstance(error, ValueError) and os.environ.get(TRACEBACK_VARIABLE) != "1":
         return line

@@ -297,12 +297,16 @@ def whole_checkpoints_table(
     common: Callable[[Any], Any],
     rates: Callable[[Any], Any],
     tracker: Callable[[Any], Any],
+    write: Callable[..., None],
+    finalize: Callable[[Any], Any],
 ) -> ReplacementTable:
     """Wrap the save and the load of one checkpoint, and what takes part in them.
 
     ``common`` is the load of what is no tensor, ``rates`` what takes the learning rate's course
-    from it, ``tracker`` Python's ``open``.
+    from it, ``tracker`` Python's ``open``; ``write`` writes a rank's files, ``finalize`` wraps
+    what all ranks do after that.
     """
+    strategies = "megatron.core.dist_checkpointing.strategies"
     return ReplacementTable(
         "whole checkpoints",
         (
@@ -351,6 +355,22 @@ def whole_checkpoints_table(
                 target="megatron.core.msc_utils.maybe_msc.open",
                 wrapper=tracker,  # of Python's own open
                 reason="empties the file that names the latest checkpoint before it is written",
+            ),
+            Replacement(
+                target=f"{strategies}.filesystem_async.FileSystemWriterAsync."
+                "write_preloaded_data_multithread",
+                replacement=staticmethod(write),
+                # Its signature names an object by its address, new in every process.
+                reason="keeps the class of a writer's error and drops its words; that of a second "
+                "file ends the writer before it has told of it",
+            ),
+            Replacement(
+                target=f"{strategies}.state_dict_saver.save_state_dict_async_finalize",
+                wrapper=finalize,
+                signature="(storage_writer: 'FileSystemWriterAsync', global_metadata: "
+                "torch.distributed.checkpoint.metadata.Metadata, dist_wrapper: "
+                "torch.distributed.checkpoint.utils._DistWrapper) -> None",
+                reason="tells the coordinator alone why a checkpoint could not be written",
             ),
         ),
     )

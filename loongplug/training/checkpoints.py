@@ -10,6 +10,7 @@ from megatron.training.checkpointing import checkpoint_exists
 from loongplug.checkpoint.architecture import check_architecture, write_architecture
 from loongplug.checkpoint.atomic import AtomicSaves, recover
 from loongplug.checkpoint.data_note import check_data_note, write_data_note
+from loongplug.checkpoint.failed_writes import told_to_all, write_buckets
 from loongplug.checkpoint.same_optimizer import checked_common_state
 from loongplug.checkpoint.same_rates import checked_rates
 from loongplug.checkpoint.same_tensors import checked_load
@@ -39,6 +40,8 @@ def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
             common=lambda read: with_packing_place(checked_common_state(read)),
             rates=checked_rates,
             tracker=replaced_whole,
+            write=write_buckets,
+            finalize=told_to_all,
         )
     )
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
+from torch.distributed.checkpoint import CheckpointException
 
 from loongplug.parallel import failure
 from loongplug.parallel.failure import failure_board
@@ -233,6 +234,10 @@ class TestOneProcess:
         printed = capsys.readouterr().err
         assert "Traceback" in printed
         assert "loongplug: error [rank 0]: RuntimeError: boom" in printed
+
+    def test_what_is_no_exception_is_told_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self._end(CheckpointException("read", {})) == 1
+        assert "loongplug: error [rank 0]: CheckpointException" in capsys.readouterr().err
 
     def test_exits_keep_their_code(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self._end(SystemExit(2)) == 2

@@ -1,0 +1,149 @@
+"""One run on forked ranks, and how each of them ended."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import ranks
+import torch.distributed as dist
+from built_in_faults import BuiltIn
+from draws import Draw, Layout
+from prepared import Prepared
+
+from loongplug.parallel import failure
+from loongplug.training.run import run
+
+# A run takes a second or two. These only bound one that hangs, where others keep the machine busy.
+RUN_SECONDS = 240.0
+ENDING_SECONDS = 60.0  # of the others, once one rank has ended
+# In tests ranks listen more often to each other, and wait less long for one that is dead.
+WATCH_SECONDS, PARTING_SECONDS = 0.05, 1.0
+
+WHOLE, TERMINATED, FAILED = "whole", "terminated", "failed"
+
+Losses = dict[int, float]  # by step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended: of each rank the way, the losses it reported, and what it printed."""
+
+    ways: list[str]
+    losses: list[Losses]
+    said: list[str]
+    fired: bool  # whether the draw's fault has happened
+    details: str = ""
+
+
+def attempt(
+    folder: Path,
+    layout: Layout,
+    flags: list[str],
+    *,
+    prepared: Prepared,
+    draw: Draw | None = None,
+    save: Path | None = None,
+) -> Ending:
+    """Run ``flags`` on ``layout``, with the fault of ``draw`` where there is one."""
+    prepared.model(flags)
+    folder.mkdir(parents=True)
+    options = {"flags": flags, "folder": folder, "draw": draw, "save": save, "prepared": prepared}
+    numbers = range(layout.ranks)
+    details = ""
+    try:
+        with mock.patch.object(ranks, "GRACE_SECONDS", ENDING_SECONDS):
+            ways = ranks.run_ranks(life, layout.ranks, timeout=RUN_SECONDS, **options)
+    except ranks.RankError as error:
+        details = str(error)
+        # A rank that gave its result is not among the errors.
+        found = {rank: text.strip().splitlines()[-1] for rank, text in error.errors.items()}
+        ways = [found.get(rank, WHOLE) for rank in numbers]
+    said = [(folder / f"{rank}.said").read_text(errors="replace") for rank in numbers]
+    ways = [_way(way) for way in ways]
+    return Ending(
+        ways=ways,
+        losses=[_losses(folder / f"{rank}.losses") for rank in numbers],
+        said=said,
+        fired=any((folder / f"{rank}.fired").exists() for rank in numbers),
+        details=details + "\n".join(f"--- rank {r}\n{said[r][-4000:]}" for r in numbers),
+    )
+
+
+def life(
+    rank: int,
+    *,
+    flags: list[str],
+    folder: Path,
+    draw: Draw | None,
+    save: Path | None,
+    prepared: Prepared,
+) -> str:
+    """A rank's, as ``loongplug/train.py`` has it."""
+    said = os.open(folder / f"{rank}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    prepared.use()
+    failure.WATCH_SECONDS, failure.PARTING_SECONDS = WATCH_SECONDS, PARTING_SECONDS
+    fault = None
+    if draw is not None and save is not None:
+        fault = BuiltIn(draw, rank=rank, save=save, fired=folder / f"{rank}.fired")
+    if draw is not None and draw.fault.kind == "kill" and draw.fault.place == "build":
+        threading.Thread(target=_end_after, args=(folder, draw), daemon=True).start()
+    losses = (folder / f"{rank}.losses").open("a", buffering=1)
+
+    def note(report: object) -> None:
+        losses.write(json.dumps([report.iteration, report.loss]) + "\n")
+        if fault is not None:
+            fault.begin(report.iteration + 1)
+
+    world_size = dist.get_world_size()
+    store = lambda timeout: dist.FileStore(str(folder / "board"), world_size)  # noqa: E731
+    with failure.failure_board(store):
+        try:
+            run(flags, on_report=note)
+        except SystemExit as ended:
+            if ended.code not in (0, None):
+                raise
+            return TERMINATED
+    if world_size == 1:  # for the parent to import before it forks the next ranks
+        (folder / "modules").write_text(json.dumps(sorted(sys.modules)))
+    return WHOLE
+
+
+def _end_after(folder: Path, draw: Draw) -> None:
+    """End this rank as torchrun does once another has died.
+
+    Ranks that train hear of a dead one themselves. Before that, while their groups are made, each
+    waits for the others in torchrun's store, and torchrun has to end them.
+    """
+    while not all((folder / f"{rank}.fired").exists() for rank in draw.fault.ranks):
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _way(text: str) -> str:
+    """How a rank ended, in a word."""
+    if text in (WHOLE, TERMINATED):
+        return text
+    if text.startswith("exited with code 1 ") or text == "SystemExit: 1":
+        return FAILED
+    for name in ("SIGKILL", "SIGTERM"):
+        if text == f"was killed by signal {name}":
+            return name
+    return text
+
+
+def _losses(file: Path) -> Losses:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return dict(json.loads(line) for line in lines)

@@ -1,0 +1,105 @@
+"""Small data for fuzzed runs, and the flags of a run over them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from draws import DAMAGED_STEP, GLOBAL_BATCH, SAVE_INTERVAL, STEPS
+from PIL import Image
+
+from loongplug.data.demo_processor import write_processor
+from loongplug.data.order import epoch_permutation
+
+ROWS = 40
+SEED = 1234  # Megatron's default
+SIZES = ((32, 32), (32, 32), (64, 32), (64, 64))
+# Two heads for TP 2 and four for TP 4, in as few numbers as that takes.
+MODEL = (
+    *("model.foundation.hidden_size=32", "model.foundation.ffn_hidden_size=32"),
+    *("model.foundation.num_attention_heads=4", "model.foundation.num_query_groups=4"),
+    *("model.foundation.kv_channels=16", "model.foundation.mrope_section=[4,2,2]"),
+    *("model.image_encoder.hidden_size=32", "model.image_encoder.ffn_hidden_size=32"),
+    *("model.image_encoder.num_layers=2", "model.image_encoder.deepstack_layers=[0]"),
+)
+
+
+def place_of_damage() -> int:
+    """The row that the third step meets, in the middle of its batch."""
+    order = epoch_permutation(ROWS, seed=SEED, epoch=0)
+    return int(order[GLOBAL_BATCH * (DAMAGED_STEP - 1) + 3])
+
+
+def write_rows(folder: Path, *, rows: str, damage: str) -> Path:
+    """A JSONL file with its images beside it; gives its path."""
+    file = folder / f"{rows}-{damage or 'sound'}.jsonl"
+    if file.exists():
+        return file
+    rng = random.Random(rows)
+    lines = []
+    for number in range(ROWS):
+        bad = damage if number == place_of_damage() else ""
+        images = [_image(folder, rng) for _ in range(_count(rows, rng, bad=bad, number=number))]
+        if bad == "media":
+            images[0] = "images/missing.png"
+        if bad == "pixels":
+            images[0] = _damaged(folder, images[0])
+        lines.append("{" if bad == "row" else json.dumps(_row(images, rng)))
+    part = file.with_suffix(".part")
+    part.write_text("\n".join(lines) + "\n")
+    part.rename(file)
+    return file
+
+
+def base_flags(folder: Path) -> list[str]:
+    """Of every fuzzed run, less its data."""
+    processor = folder / "processor"
+    if not processor.exists():
+        write_processor(processor)
+    return [
+        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu", *MODEL),
+        *("--tokenizer-model", str(processor), "--seq-length", "64"),
+        *("--micro-batch-size", "2", "--global-batch-size", str(GLOBAL_BATCH)),
+        *("--lr", "1e-2", "--lr-decay-style", "constant", "--train-iters", str(STEPS)),
+        *("--save-interval", str(SAVE_INTERVAL), "--log-interval", "1", "--eval-iters", "0"),
+    ]
+
+
+def _count(rows: str, rng: random.Random, *, bad: str, number: int) -> int:
+    counts = {"text": (0,), "mixed": (0, 0, 1, 2, 3), "many": (3, 4, 5, 6), "lone": (0,)}
+    count = rng.choice(counts[rows])
+    if rows == "lone" and number == place_of_damage():
+        count = 1
+    return max(count, 1) if bad in ("media", "pixels") else count
+
+
+def _row(images: list[str], rng: random.Random) -> dict[str, Any]:
+    question = {"type": "text", "text": "Read the digits."}
+    shown = [{"type": "image", "image": each} for each in images]
+    answer = "".join(str(rng.randrange(10)) for _ in range(rng.randint(1, 6)))
+    return {
+        "messages": [
+            {"role": "user", "content": [*shown, question]},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def _image(folder: Path, rng: random.Random) -> str:
+    width, height = rng.choice(SIZES)
+    number = rng.randrange(8)
+    name = f"images/{number}-{width}x{height}.png"
+    if not (folder / name).exists():
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        pixels = np.random.RandomState([number, width, height]).randint(256, size=(height, width))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / name)
+    return name
+
+
+def _damaged(folder: Path, image: str) -> str:
+    """A copy that ends in the middle; its header is right."""
+    name = image.replace(".png", "-damaged.png")
+    whole = (folder / image).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2])
+    return name

@@ -1,0 +1,43 @@
+"""What the forked ranks of fuzzed runs find made: imports, the parser of flags, composed models.
+
+They are the larger half of a tiny run's time, and no fault of a draw happens in them.
+"""
+
+import argparse
+import importlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from loongplug.training import arguments, config, flags
+
+
+@dataclass
+class Prepared:
+    """Made in the process that forks the ranks, taken by ``use`` within each."""
+
+    _parser: argparse.ArgumentParser = field(default_factory=flags._build_parser)
+    _models: dict[tuple[str, ...], config.ComposedModel] = field(default_factory=dict)
+
+    def modules(self, names: list[str]) -> None:
+        """Import what a run has imported."""
+        for name in names:
+            with suppress(Exception):  # some are there under other conditions only
+                importlib.import_module(name)
+
+    def model(self, command_line: list[str]) -> None:
+        """Compose the model of a command line."""
+        overrides = tuple(each for each in command_line if each.lstrip("+").startswith("model."))
+        if overrides not in self._models:
+            name = command_line[command_line.index("--model-name") + 1]
+            self._models[overrides] = config.compose_model(model_name=name, overrides=overrides)
+
+    def use(self) -> None:
+        """In a rank, once: reading a command line changes the parser."""
+        compose = arguments.compose_model
+
+        def made(**options: Any) -> config.ComposedModel:
+            return self._models.get(options["overrides"]) or compose(**options)
+
+        arguments.compose_model = made
+        flags._build_parser = lambda: self._parser

@@ -1,0 +1,73 @@
+"""Drawn training runs with faults in them: right, or one error on all ranks; never a hang.
+
+``./scripts/fuzz.sh`` runs as many more as one likes, and CI 200 of them.
+"""
+
+import os
+
+import pytest
+from draws import Draw, Fault, Layout, drawn
+from fuzzed_run import World
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+DRAWS = int(os.environ.get("FUZZ_DRAWS", "20"))
+
+PP2, PP4 = Layout(ranks=2, pp=2), Layout(ranks=4, pp=4)
+ONE = Layout()
+
+
+@st.composite
+def draws(draw: st.DrawFn) -> Draw:
+    """As ``drawn`` makes them."""
+    return drawn(lambda options: draw(st.sampled_from(options)))
+
+
+def case(layout: Layout, mode: str, fault: Fault, *, freeze: str, resume: Layout) -> Draw:
+    """One run by hand."""
+    return Draw(
+        layout=layout,
+        mode=mode,
+        rows="mixed",
+        damage="",
+        freeze=freeze,
+        extras=(),
+        micro_batch=2,
+        fault=fault,
+        resume=resume,
+        resume_mode="uniform",
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("fuzz"))
+
+
+# What an earlier version did wrong comes first: a checkpoint in which nothing of the encoder's part
+# is trained, and a file that cannot be flushed on a rank other than the first.
+FULL_DISK = Fault(kind="full disk", ranks=(2,), way="flush", step=4)
+
+
+@example(case(PP2, "full", Fault(), freeze="encoder and projector", resume=PP2))
+@example(case(PP4, "full", FULL_DISK, freeze="nothing", resume=ONE))
+@given(draws())
+@settings(
+    max_examples=DRAWS,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_is_right_or_all_ranks_end_with_one_error(world, draw):
+    world.check(draw)
+
+
+@pytest.mark.quick
+@given(draws())
+@settings(max_examples=300, deadline=None, database=None)
+def test_a_draw_is_read_as_it_was_written(draw):
+    assert Draw.from_json(draw.to_json()) == draw
