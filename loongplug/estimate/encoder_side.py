@@ -140,8 +140,9 @@ class Separated:
             patches = [0]
         ledger.add(PIXELS, sum(patches) * of.pixels)
         for each in patches:
-            ledger.work("phase 1", of.of_unit(each).forward)
-            ledger.add(ENCODER, of.of_unit(each).encoder)
+            cost = of.of_unit(each)
+            ledger.add(ENCODER, cost.encoder)
+            ledger.work("phase 1", cost.forward - cost.encoder)
             ledger.add(FEATURES, each // of.merge * of.payload)
         moved = of.moved(feature_transfers(of.placement, of.owners, shared=of.shared))
         copied = 0
@@ -207,8 +208,8 @@ class Ahead:
             members = self._members(number)
             self._pending[number] = len(members)
             cost = of.of_unit(self._own_patches(number))
-            ledger.work("encoding of a group", cost.forward)
             ledger.add(ENCODER, cost.encoder)
+            ledger.work("encoding of a group", cost.forward - cost.encoder)
             moved, kept = self._features(number)
             ledger.work("exchange of features", moved.sent + kept)
             ledger.add(FEATURES, kept)

@@ -28,7 +28,8 @@ _PIXEL_BYTES = 4  # float32, as they come
 class RankMemory:
     """The fullest rank of a pipeline stage, in bytes.
 
-    ``parts`` is what there is at its fullest moment of a step, ``when``, by what it is.
+    ``parts`` is what there is at its fullest moment of a step, ``when``, by what it is; ``most``
+    has of each of these the most at any moment.
     """
 
     stage: int
@@ -36,6 +37,7 @@ class RankMemory:
     role: str
     parts: dict[str, int]
     when: str
+    most: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -77,6 +79,7 @@ def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> 
                 role="encoder + decoder" if step.has_encoder else "decoder",
                 parts={name: nbytes for name, nbytes in ledger.peak.items() if nbytes},
                 when=ledger.when,
+                most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
             )
         )
     return max(found, key=lambda each: each.total)

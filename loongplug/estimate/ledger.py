@@ -7,17 +7,23 @@ TRANSIENT = "transient"
 
 
 class Ledger:
-    """Bytes that come and go. ``peak`` is what there was at the fullest moment, ``when`` that was."""
+    """Bytes that come and go.
+
+    ``peak`` is what there was at the fullest moment, ``when`` says which that was; ``most`` has
+    of each kind the most that there ever was.
+    """
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
         self.when = ""
-        self._most = -1
+        self._fullest = -1
 
     def add(self, name: str, nbytes: int) -> None:
         """These are there from now on."""
         self.live[name] += nbytes
+        self.most[name] = max(self.most[name], self.live[name])
 
     def take(self, name: str, nbytes: int) -> None:
         """These are gone."""
@@ -31,7 +37,7 @@ class Ledger:
     def work(self, when: str, transient: int) -> None:
         """Something is done that needs ``transient`` bytes besides what there is."""
         total = self.live.total() + transient
-        if total > self._most:
-            self._most = total
+        if total > self._fullest:
+            self._fullest = total
             self.peak = {**self.live, TRANSIENT: transient}
             self.when = when

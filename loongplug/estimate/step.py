@@ -20,9 +20,9 @@ def follow(
         if each.forward:
             if each.chunk == 0:
                 side.forward(ledger, each.microbatch)
-            ledger.work("forward", cost.forward)
             ledger.add(ENCODER, cost.encoder)
             ledger.add(DECODER, cost.decoder)
+            ledger.work("forward", cost.forward - cost.encoder - cost.decoder)
             continue
         ledger.work("backward", cost.backward)
         ledger.take(ENCODER, cost.encoder)

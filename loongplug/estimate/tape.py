@@ -63,13 +63,19 @@ class Tape(TorchDispatchMode):
             result = self._answers[func](*args, **(kwargs or {}))
         if result is NotImplemented:
             result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._see(value)
+        made = _storages(result)
+        if not made.keys() <= self._known.keys():
+            before = _storages((args, kwargs))
+            for key, storage in made.items():
+                if key not in before:  # else a view of something that was there before
+                    self._count(storage)
         return result
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def see(self, tensor: Tensor) -> None:
+        """Count the tensor's storage, if it is not known yet."""
+        self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._known or storage.nbytes() == 0:
             return
@@ -83,6 +89,14 @@ class Tape(TorchDispatchMode):
         self.live[region] = self.live.get(region, 0) + nbytes
         if self.total > self.most:
             self.peak = dict(self.live)
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    return {
+        (storage := each.untyped_storage())._cdata: storage
+        for each in tree_leaves(values)
+        if isinstance(each, Tensor)
+    }
 
 
 class FlashAttention(TorchFunctionMode):

@@ -51,8 +51,8 @@ def microbatches_of(args: Namespace) -> int:
     return number
 
 
-def units_of_data(args: Namespace, model: Any) -> list[UnitSize]:
-    """Those of the data that the flags name, in the first step of the first replica.
+def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSize]:
+    """Those of the data that the flags name, in a step of the first replica, counted from 0.
 
     Reads the text parts and the headers of media only.
 
@@ -67,6 +67,7 @@ def units_of_data(args: Namespace, model: Any) -> list[UnitSize]:
         dp_rank=0,
         dp_size=args.data_parallel_size,
         seed=args.seed,
+        consumed_samples=step * args.global_batch_size,
         roles=listener,
         bad_samples=provider.bad_samples,
         look_ahead=args.packing_look_ahead if args.packing else None,
