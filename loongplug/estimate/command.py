@@ -44,7 +44,7 @@ def estimate(
     if device_memory is not None and device_memory <= 0:
         raise ValueError(f"--device-memory is {device_memory}: expected GB, above 0")
     with _quiet():
-        parsed = _parsed(flags, ranks=ranks)
+        parsed = parsed_for(flags, ranks=ranks)
         from loongplug.estimate.estimate import estimate as run
         from loongplug.estimate.units import units_of_data, units_of_size
 
@@ -68,7 +68,7 @@ def estimate(
     return FITS if fits else TOO_LARGE
 
 
-def _parsed(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
+def parsed_for(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
     """The checked arguments of the first rank, for tensors that are on no device."""
     from loongplug.platform import activate
 

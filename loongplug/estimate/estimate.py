@@ -13,7 +13,7 @@ from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import Rank, as_rank
 from loongplug.estimate.schedule import Pipeline
 from loongplug.estimate.state import State, rank_state
-from loongplug.estimate.step import CostOf, follow
+from loongplug.estimate.step import CostOf, follow, pipeline_buffers
 from loongplug.estimate.trace import Cost, Shapes, Tracer
 from loongplug.estimate.units import UnitSize, owners_of
 from loongplug.hetero.modes import mode_of
@@ -129,6 +129,7 @@ class _Step:
             self._side(rank),
             microbatches=len(self._units),
             cost_of=self._cost_of(),
+            buffers=pipeline_buffers(self._costs),
         )
 
     def _largest(self) -> Shapes:

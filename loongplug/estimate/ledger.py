@@ -3,6 +3,7 @@
 from collections import Counter
 
 FEATURES, FEATURE_GRADIENTS = "features", "feature gradients"
+PIPELINE = "pipeline buffers"
 TRANSIENT = "transient"
 
 

@@ -38,13 +38,15 @@ class Cost:
 
     ``encoder`` and ``decoder`` stay between its forward and its backward; ``forward`` is the most
     that its forward holds at one time, of its own, ``backward`` the most that its backward holds
-    besides what stayed.
+    besides what stayed. ``received`` and ``sent`` are the hidden states from and to other stages.
     """
 
     encoder: int = 0
     decoder: int = 0
     forward: int = 0
     backward: int = 0
+    received: int = 0
+    sent: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +126,12 @@ class Tracer:
         before: int = 0,
     ) -> Cost:
         decoder = chunk.text_decoder
+        received = 0
         if not decoder.pre_process:
-            decoder.set_input_tensor(self._hidden(decoder))
+            hidden = self._hidden(decoder)
+            decoder.set_input_tensor(hidden)
+            received = hidden.nbytes
+            del hidden
         ids, positions, mask = self._text()
         segments = self._shapes.segments
         if vision is not None:
@@ -165,6 +171,8 @@ class Tracer:
             decoder=kept - encoder,
             forward=forward,
             backward=self._more(tape, before + kept),
+            received=received,
+            sent=given,
         )
 
     @staticmethod

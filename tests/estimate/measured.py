@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import VisionInput
 from loongplug.estimate.encoder_side import PIXELS
 from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES
@@ -92,21 +93,24 @@ class _Watch:
     def _name_regions(self) -> None:
         tape = self.tape
         encode, packed = MultimodalModel.encode, VisionFeatures.packed
-        move, arrived = Exchange._move, Arrived.__init__
+        arrived = Arrived.__init__
 
         def encode_counted(model: Any, vision: Any) -> Any:
             with tape.region(ENCODER):
-                if vision is not None and not self.apart:
-                    tape.see(vision.pixels)
+                if vision is not None and not self.apart:  # else the loader's cache holds them
+                    vision = VisionInput(pixels=vision.pixels.clone(), grid_thw=vision.grid_thw)
                 return encode(model, vision)
 
         def packed_counted(features: Any) -> Any:
             with tape.region(FEATURES):
                 return packed(features)
 
-        def move_counted(*args: Any) -> Any:
-            with tape.region(FEATURES):
-                return move(*args)
+        def exchange_counted(exchange: Any) -> Any:
+            def exchanged(*args: Any) -> Any:
+                with tape.region(FEATURES):
+                    return exchange(*args)
+
+            return exchanged
 
         def arrived_noted(made: Any, *args: Any, **kwargs: Any) -> None:
             arrived(made, *args, **kwargs)
@@ -127,7 +131,9 @@ class _Watch:
         for timing in begins:
             timing.begin = begin_counted
         load, MicrobatchLoader.__next__ = MicrobatchLoader.__next__, next_uncounted
-        MultimodalModel.encode, Exchange._move = encode_counted, move_counted
+        MultimodalModel.encode = encode_counted
+        for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
+            setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
         Arrived.__init__ = arrived_noted
         if self.apart:
             VisionFeatures.packed = packed_counted
