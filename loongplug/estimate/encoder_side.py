@@ -128,9 +128,7 @@ class Separated:
 
     def __init__(self, encoding: Encoding) -> None:
         self._of = encoding
-        self._mine = [
-            unit for unit, owner in enumerate(encoding.owners) if owner == encoding.group
-        ]
+        self._mine = [unit for unit, owner in enumerate(encoding.owners) if owner == encoding.group]
 
     def begin(self, ledger: Ledger) -> None:
         """Phase 1: all units are encoded, then exchanged."""
@@ -194,7 +192,8 @@ class Ahead:
         if of.group is None:
             return
         own = [
-            unit.patches for unit, owner in zip(of.units, of.owners, strict=True)
+            unit.patches
+            for unit, owner in zip(of.units, of.owners, strict=True)
             if owner == of.group
         ]
         ledger.add(PIXELS, sum(own) * of.pixels)

@@ -93,7 +93,7 @@ class _Step:
         self._args: Namespace = parsed.args
         self._model: Any = parsed.model
         self._units = units
-        self._merge = parsed.model.image_encoder.spatial_merge_size ** 2
+        self._merge = parsed.model.image_encoder.spatial_merge_size**2
         first = rank.chunks[0]
         self.has_encoder = first.image_encoder is not None
         self._trains = self.has_encoder and any(

@@ -54,9 +54,7 @@ class Tape(TorchDispatchMode):
         finally:
             self._region = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and look at what came out."""
         result = NotImplemented
         if func in self._answers:

@@ -6,10 +6,9 @@ those without TransformerEngine, attention keeps what flash kernels keep.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
