@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The main job on a laptop: make .venv if it is not there, install, train a small Qwen3-VL to read
-# handwritten digits on 4 CPU ranks (TP2 x PP2, all of which encode images), export it in Hugging
-# Face format, and evaluate the export on scans that were never trained on. Arguments go to the
-# training run.
+# handwritten digits on 4 CPU ranks (TP2 x PP2, all of which encode images), go on from that
+# checkpoint with a frozen encoder in another mode and layout (TP2 x DP2, heterogeneous DP), export
+# in Hugging Face format, and evaluate the export on scans that were never trained on. Arguments go
+# to both training runs.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment demo
@@ -13,17 +14,11 @@ DATA=$RUN/data
 rm -rf "$RUN"
 mkdir -p "$RUN"
 
-echo "1/3 demo data: questions about scanned digits"
+echo "1/4 demo data: questions about scanned digits"
 python scripts/make_demo_data.py --out "$DATA" --train 12000
 
-PARALLEL_ARGS=(
-    --device cpu
-    --tensor-model-parallel-size 2
-    --pipeline-model-parallel-size 2
-    --use-distributed-optimizer
-    --enable-full-hetero-dp
-)
 MODEL_ARGS=(
+    --device cpu
     --model-name qwen3_vl_tiny
     --tokenizer-model "$DATA/processor"
 )
@@ -32,40 +27,61 @@ DATA_ARGS=(
     --valid-data-path "$DATA/test.jsonl"
     --seq-length 48
 )
-# Four microbatches per step: each rank encodes the images of one.
 TRAINING_ARGS=(
     --training-phase sft
     --micro-batch-size 8
     --global-batch-size 32
-    --train-iters 500
-    --lr 2e-3
     --min-lr 2e-5
     --lr-decay-style cosine
-    --lr-warmup-iters 30
     --adam-beta2 0.95
     --weight-decay 0.01
     --clip-grad 1.0
-    --eval-interval 250
+    --use-distributed-optimizer
     --eval-iters 4
-)
-OUTPUT_ARGS=(
     --log-interval 5
-    --save "$RUN/checkpoints"
-    --save-hf "$RUN/hf"
     --metrics-json "$RUN/metrics.json"
     --tensorboard-dir "$RUN/tensorboard"
 )
 
-echo "2/3 training on 4 ranks"
-OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 loongplug/train.py \
-    "${MODEL_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${OUTPUT_ARGS[@]}" \
-    "$@"
+# Four microbatches per step: each rank encodes the images of one.
+FIRST_PHASE=(
+    --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2
+    --enable-full-hetero-dp
+    --train-iters 420
+    --lr 2e-3
+    --lr-warmup-iters 30
+    --eval-interval 210
+    --save "$RUN/checkpoints"
+)
 
-echo "3/3 evaluation of $RUN/hf on held-out scans"
+# The weights of the first phase, sharded anew; the ranks of a tensor parallel group encode in turn.
+SECOND_PHASE=(
+    --tensor-model-parallel-size 2
+    --enable-encoder-hetero-dp
+    --load "$RUN/checkpoints"
+    --finetune
+    --train-iters 120
+    --lr 5e-4
+    --eval-interval 120
+    --save "$RUN/sft"
+    --save-hf "$RUN/hf"
+    --metrics-name second_phase
+    +model.image_encoder.freeze=True
+)
+
+train() {
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 loongplug/train.py \
+        "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@"
+}
+
+echo "2/4 training on 4 ranks: all encode (TP2 x PP2)"
+train "${FIRST_PHASE[@]}" "$@"
+
+echo "3/4 SFT from that checkpoint with a frozen encoder (TP2 x DP2)"
+train "${SECOND_PHASE[@]}" "$@"
+
+echo "4/4 evaluation of $RUN/hf on held-out scans"
 loongplug eval --model "$RUN/hf" --data "$DATA/test.jsonl" --json "$RUN/metrics.json"
 echo "metrics: $RUN/metrics.json"
 cat "$RUN/metrics.json"

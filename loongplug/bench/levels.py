@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from loongplug.bench.levels_data import write_levels_data
 from loongplug.bench.levels_figures import (
@@ -35,6 +34,7 @@ from loongplug.bench.levels_plan import (
 )
 from loongplug.bench.levels_rank import RunFigures, measured_run
 from loongplug.bench.levels_report import print_settings, wide_console, write_json
+from loongplug.observe.bars import threadless_bars
 from loongplug.observe.picture import draw_timeline, require_matplotlib
 from loongplug.observe.trace_file import read_folder
 from loongplug.verify.runs import preload
@@ -63,8 +63,9 @@ def bench_levels(
     with (
         tempfile.TemporaryDirectory(prefix="loongplug-levels-") as name,
         _forked_from(),
-        _bar(_iterations(settings, work, rounds=rounds)) as progress,
+        threadless_bars() as progress,
     ):
+        progress.add_task("levels", total=_iterations(settings, work, rounds=rounds))
         bench = _Bench(Path(name), work=work, progress=progress)
         figures = bench.measure(settings, rounds=rounds, pictures=pictures)
     console = wide_console()
@@ -197,24 +198,6 @@ def _forked_from() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Progress]:
-    """Steps done of all."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("levels"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,  # its thread would be there when ranks are forked
-        disable=not console.is_terminal,
-        transient=True,
-    ) as progress:
-        progress.add_task("levels", total=total)
-        yield progress
 
 
 def _picture_name(setting: Setting, level: str) -> str:

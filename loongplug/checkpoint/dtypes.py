@@ -61,12 +61,15 @@ def give_folder_dtypes(
 
 
 def give_checkpoint_dtypes(
-    model_chunks: Sequence[nn.Module], dtypes: dict[str, torch.dtype]
+    model_chunks: Sequence[nn.Module], dtypes: dict[str, torch.dtype], *, folder: Path
 ) -> None:
-    """Empty parameters of the dtypes in a checkpoint in the place of the chunks' own."""
+    """Empty parameters of the dtypes in a checkpoint's folder in the place of the chunks' own."""
+    from megatron.core.dist_checkpointing import load_content_metadata
+
+    metadata = load_content_metadata(str(folder))  # says how tensors are named in it
     for chunk in model_chunks:
         parameters = dict(chunk.named_parameters())
-        shards: dict[str, Any] = chunk.sharded_state_dict()  # type: ignore[operator]
+        shards: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for name, sharded in shards.items():
             if name in parameters:
                 _retype(parameters[name], dtypes.get(sharded.key))

@@ -119,7 +119,8 @@ class WholeTensors:
         as_it_is = self._as_it_is(bundle, index)
         if as_it_is is not None:
             return as_it_is
-        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        # Of experts that are frozen one by one, some have no gradient.
+        whole = torch.zeros(shape, dtype=dtype, device=self._device)
         for piece, entry in self._pieces_and_entries(bundle):
             holder = self._holders[piece][0]
             # Of what another rank holds, this one knows the shape.

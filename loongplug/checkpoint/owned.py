@@ -54,16 +54,16 @@ def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> lis
     owned: list[Owned] = []
     unknown: list[str] = []
     for chunk in model_chunks:
-        modules = {_without_wrappers(name): module for name, module in chunk.named_modules()}
-        offsets = _layer_offsets(modules)
+        modules = {without_wrappers(name): module for name, module in chunk.named_modules()}
+        offsets = layer_offsets(modules)
         for wrapped_name, parameter in chunk.named_parameters():
-            local_name = _without_wrappers(wrapped_name)
+            local_name = without_wrappers(wrapped_name)
             shifted = shift_layers(local_name, offsets)
             found = mapping.find(shifted)
             if found is None:
                 unknown.append(f"{shifted} {tuple(parameter.shape)}")
                 continue
-            entry = _with_global_expert(found, local_name, modules)
+            entry = global_entry(found, local_name, modules)
             kind = "tp" if entry.expert is None else "expt_tp"
             group = pg_group(kind, [modules.get(local_name.partition(".")[0]), modules[""]])
             owned.append(Owned(entry.name, entry, _piece(entry, group), parameter, group))
@@ -102,7 +102,7 @@ def _piece(entry: Entry, group: Group) -> Piece:
     return Piece(entry.number, entry.layer, entry.expert, part, parts)
 
 
-def _with_global_expert(entry: Entry, name: str, modules: dict[str, nn.Module]) -> Entry:
+def global_entry(entry: Entry, name: str, modules: dict[str, nn.Module]) -> Entry:
     """``entry``, found by a name that counts this rank's experts only, for the global expert."""
     if entry.expert is None:
         return entry
@@ -110,11 +110,12 @@ def _with_global_expert(entry: Entry, name: str, modules: dict[str, nn.Module]) 
     return Entry(entry.row, entry.number, entry.layer, layer.local_expert_indices[entry.expert])
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """A parameter's or module's name as if neither DDP nor Float16Module were around it."""
     return ".".join(piece for piece in name.split(".") if piece != "module")
 
 
-def _layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
+def layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
     """For each list of transformer layers, how far its indices are from the global ones."""
     offsets: dict[str, int] = {}
     for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""The check that a checkpoint's optimizer state is of the kind that the run's optimizer takes."""
+"""The checks that a checkpoint's optimizer state is what the run's optimizer takes."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 _FLAG = "--use-distributed-optimizer"
+ANEW = (
+    "Load the weights alone: by --finetune to start at iteration 0, by --no-load-optim to go on "
+    "from the checkpoint's."
+)
 
 
 def checked_common_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -35,8 +39,15 @@ def check_optimizer(saved: Namespace | None, args: Namespace, *, folder: Path) -
         ValueError: the run is to load the optimizer state, and it is of the other kind.
     """
     distributed = getattr(saved, "use_distributed_optimizer", None)
-    unread = args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False)
-    if unread or distributed in (None, args.use_distributed_optimizer):
+    if args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False):
+        return
+    if saved is not None and _in_part(saved) != _in_part(args):
+        raise ValueError(
+            f"The optimizer state in {folder} was saved with "
+            f"{'some' if _in_part(saved) else 'no'} parameters frozen by pattern, and here "
+            f"{'some' if _in_part(args) else 'none'} are. {ANEW}"
+        )
+    if distributed in (None, args.use_distributed_optimizer):
         return
     raise ValueError(
         f"The optimizer state in {folder} was saved {'with' if distributed else 'without'} "
@@ -44,3 +55,8 @@ def check_optimizer(saved: Namespace | None, args: Namespace, *, folder: Path) -
         f"{'give' if distributed else 'drop'} {_FLAG}, or load the weights alone by "
         "--no-load-optim."
     )
+
+
+def _in_part(args: Namespace) -> bool:
+    """Whether modules may be frozen in part, for which state is saved in other pieces."""
+    return bool(getattr(args, "freeze_parameters", ()) or getattr(args, "train_parameters", ()))

@@ -81,10 +81,9 @@ def convert(flags: Sequence[str]) -> Converted:
                     in_the_file=args.device == "cpu",
                 )
             else:
-                give_checkpoint_dtypes(chunks, dtypes)
-                weight_of = load_in_place(
-                    chunks, _iteration_folder(Path(args.load)), in_the_file=args.device == "cpu"
-                )
+                folder = _iteration_folder(Path(args.load))
+                give_checkpoint_dtypes(chunks, dtypes, folder=folder)
+                weight_of = load_in_place(chunks, folder, in_the_file=args.device == "cpu")
             if args.save:
                 write_architecture(Path(args.save), parsed.model_yaml, rank=args.rank)
                 if args.rank == 0:

@@ -171,7 +171,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
 
     def _plan(self) -> None:
         """Make the text parts of as many microbatches as are assigned together."""
-        block = [self._next_text() for _ in range(self._roles.block)]
+        block = [self._next_text() for _ in range(self._roles.block(self._next_unit))]
         owners = self._roles.owners([planned.unit for planned in block])
         for planned, owner in zip(block, owners, strict=True):
             unit = replace(planned.unit, owner=owner)

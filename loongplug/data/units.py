@@ -113,13 +113,12 @@ class UnitRoles(Protocol):
     """Who loads a unit, who encodes it, and how its pixels get from the one to the other.
 
     Which rank of a replica encodes which unit is a parallel mode's choice; the loader only asks.
-    It asks for the owners of ``block`` units at a time, from the first one on, and keeps them in
-    the units. The answers are the same on every rank of the replica.
+    It asks for the owners of :meth:`block` units at a time, from the first one on, and keeps them
+    in the units. The answers are the same on every rank of the replica.
     """
 
-    @property
-    def block(self) -> int:
-        """How many units have to be known before one of them is assigned."""
+    def block(self, first: int) -> int:
+        """How many units, from number ``first`` on, have to be known before it is assigned."""
         ...
 
     def owners(self, units: Sequence[Unit]) -> Sequence[int]:
@@ -143,7 +142,9 @@ class UnitRoles(Protocol):
 class OneOwner:
     """Roles where all units are of one group."""
 
-    block = 1
+    def block(self, first: int) -> int:
+        """It alone."""
+        return 1
 
     def owners(self, units: Sequence[Unit]) -> Sequence[int]:
         """The first."""

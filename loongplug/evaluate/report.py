@@ -1,12 +1,8 @@
-"""What a person sees of an evaluation, and the JSON file it leaves behind."""
+"""What a person sees of an evaluation."""
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,29 +75,3 @@ def print_wrong(
     for question, answer in wrong[:WRONG_ANSWERS_SHOWN]:
         line = f"  {question.where}: {answer.strip()!r} instead of {question.answer.strip()!r}"
         console.print(Text(line), soft_wrap=True)
-
-
-def read_metrics(path: Path) -> dict[str, Any]:
-    """The metrics that ``path`` already has; none when there is no file.
-
-    Raises:
-        ValueError: there is something else in the file.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): give another file.") from error
-    if not isinstance(metrics, dict):
-        raise ValueError(f"{path} has no JSON object in it: give another file.")
-    return metrics
-
-
-def merge_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Write ``metrics`` into ``path``, beside what else it has, in one piece."""
-    merged = read_metrics(path) | dict(metrics)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(merged, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)

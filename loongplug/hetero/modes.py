@@ -2,7 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
 from loongplug.hetero.group_ahead import GroupAhead
@@ -19,31 +20,48 @@ class Mode:
     ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``timing``
     makes what is put around the decoder's schedule, None where each forward encodes its own unit.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
-    for the decoder's. With ``any_owner``, every group may encode any units of a step, and as many
-    as it likes.
+    for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
+    ``any_owner``, every group may encode any units of a step, and as many as it likes. With
+    ``state_away``, the encoder's parameters, gradients and optimizer state are on the host while
+    the decoder works.
     """
 
     name: str
     place: Callable[..., Placement]
     timing: Callable[..., Timing] | None = None
     encoder_tp: int | None = None
+    on_every_stage: bool = False
     any_owner: bool = False
+    state_away: bool = False
 
 
 UNIFORM = Mode(name="uniform", place=together)
 ENCODER_HETERO_DP = Mode(name="heterogeneous DP", place=in_turn, timing=GroupAhead, encoder_tp=1)
 FULL_HETERO_DP = Mode(
-    name="full separation", place=on_all_ranks, timing=ThreePhases, encoder_tp=1, any_owner=True
+    name="full separation",
+    place=on_all_ranks,
+    timing=ThreePhases,
+    encoder_tp=1,
+    on_every_stage=True,
+    any_owner=True,
 )
 
 
 def mode_of(args: Namespace) -> Mode:
     """What the flags ask for. Heterogeneous TP is the uniform mode with another encoder size."""
     if args.enable_full_hetero_dp:
-        return FULL_HETERO_DP
+        return _with_offload(FULL_HETERO_DP, args)
     if args.enable_encoder_hetero_dp:
         return ENCODER_HETERO_DP
     return UNIFORM
+
+
+def _with_offload(mode: Mode, args: Namespace) -> Mode:
+    features, activations = args.full_hetero_dp_cpu_offload, args.offload_encoder_activations
+    if features or activations:
+        timing = partial(ThreePhases, features_on_host=features, activations_on_host=activations)
+        mode = replace(mode, timing=timing)
+    return replace(mode, state_away=True) if args.offload_encoder_state else mode
 
 
 def balance_of(args: Namespace, encoder: VisionArchitecture) -> Balance | None:

@@ -65,6 +65,7 @@ class TextArchitecture:
     initializer_range: float = 0.02
     max_position_embeddings: int
     tie_word_embeddings: bool = False
+    freeze: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

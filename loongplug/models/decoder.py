@@ -12,6 +12,7 @@ from torch import Tensor
 from loongplug.models.deepstack import stack_features
 from loongplug.models.features import VisionFeatures, place, share_of, visual_positions
 from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.router import balances, token_kinds
 from loongplug.models.mrope import MultimodalRotary
 
@@ -145,7 +146,9 @@ class TextDecoder(GPTModel):
         decoder_input = None
         if self.pre_process:
             assert input_ids is not None, "the first stage embeds the text"
-            decoder_input = self.embed(input_ids, features)
+            decoder_input = input_for_recompute(
+                self.embed(input_ids, features), layers=self.decoder
+            )
         kinds = None
         if loss_mask is not None and self.training and balances(self.config):
             kinds = token_kinds(position_ids, loss_mask, packed=packed_seq_params)

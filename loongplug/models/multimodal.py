@@ -88,11 +88,12 @@ class MultimodalModel(MegatronModule):
         """The tied embedding's weight on the stages that hold it."""
         return self.text_decoder.shared_embedding_or_output_weight()
 
-    def freeze(self, *, image_encoder: bool, image_projector: bool) -> None:
+    def freeze(self, *, image_encoder: bool, image_projector: bool, text_decoder: bool) -> None:
         """Stop training the named modules on the stages that have them."""
         for frozen, module in (
             (image_encoder, self.image_encoder),
             (image_projector, self.image_projector),
+            (text_decoder, self.text_decoder),
         ):
             if frozen and module is not None:
                 module.requires_grad_(False)

@@ -79,7 +79,9 @@ def build_stage(
         encoder_state=encoder_state,
     )
     composed.freeze(
-        image_encoder=model.image_encoder.freeze, image_projector=model.image_projector.freeze
+        image_encoder=model.image_encoder.freeze,
+        image_projector=model.image_projector.freeze,
+        text_decoder=foundation.freeze,
     )
     return composed
 

@@ -34,8 +34,11 @@ class Layout:
     ranks by ``etp`` (expert tensor parallel; 0, the default, stands for ``tp``), ``ep`` and
     ``pp``, and what is left over is ``edp``, the expert data parallel size.
 
+    ``order`` has the ranks in the order in which they fill the grids, where that is not their own.
+
     Raises:
-        ValueError: a size is no positive integer, or the experts' sizes do not divide a stage.
+        ValueError: a size is no positive integer, the experts' sizes do not divide a stage, or
+            the order is not one of these ranks.
     """
 
     tp: int = 1
@@ -45,6 +48,7 @@ class Layout:
     ep: int = 1
     etp: int = 0
     first_rank: int = 0
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.etp == 0:
@@ -57,6 +61,11 @@ class Layout:
                 f"experts do not fit: etp {self.etp} x ep {self.ep} must divide the "
                 f"{self.stage_size} ranks of a pipeline stage (tp {self.tp} x cp {self.cp} x "
                 f"dp {self.dp}). Choose other sizes of expert parallelism, or more ranks."
+            )
+        if self.order and sorted(self.order) != list(self.ranks):
+            raise ValueError(
+                f"the order {self.order} is none of the ranks {self.ranks.start} to "
+                f"{self.ranks.stop - 1}: name each of them once."
             )
 
     @property
@@ -99,10 +108,7 @@ class Layout:
         inside = set(kind.split("_"))
         members = [axis for axis in axes if axis in inside]
         others = [axis for axis in axes if axis not in inside]
-        return [
-            [self.first_rank + start + offset for offset in self._offsets(axes, members)]
-            for start in self._offsets(axes, others)
-        ]
+        return [self._members(axes, members, start=start) for start in self._offsets(axes, others)]
 
     def group(self, kind: str, rank: int) -> list[int]:
         """The group of ``kind`` (see :meth:`groups`) that has ``rank`` in it."""
@@ -110,9 +116,18 @@ class Layout:
         inside = set(kind.split("_"))
         place = self._place(axes, rank)
         strides = self._strides(axes)
-        start = rank - sum(place[axis] * strides[axis] for axis in inside)
+        start = self._index(rank) - sum(place[axis] * strides[axis] for axis in inside)
         members = [axis for axis in axes if axis in inside]
-        return [start + offset for offset in self._offsets(axes, members)]
+        return self._members(axes, members, start=start)
+
+    def _members(self, axes: tuple[str, ...], changing: list[str], *, start: int) -> list[int]:
+        """The ranks of a group, ascending, as torch.distributed orders them."""
+        ranks = self.order or self.ranks
+        return sorted(ranks[start + offset] for offset in self._offsets(axes, changing))
+
+    def _index(self, rank: int) -> int:
+        """Where in the grids a rank is."""
+        return self.order.index(rank) if self.order else rank - self.first_rank
 
     def _place(self, axes: tuple[str, ...], rank: int) -> dict[str, int]:
         if rank not in self.ranks:
@@ -121,7 +136,7 @@ class Layout:
                 f"{self.ranks.stop - 1}."
             )
         strides = self._strides(axes)
-        index = rank - self.first_rank
+        index = self._index(rank)
         return {axis: index // strides[axis] % getattr(self, axis) for axis in axes}
 
     def _strides(self, axes: tuple[str, ...]) -> dict[str, int]:
@@ -145,20 +160,49 @@ def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
     Without context or expert parallelism: what ``tp`` leaves of the ranks is data parallel. With
     ``on_first_stage`` it has the decoder's stages, so that every rank is of it and what is summed
     over its model parallel group (the gradient norm) is known to later stages too, which hold
-    none of it. Else its replicas lie on all of the decoder's ranks.
+    none of it. Else its replicas lie on all of the decoder's ranks, and one of them may lie on
+    several whole stages.
 
     Raises:
-        ValueError: ``tp`` does not divide the decoder's.
+        ValueError: ``tp`` is none of :func:`encoder_sizes`.
     """
-    allowed = [size for size in range(1, decoder.tp + 1) if decoder.tp % size == 0]
+    allowed = encoder_sizes(decoder, on_first_stage=on_first_stage)
     if tp not in allowed:
         raise ValueError(
             f"the encoder's tensor_model_parallel_size is {tp}: it has to divide the decoder's, "
-            f"which is {decoder.tp}. Set tensor_model_parallel_size in the encoder's YAML to "
-            f"{_one_of(allowed)}."
+            f"which is {decoder.tp}{'' if on_first_stage else ', or to fill whole stages'}. Set "
+            f"tensor_model_parallel_size in the encoder's YAML to {_one_of(allowed)}."
         )
     pp = decoder.pp if on_first_stage else 1
-    return Layout(tp=tp, dp=decoder.world_size // pp // tp, pp=pp, first_rank=decoder.first_rank)
+    order: tuple[int, ...] = ()
+    if tp > decoder.tp:
+        # What is one behind the other in a grid is one replica, and the ranks of a replica of the
+        # decoder that are one behind the other are of neighbouring stages.
+        replicas = decoder.groups("tp_cp_pp")
+        starts = range(0, len(replicas[0]), tp)
+        order = tuple(
+            rank for start in starts for ranks in replicas for rank in ranks[start : start + tp]
+        )
+    return Layout(
+        tp=tp,
+        dp=decoder.world_size // pp // tp,
+        pp=pp,
+        first_rank=decoder.first_rank,
+        order=order,
+    )
+
+
+def encoder_sizes(decoder: Layout, *, on_first_stage: bool) -> list[int]:
+    """The tensor parallel sizes that an encoder beside ``decoder`` can have.
+
+    They divide the decoder's, or, where it lies on all stages, make up whole ones of these.
+    """
+    sizes = [size for size in range(1, decoder.tp + 1) if decoder.tp % size == 0]
+    stages = 1 if on_first_stage else decoder.pp
+    wide = [
+        count * decoder.tp * decoder.cp for count in range(1, stages + 1) if stages % count == 0
+    ]
+    return sorted({*sizes, *(size for size in wide if size > decoder.tp)})
 
 
 def _axes_of(kind: str) -> tuple[str, ...]:

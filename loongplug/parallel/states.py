@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.snapshot import Snapshot, load_start
+from loongplug.platform.upstream import rank_order_table
 
 TEXT_DECODER = "text_decoder"
 
@@ -150,8 +151,10 @@ def create_parallel_state(
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     kept = PARALLEL_STATES.snapshot_of(current)
     kept.save()
+    in_order = rank_order_table(layout.order, first_rank=layout.first_rank)
     try:
         load_start()
+        in_order.apply()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -169,6 +172,7 @@ def create_parallel_state(
             _seed(_seed_of(name, seed), like=tracker)
             snapshot = Snapshot()
     finally:
+        in_order.undo()
         kept.load()
     PARALLEL_STATES[name] = _State(layout, snapshot)
 

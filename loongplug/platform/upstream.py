@@ -6,7 +6,7 @@ Those that ``--trace`` wraps, only to report their calls, are in ``upstream_trac
 import functools
 import importlib.util
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,33 @@ def _with_no_main_params(original: Callable[[Any, Any], None]) -> Callable[[Any,
     return load_state_dict
 
 
+def _with_trained_bias(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def linear_with_frozen_weight(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if bias is None or not bias.requires_grad:
+            return original(input, weight, bias, *args, **kwargs)
+        return original(input, weight, None, *args, **kwargs) + bias
+
+    return linear_with_frozen_weight
+
+
+def _tensor_by_tensor(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def metadata(args: Any, dp_cp_group: Any = None) -> dict[str, Any]:
+        made = original(args, dp_cp_group=dp_cp_group)
+        if args.freeze_parameters or args.train_parameters:
+            made["singleton_local_shards"] = True
+        return made
+
+    return metadata
+
+
 EVERYWHERE: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
@@ -140,6 +167,25 @@ EVERYWHERE: tuple[Replacement, ...] = (
         signature="(self, state_dict)",
         reason="asks for the fp32 parameters of a rank that has none, and of whose empty list "
         "nothing was saved",
+    ),
+    Replacement(
+        target="megatron.core.tensor_parallel.layers.linear_with_frozen_weight",
+        wrapper=_with_trained_bias,
+        signature="(input: 'torch.Tensor', weight: 'torch.Tensor', "
+        "bias: 'Optional[torch.Tensor]', gradient_accumulation_fusion: 'bool', "
+        "allreduce_dgrad: 'bool', sequence_parallel: 'bool', "
+        "tp_group: 'Optional[torch.distributed.ProcessGroup]', "
+        "grad_output_buffer: 'Optional[List[torch.Tensor]]' = None, "
+        "wgrad_deferral_limit: 'None' = None, gtp_remat_size: 'int' = 1) -> 'torch.Tensor'",
+        reason="has no gradient for the bias of a frozen weight",
+    ),
+    Replacement(
+        target="megatron.training.checkpointing._build_sharded_state_dict_metadata",
+        wrapper=_tensor_by_tensor,
+        signature="(args: argparse.Namespace, dp_cp_group: "
+        "Optional[torch.distributed.distributed_c10d.ProcessGroup] = None) -> dict",
+        reason="saves one tensor for all layers and experts, which are not whole where patterns "
+        "freeze some of them; a load reads what the checkpoint says",
     ),
 )
 
@@ -249,9 +295,14 @@ def whole_checkpoints_table(
     save: Callable[[Any], Any],
     load: Callable[[Any], Any],
     common: Callable[[Any], Any],
+    rates: Callable[[Any], Any],
     tracker: Callable[[Any], Any],
 ) -> ReplacementTable:
-    """Wrap the save and the load of one checkpoint, the load of its common part, and ``open``."""
+    """Wrap the save and the load of one checkpoint, and what takes part in them.
+
+    ``common`` is the load of what is no tensor, ``rates`` what takes the learning rate's course
+    from it, ``tracker`` Python's ``open``.
+    """
     return ReplacementTable(
         "whole checkpoints",
         (
@@ -288,6 +339,13 @@ def whole_checkpoints_table(
                 signature="(checkpoint_dir: Union[str, pathlib.Path]) -> Dict[str, Any]",
                 reason="the first that is read of a checkpoint; what follows fails without a "
                 "word of the optimizer when its state is of another kind",
+            ),
+            Replacement(
+                target="megatron.core.optimizer_param_scheduler.OptimizerParamScheduler."
+                "load_state_dict",
+                wrapper=rates,
+                signature="(self, state_dict: dict) -> None",
+                reason="asserts at the first value that differs, without a word of the flags",
             ),
             Replacement(
                 target="megatron.core.msc_utils.maybe_msc.open",
@@ -335,6 +393,21 @@ def per_module_data_parallel_table(
     )
 
 
+def rates_table(rates: Callable[[Any], Any]) -> ReplacementTable:
+    """Wrap the making of the scheduler of learning rate and weight decay."""
+    return ReplacementTable(
+        "rates",
+        (
+            Replacement(
+                target="megatron.training.training.get_optimizer_param_scheduler",
+                wrapper=rates,
+                signature="(optimizer)",
+                reason="multiplies iterations by one batch size, and steps by those there are",
+            ),
+        ),
+    )
+
+
 def stepped_schedules_table(schedules: Callable[[Any], Any]) -> ReplacementTable:
     """Wrap the choice of the schedule of a training or evaluation step."""
     return ReplacementTable(
@@ -363,6 +436,30 @@ def apply_upstream_replacements(platform: Platform) -> None:
     rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
     platform.use(ReplacementTable("upstream", rows))
     platform.use(ReplacementTable("safe reading", SAFE_READING))
+
+
+def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTable:
+    """Have Megatron make its groups with the ranks of ``order`` in the place of their own order.
+
+    Nothing is replaced where there is no ``order``.
+    """
+
+    def reordered(original: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+        @functools.wraps(original)
+        def get_ranks(self: Any, token: str) -> list[list[int]]:
+            groups = original(self, token)
+            # Ascending: so they are in the groups that torch makes of them.
+            return [sorted(order[rank - first_rank] for rank in group) for group in groups]
+
+        return get_ranks
+
+    row = Replacement(
+        target="megatron.core.parallel_state.RankGenerator.get_ranks",
+        wrapper=reordered,
+        signature="(self, token)",
+        reason="knows orders of the axes only: none has a tensor parallel group on several stages",
+    )
+    return ReplacementTable("rank order", (row,) if order else ())
 
 
 Losses = dict[str, torch.Tensor]

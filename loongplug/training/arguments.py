@@ -15,7 +15,9 @@ from loongplug.training.config import ComposedModel, compose_model, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line, requested_device
 from loongplug.training.rules import violated_rules
+from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
+from loongplug.training.step_sizes import settle_step_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
 
     args.tokenizer_type = MEGATRON_TOKENIZER
     args.dataloader_type = "external"  # Megatron's word for an iterator of ours, whatever it reads
+    settle_step_sizes(args, dp=data_parallel_size(args))
     validate_with_megatron(args)
     model = _with_tokenizer(args, composed)
     return ParsedArguments(

@@ -11,6 +11,7 @@ from torch import Tensor
 from loongplug.data.units import LoadedUnit, Unit
 from loongplug.hetero.balance import Balance
 from loongplug.hetero.engine import EncoderPlace
+from loongplug.training.step_sizes import UnitSteps
 
 
 class AssignedUnits:
@@ -31,37 +32,38 @@ class AssignedUnits:
         place: EncoderPlace,
         *,
         balance: Balance | None,
-        step_units: int,
+        steps: UnitSteps,
         patch_dim: int,
         device: Callable[[], torch.device],
         replica: dist.ProcessGroup | None,
         channel: int,
     ) -> None:
         """``balance``: how the units of a step are spread, None for each group in turn.
-        ``step_units``: microbatches of a step. ``replica``: a gloo group of the ranks of one
-        model replica, None where no sample may be left out. ``channel`` tells apart several of
-        these on one group.
+        ``steps``: the loader's. ``replica``: a gloo group of the ranks of one model replica, None
+        where no sample may be left out. ``channel`` tells apart several of these on one group.
         """
         self._place = place
         self._balance = balance
-        self._step_units = step_units
+        self._steps = steps
         self._patch_dim = patch_dim
         self._device = device
         self._replica = replica
         self._channel = channel
         self._sending: deque[dist.Work] = deque()
 
-    @property
-    def block(self) -> int:
+    def block(self, first: int) -> int:
         """A step's units where they are balanced; blocks then begin where steps do."""
-        return 1 if self._balance is None else self._step_units
+        if self._balance is None:
+            return 1
+        number, units = self._steps.place(first)
+        assert number == 0, "a block is a step"
+        return units
 
     def owners(self, units: Sequence[Unit]) -> Sequence[int]:
         """The placement's group of each."""
         placement = self._place.placement
         if self._balance is None:
-            return [placement.owner(unit.index % self._step_units) for unit in units]
-        assert units[0].index % self._step_units == 0, "a block is a step"
+            return [placement.owner(self._steps.place(unit.index)[0]) for unit in units]
         return self._balance.owners([unit.grids for unit in units], replicas=len(placement.groups))
 
     def loads(self, unit: Unit) -> bool:

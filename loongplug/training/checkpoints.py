@@ -11,6 +11,7 @@ from loongplug.checkpoint.architecture import check_architecture, write_architec
 from loongplug.checkpoint.atomic import AtomicSaves, recover
 from loongplug.checkpoint.data_note import check_data_note, write_data_note
 from loongplug.checkpoint.same_optimizer import checked_common_state
+from loongplug.checkpoint.same_rates import checked_rates
 from loongplug.checkpoint.same_tensors import checked_load
 from loongplug.checkpoint.tracker import check_latest, replaced_whole
 from loongplug.platform import Platform
@@ -36,6 +37,7 @@ def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
             save=AtomicSaves().wrap,
             load=checked_load,
             common=lambda read: with_packing_place(checked_common_state(read)),
+            rates=checked_rates,
             tracker=replaced_whole,
         )
     )

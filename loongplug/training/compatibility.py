@@ -5,6 +5,7 @@ it is printed.
 """
 
 import copy
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import RULES, SUBJECTS, violations
 from loongplug.training.rules.modes import DENSE, MODES, Mode
+from loongplug.training.rules.rule import data_parallel_size
+from loongplug.training.step_sizes import settle_step_sizes
 
 # Pair of modes -> names of the rules that refuse them together.
 Matrix = Mapping[tuple[str, str], tuple[str, ...]]
@@ -51,6 +54,7 @@ class _Runs:
             return names
         args = copy.deepcopy(args)  # Megatron changes what it checks
         args.tokenizer_type = MEGATRON_TOKENIZER
+        settle_step_sizes(args, dp=data_parallel_size(args))
         try:
             validate_with_megatron(args)
         except ValueError as error:
@@ -159,7 +163,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str
 
 
 def _flags(mode: Mode) -> str:
-    return f"`{' '.join(mode.flags or ('--model-name', str(mode.model)))}`"
+    return f"`{shlex.join(mode.flags or ('--model-name', str(mode.model)))}`"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch.distributed import ProcessGroup
 
 from loongplug.data.bad_samples import BadSamples
@@ -26,6 +25,7 @@ from loongplug.platform import current_platform
 from loongplug.training.assigned_units import AssignedUnits, replica_group
 from loongplug.training.chunk_streams import ChunkStreams
 from loongplug.training.packing_place import note_packing_place, packing_place
+from loongplug.training.step_sizes import StepSizes, UnitSteps, step_sizes
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 
@@ -127,7 +127,8 @@ class DatasetProvider:
             loader.close()
 
     def _start(self) -> None:
-        args = self._args
+        args, sizes = self._args, step_sizes(self._args)
+        assert sizes is not None, "Megatron's checks set what was not given"
         replica = replica_group() if self.bad_samples.skips else None
         valid_bad_samples = BadSamples(args.bad_sample)
         for bad_samples in (self.bad_samples, valid_bad_samples):
@@ -142,7 +143,13 @@ class DatasetProvider:
                 consumed_samples=args.consumed_train_samples,
                 bad_samples=self.bad_samples,
                 resume=packing_place(args),
-                **self._common(replica, channel=0),
+                **self._common(
+                    replica,
+                    channel=0,
+                    micro_batch_size=args.micro_batch_size,
+                    sizes=sizes,
+                    consumed=args.consumed_train_samples,
+                ),
             )
         )
         if self._valid is not None:
@@ -150,9 +157,14 @@ class DatasetProvider:
                 MicrobatchLoader(
                     self._valid,
                     seed=None,
-                    restart_after=args.eval_iters * args.global_batch_size,
+                    restart_after=args.eval_iters * args.eval_global_batch_size,
                     bad_samples=valid_bad_samples,
-                    **self._common(replica, channel=1),
+                    **self._common(
+                        replica,
+                        channel=1,
+                        micro_batch_size=args.eval_micro_batch_size,
+                        sizes=StepSizes.constant(args.eval_global_batch_size),
+                    ),
                 )
             )
         train, *valid = self._loaders
@@ -160,17 +172,26 @@ class DatasetProvider:
         needs = text_needs(args)
         self._chunks = [ChunkStreams(each, needs=needs) for each in (noted, *valid)]
 
-    def _common(self, replica: ProcessGroup | None, *, channel: int) -> dict[str, Any]:
-        """What training and validation share."""
+    def _common(
+        self,
+        replica: ProcessGroup | None,
+        *,
+        channel: int,
+        micro_batch_size: int,
+        sizes: StepSizes,
+        consumed: int = 0,
+    ) -> dict[str, Any]:
+        """What is made alike for training and validation."""
         args, platform = self._args, current_platform()
+        dp_size = parallel_state.get_data_parallel_world_size()
         return {
-            "micro_batch_size": args.micro_batch_size,
+            "micro_batch_size": micro_batch_size,
             "dp_rank": parallel_state.get_data_parallel_rank(),
-            "dp_size": parallel_state.get_data_parallel_world_size(),
+            "dp_size": dp_size,
             "roles": AssignedUnits(
                 self._engine.place,
                 balance=self._balance,
-                step_units=get_num_microbatches(),
+                steps=UnitSteps.of(sizes, consumed=consumed, each=micro_batch_size * dp_size),
                 patch_dim=self._patch_dim,
                 device=lambda: platform.device,
                 replica=replica,

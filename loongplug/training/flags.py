@@ -156,6 +156,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--print-config", action="store_true", help="print the model's YAML and exit"
     )
     _add_packing(group)
+    _add_freezing(group)
     group.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face folder")
     group.add_argument(
         "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
@@ -174,6 +175,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
     group.add_argument(
+        "--metrics-name",
+        metavar="NAME",
+        help="put them under NAME into that file, beside what it has from an earlier run",
+    )
+    group.add_argument(
         "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
     )
     group.add_argument(
@@ -183,6 +189,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="a sample that cannot be used is left out and counted, or ends the run (default)",
     )
     _add_encoder_modes(group)
+    _add_offload(group)
 
 
 def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:
@@ -206,6 +213,44 @@ def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:
         type=float,
         metavar="X",
         help="only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
+    )
+
+
+def _add_freezing(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--freeze-parameters",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="freeze the parameters whose full names match, such as 'image_encoder.*' '*norm*'",
+    )
+    group.add_argument(
+        "--train-parameters",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="train the parameters whose full names match, whatever else is frozen",
+    )
+
+
+def _add_offload(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--full-hetero-dp-cpu-offload",
+        action="store_true",
+        help="full separation: features and their gradients are in host memory while the decoder"
+        " works, but for two microbatches'",
+    )
+    group.add_argument(
+        "--offload-encoder-activations",
+        action="store_true",
+        help="full separation: what the encoder's backward needs is in host memory while the"
+        " decoder works",
+    )
+    group.add_argument(
+        "--offload-encoder-state",
+        action="store_true",
+        help="full separation: the encoder's parameters, gradients and optimizer state are in host"
+        " memory while the decoder works",
     )
 
 

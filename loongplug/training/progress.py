@@ -1,6 +1,5 @@
 """What a person sees while training runs: a bar on a terminal, plain lines elsewhere."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from rich.progress import (
 )
 
 from loongplug.data.bad_samples import BAD_KINDS, BadKind
+from loongplug.observe.metrics_file import merge_metrics, write_metrics
 
 
 @dataclass(frozen=True)
@@ -315,9 +315,12 @@ def summarize(
     )
 
 
-def write_metrics(path: Path, metrics: TrainingMetrics) -> None:
-    """Write the figures as a JSON object to ``path``, in one piece; an older run's give way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(asdict(metrics), indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+def leave_metrics(path: Path, metrics: TrainingMetrics, *, name: str | None) -> None:
+    """Write the figures as a JSON object to ``path``; an older run's give way.
+
+    With a ``name`` they go under it, beside what the file has.
+    """
+    if name is None:
+        write_metrics(path, asdict(metrics))
+    else:
+        merge_metrics(path, {name: asdict(metrics)})

@@ -13,10 +13,12 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.training.freezing import apply_freezing
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -48,12 +50,14 @@ class ModelProvider:
         *,
         engine: Engine,
         backend: Backend,
+        freezing: Freezing | None = None,
         hf_folder: Path | None = None,
     ) -> None:
         self.model = model
         self.family = family
         self.engine = engine
         self.backend = backend
+        self.freezing = freezing
         self.hf_folder = hf_folder
         self.chunks: list[MultimodalModel] = []
 
@@ -65,7 +69,7 @@ class ModelProvider:
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> MultimodalModel:
-        """One chunk; with a ``hf_folder``, the last one brings the weights of all.
+        """One chunk; the last one freezes, and with a ``hf_folder`` brings the weights of all.
 
         Collective: every rank builds as many chunks as every other. Weights are loaded once all
         are built (tied embeddings make the first and the last chunk of the model wait for each
@@ -87,11 +91,14 @@ class ModelProvider:
         )
         self.engine.attach(chunk)
         self.chunks.append(chunk)
-        is_last = len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1)
-        if self.hf_folder is not None and is_last:
-            load_hf_weights(
-                self.chunks,
-                self.hf_folder,
-                model=self.family.load_hugging_face(self.model),
-            )
+        if len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
+            self._complete()
         return chunk
+
+    def _complete(self) -> None:
+        """Once all chunks of the rank are there; collective over all ranks."""
+        hugging_face = self.family.load_hugging_face(self.model)
+        if self.freezing is not None:
+            apply_freezing(self.chunks, self.freezing, mapping=hugging_face.mapping)
+        if self.hf_folder is not None:
+            load_hf_weights(self.chunks, self.hf_folder, model=hugging_face)

@@ -22,6 +22,7 @@ from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import (
     per_module_data_parallel_table,
+    rates_table,
     setup_table,
     stepped_schedules_table,
 )
@@ -33,15 +34,18 @@ from loongplug.training.checkpoints import (
 )
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.forward_step import ForwardStep, LossReport
+from loongplug.training.freezing import freezing_of
 from loongplug.training.log import LogTap, megatron_output
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
+    leave_metrics,
     progress_sink,
     summarize,
-    write_metrics,
 )
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
+from loongplug.training.rates import rates_of
+from loongplug.training.step_sizes import StepSizes, step_sizes
 
 
 class Watch(Protocol):
@@ -86,6 +90,7 @@ def run(
         parsed.family,
         engine=engine,
         backend=backend_of(args),
+        freezing=freezing_of(args, parsed.model),
         hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
@@ -95,7 +100,8 @@ def run(
         ) as recorder,
         _reported(engine, recorder),
         megatron_output(args) as terminal,
-        _watched(watch, mapping=hugging_face.mapping),
+        _told_what_was_built(engine, watch, mapping=hugging_face.mapping),
+        _rated(step_sizes(args)),
     ):
         set_global_variables(args)
         reports = _pretrain(
@@ -152,19 +158,40 @@ def _pretrain(
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
             if tap.reports and args.metrics_json and args.rank == 0:
-                write_metrics(
+                leave_metrics(
                     Path(args.metrics_json),
                     summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
+                    name=args.metrics_name,
                 )
     return tap.reports
 
 
 @contextmanager
-def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
-    if watch is None:
+def _told_what_was_built(
+    engine: Engine, watch: Watch | None, *, mapping: Mapping
+) -> Iterator[None]:
+    """``engine``, and ``watch`` behind it, get chunks and optimizer before the first step."""
+
+    def built(chunks: list[Any], optimizer: Any) -> None:
+        engine.built(chunks, optimizer)
+        if watch is not None:
+            watch.built(chunks, optimizer, mapping=mapping)
+
+    table = setup_table(built)
+    table.apply()
+    try:
+        yield
+    finally:
+        table.undo()
+
+
+@contextmanager
+def _rated(sizes: StepSizes | None) -> Iterator[None]:
+    """Count the learning rate's course by steps of these sizes."""
+    if sizes is None or not sizes.vary:
         yield
         return
-    table = setup_table(lambda chunks, optimizer: watch.built(chunks, optimizer, mapping=mapping))
+    table = rates_table(rates_of(sizes))
     table.apply()
     try:
         yield

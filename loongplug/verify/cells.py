@@ -1,17 +1,21 @@
 """The cells of the parity matrix: which layouts are run, each with which options.
 
-Pure and the same every time. Every layout of the axes that fits the ranks is run, with one choice
-of the options; over all cells of a model, every two values of two axes meet somewhere.
+Pure and the same every time. Every layout of the axes that fits the ranks is run in every mode in
+which it is possible, with one choice of the options; over all cells of a model, every two values of
+two axes meet somewhere.
 """
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import combinations, product
 
 SIZES = (1, 2, 4)
 MOST_RANKS = 8
+BATCH = 8  # microbatches of a step, over all replicas of the decoder
 MODELS = ("qwen3_vl_tiny", "qwen3_vl_moe_tiny", "qwen2_5_vl_tiny")
+UNIFORM, ENCODER_DP, FULL = "uniform", "encoder-hetero-dp", "full-hetero-dp"
+MODES = (UNIFORM, ENCODER_DP, FULL)
 OPTIMIZERS = ("plain", "distributed", "overlapped")
 RECOMPUTES = ("none", "encoder", "decoder", "both")
 
@@ -21,6 +25,7 @@ class Cell:
     """One run of the matrix."""
 
     model: str
+    mode: str = UNIFORM
     encoder_tp: int = 1
     tp: int = 1
     pp: int = 1
@@ -31,6 +36,7 @@ class Cell:
     recompute: str = "none"
     tied: bool = False
     optimizer: str = "plain"
+    balance: bool = False
 
     @property
     def ranks(self) -> int:
@@ -48,6 +54,44 @@ class Cell:
         return self.encoder_tp != self.tp
 
     @property
+    def possible(self) -> bool:
+        """Whether it fits the ranks, and the mode is another one than uniform there."""
+        return (
+            self.ranks <= MOST_RANKS
+            and (self.tp % self.encoder_tp == 0 or self._on_several_stages)
+            and (self.pp > 1 or self.vpp == 1)
+            and self.tp * self.dp % self.ep == 0
+            and ("moe" in self.model or self.ep == 1)
+            and (self.mode != ENCODER_DP or self.heterogeneous)
+        )
+
+    @property
+    def _on_several_stages(self) -> bool:
+        """Whether a replica of the encoder makes up several stages, in the plainest pipeline."""
+        stages, rest = divmod(self.encoder_tp, self.tp)
+        return (
+            self.mode == FULL
+            and rest == 0
+            and self.pp % stages == 0
+            and (self.vpp, self.ep) == (1, 1)
+        )
+
+    @property
+    def can_balance(self) -> bool:
+        """Whether some encoder replica has two units to a step, so that it matters which."""
+        return self.mode == FULL and self.microbatches > self.encoder_replicas > 1
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, in one replica of the decoder."""
+        return BATCH // self.dp
+
+    @property
+    def encoder_replicas(self) -> int:
+        """That share the units of one replica of the decoder in full separation."""
+        return self.tp * self.pp // self.encoder_tp
+
+    @property
     def reference(self) -> str:
         """Names the single rank's run that it is held against, and the weights of both."""
         return f"{self.model}-{self.layers}{'-tied' if self.tied else ''}"
@@ -56,9 +100,11 @@ class Cell:
     def name(self) -> str:
         """A short one that tells cells apart."""
         sizes = f"e{self.encoder_tp}t{self.tp}p{self.pp}v{self.vpp}d{self.dp}x{self.ep}"
-        marks = [self.model, sizes, self.optimizer, f"recompute-{self.recompute}"]
+        marks = [self.model, *([] if self.mode == UNIFORM else [self.mode]), sizes]
+        marks += [self.optimizer, f"recompute-{self.recompute}"]
         marks += ["sp"] if self.sequence_parallel else []
-        return "-".join([*marks, *(["tied"] if self.tied else [])])
+        marks += ["tied"] if self.tied else []
+        return "-".join([*marks, *(["balance"] if self.balance else [])])
 
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
@@ -78,7 +124,11 @@ class Cell:
             given += ["--recompute-num-layers", "1"]
         if self.recompute in ("encoder", "both"):
             given += ["model.image_encoder.recompute=true"]
-        if self.heterogeneous:
+        if self.mode != UNIFORM:
+            given += [f"--enable-{self.mode}"]
+        if self.balance:
+            given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
+        if self.heterogeneous or self.mode != UNIFORM:  # whose encoder has TP 1 where none is given
             given += [f"model.image_encoder.tensor_model_parallel_size={self.encoder_tp}"]
         if self.optimizer != "plain":
             given += ["--use-distributed-optimizer"]
@@ -91,16 +141,13 @@ AXES = tuple(field.name for field in fields(Cell))
 
 
 def layouts(model: str) -> list[Cell]:
-    """Every layout of the model that fits the ranks, without options."""
-    return [
-        Cell(model=model, encoder_tp=encoder_tp, tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep)
+    """Every layout of the model in every mode, as far as they are possible, without options."""
+    cells = (
+        Cell(model=model, mode=mode, encoder_tp=encoder_tp, tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep)
+        for mode in MODES
         for tp, pp, vpp, dp, ep, encoder_tp in product(SIZES, repeat=6)
-        if tp * pp * dp <= MOST_RANKS
-        and tp % encoder_tp == 0
-        and (pp > 1 or vpp == 1)
-        and tp * dp % ep == 0
-        and ("moe" in model or ep == 1)
-    ]
+    )
+    return [cell for cell in cells if cell.possible]
 
 
 def choices(layout: Cell) -> list[Cell]:
@@ -108,19 +155,27 @@ def choices(layout: Cell) -> list[Cell]:
     parallel: tuple[bool, ...] = (False, True) if layout.tp > 1 else (False,)
     if "moe" in layout.model and layout.tp > 1:
         parallel = (True,)  # experts under tensor parallelism ask for it
-    sizes = {name: getattr(layout, name) for name in AXES[:7]}
     return [
-        Cell(
-            **sizes, sequence_parallel=sequence, recompute=recompute, tied=tied, optimizer=optimizer
+        replace(
+            layout,
+            sequence_parallel=sequence,
+            recompute=recompute,
+            tied=tied,
+            optimizer=optimizer,
+            balance=balance,
         )
-        for sequence, recompute, tied, optimizer in product(
-            parallel, RECOMPUTES, (False, True), OPTIMIZERS
+        for sequence, recompute, tied, optimizer, balance in product(
+            parallel,
+            RECOMPUTES,
+            (False, True),
+            OPTIMIZERS,
+            (False, True) if layout.can_balance else (False,),
         )
     ]
 
 
 def matrix(model: str) -> list[Cell]:
-    """The model's cells: each layout, and more until every two axis values have met."""
+    """The model's cells: layouts in their modes, and more until every two axis values have met."""
     everything = [choices(layout) for layout in layouts(model)]
     wanted = {pair for possible in everything for cell in possible for pair in pairs(cell)}
     generator = random.Random(model)
@@ -151,14 +206,26 @@ def all_cells() -> list[Cell]:
 
 
 def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
-    """``number`` of the cells, in turn of each model, the same for the same seed."""
+    """``number`` of the cells, the same for the same seed.
+
+    In turn of each model, and of a model's in turn of each mode; the models begin with other modes,
+    so that three cells have all models and all modes.
+    """
     generator = random.Random(seed)
     by_model = [
-        iter(generator.sample(mine, len(mine)))
-        for model in MODELS
-        if (mine := [cell for cell in cells if cell.model == model])
+        _modes_in_turn([cell for cell in cells if cell.model == model], generator, first=first)
+        for first, model in enumerate(MODELS)
     ]
     return sorted(_in_turn(by_model, number))
+
+
+def _modes_in_turn(
+    cells: Sequence[Cell], generator: random.Random, *, first: int
+) -> Iterator[Cell]:
+    turned = (*MODES[first:], *MODES[:first])
+    by_mode = [[cell for cell in cells if cell.mode == mode] for mode in turned]
+    shuffled = [iter(generator.sample(mine, len(mine))) for mine in by_mode]
+    return iter(_in_turn(shuffled, len(cells)))
 
 
 def _in_turn(streams: Sequence[Iterator[Cell]], number: int) -> list[Cell]:

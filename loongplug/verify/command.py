@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from loongplug.observe.bars import threadless_bars
 from loongplug.verify.plan import Plan, Request
 from loongplug.verify.runs import RecordRank, device_of, plan_runs, preload, record
 
@@ -30,7 +28,7 @@ def verify(
         ValueError: the flags or the options cannot be used.
         RankError: a run failed otherwise.
     """
-    with _folder(keep) as folder, _progress() as progress:
+    with _folder(keep) as folder, threadless_bars() as progress:
         task = progress.add_task("planning", total=1)
         progress.refresh()
         preload(device_of(request.flags, folder=folder))
@@ -75,21 +73,6 @@ def _compare(plan: Plan, found: Path, expected: Path, *, json_path: Path | None)
     if json_path is not None:
         write_json(json_path, plan, comparison)
     return comparison.agrees
-
-
-def _progress() -> Progress:
-    """A bar for each part; nothing where there is no terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,  # its thread would be there when ranks are forked
-        disable=not console.is_terminal,
-        transient=True,
-    )
 
 
 @contextmanager

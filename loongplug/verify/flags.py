@@ -6,24 +6,25 @@ from loongplug.training.flags import without_flags
 
 # By their names in args. What a run writes, when it stops, and how fast it goes: not compared.
 _OUTPUT = """
-save save_hf save_interval save_retain_interval metrics_json tensorboard_dir wandb_project
-wandb_exp_name wandb_save_dir wandb_entity log_interval log_params_norm log_throughput
+save save_hf save_interval save_retain_interval metrics_json metrics_name tensorboard_dir
+wandb_project wandb_exp_name wandb_save_dir wandb_entity log_interval log_params_norm log_throughput
 log_progress log_num_zeros_in_grad log_energy log_straggler timing_log_level async_save
 async_strategy use_persistent_ckpt_worker non_persistent_save_interval non_persistent_ckpt_type
 non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo
 save_params_interval save_activations_interval save_tokens_per_expert_interval
 save_wgrads_interval save_dgrads_interval exit_interval exit_duration_in_mins profile
 use_pytorch_profiler record_memory_history valid_data_path eval_iters eval_interval
-num_workers rerun_mode print_config trace
+eval_global_batch_size eval_micro_batch_size num_workers rerun_mode print_config trace
 """
-# Verified in fp32, without dropout, at a constant learning rate from the first step on.
+# Verified in fp32, without dropout, at a constant learning rate and batch size from
+# the first step on.
 _REPLACED = """
 bf16 grad_reduce_in_bf16 accumulate_allreduce_grads_in_fp32 use_precision_aware_optimizer
 main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype hidden_dropout
 attention_dropout moe_input_jitter_eps train_iters train_samples lr_decay_style lr_decay_iters
 lr_warmup_iters lr_warmup_fraction lr_warmup_samples lr_warmup_init min_lr lr_decay_samples
 lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples override_opt_param_scheduler
-use_checkpoint_opt_param_scheduler
+use_checkpoint_opt_param_scheduler rampup_batch_size step_batch_size_schedule
 """
 # What the single rank does without.
 _LAYOUT = """
@@ -43,6 +44,7 @@ pipeline_model_parallel_comm_backend use_tp_pp_dp_mapping cp_comm_type
 hierarchical_context_parallel_sizes overlap_moe_expert_parallel_comm delay_wgrad_compute
 fine_grained_activation_offloading offload_modules enable_encoder_hetero_dp
 enable_full_hetero_dp use_vit_dp_balance dp_balance_trigger_threshold_vit
+full_hetero_dp_cpu_offload offload_encoder_activations offload_encoder_state
 decrease_batch_size_if_needed
 """
 _SOURCES = "load load_hf ckpt_step finetune pretrained_checkpoint"

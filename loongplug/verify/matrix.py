@@ -6,6 +6,7 @@ Cells that were run before, by the same code, are not run again: an interrupted 
 import argparse
 import hashlib
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -13,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from loongplug.verify.cells import Cell, all_cells, sample
+from loongplug.observe.bars import threadless_bars
+from loongplug.verify.cells import BATCH, Cell, all_cells, sample
 from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.results import Result, as_result, outcome
 from loongplug.verify.runs import preload, record
 
 STEPS = 2
-_BATCH, _LENGTH, _SAMPLES = 8, 80, 64
+LENGTH, SAMPLES = 80, 64
 _SECONDS = 300.0  # for one run
 _LARGEST = 4  # any size of the axes divides it
 
@@ -44,23 +45,28 @@ class Matrix:
         found = [as_result(line) for line in lines if line.pop("code") == self._code]
         return {result.cell.name: result for result in found}
 
-    def run(self, cell: Cell) -> Result:
-        """Run one cell and keep what it came to."""
+    def prepare(self, cell: Cell) -> None:
+        """Make what the cell shares with others, where it is not there: its reference's run too."""
+        self._reference(cell, self.base(cell))
+
+    def run(self, cell: Cell, *, job: int = 0) -> Result:
+        """Run one cell and keep what it came to; ``job`` tells apart those that run at one time."""
         begun = time.monotonic()
-        result = replace(self._run(cell), seconds=time.monotonic() - begun)
-        with self._results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(result) | {"code": self._code}) + "\n")
+        result = replace(self._run(cell, job), seconds=time.monotonic() - begun)
+        line = json.dumps(asdict(result) | {"code": self._code}) + "\n"
+        with self._results.open("ab", buffering=0) as file:  # whole lines, of several jobs
+            file.write(line.encode())
         return result
 
-    def _run(self, cell: Cell) -> Result:
+    def _run(self, cell: Cell, job: int) -> Result:
         from loongplug.verify.compare import compare
         from loongplug.verify.recording import read_recording
 
         try:
-            base = self._base(cell)
+            base = self.base(cell)
             flags = [*base, *cell.flags()]
             expected = self._reference(cell, base)
-            found = self._recorded("layout", flags, ranks=cell.ranks)
+            found = self._recorded(f"layouts/{job}", flags, ranks=cell.ranks)
             comparison = compare(read_recording(found), read_recording(expected))
         except (ValueError, RankError) as error:
             return Result(cell=cell, failed=str(error))
@@ -86,7 +92,7 @@ class Matrix:
             return self._folder / name
         return self._recorded(name, base, ranks=1)
 
-    def _base(self, cell: Cell) -> list[str]:
+    def base(self, cell: Cell) -> list[str]:
         """The flags that a cell shares with its reference; data, model and weights are there."""
         prepared = self._folder / "prepared" / self._code / cell.reference
         done = prepared / "done"
@@ -101,8 +107,8 @@ class Matrix:
             *("--tokenizer-model", str(prepared / "processor")),
             *("--train-data-path", str(self._folder / "demo" / "train.jsonl")),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
-            *("--seq-length", str(_LENGTH), "--micro-batch-size", "1"),
-            *("--global-batch-size", str(_BATCH), "--train-iters", str(STEPS)),
+            *("--seq-length", str(LENGTH), "--micro-batch-size", "1"),
+            *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled"),
         ]
@@ -128,7 +134,7 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     from loongplug.verify.weights import write_random_weights
 
     if not (demo / "train.jsonl").is_file():
-        make_demo_data(demo, train=_SAMPLES, test=1)
+        make_demo_data(demo, train=SAMPLES, test=1)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     composed = compose_model(model_name=cell.model)
@@ -161,31 +167,58 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def run_cells(cells: Sequence[Cell], *, folder: Path, console: Console) -> list[Result]:
-    """Results of all cells, run now or before."""
+def run_cells(
+    cells: Sequence[Cell], *, folder: Path, console: Console, jobs: int = 1
+) -> list[Result]:
+    """Results of all cells, run now or before; ``jobs`` of them at one time.
+
+    Raises:
+        ValueError, RankError: what cells share could not be made, or a job ended.
+    """
     matrix = Matrix(folder)
     known = matrix.known()
-    results = []
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        auto_refresh=False,  # its thread would be there when ranks are forked
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("cells", total=len(cells))
-        # Cells of one reference follow each other.
-        for cell in sorted(cells, key=lambda cell: (cell.reference, cell)):
-            progress.update(task, description=cell.name, refresh=True)
-            result = known.get(cell.name) or matrix.run(cell)
-            results.append(result)
+    new = [cell for cell in cells if cell.name not in known]
+    with threadless_bars(console, estimates=True, transient=False) as bars:
+        first = {cell.reference: cell for cell in new}
+        task = bars.add_task("single ranks", total=len(first))
+        for cell in first.values():
+            bars.refresh()
+            matrix.prepare(cell)
+            bars.advance(task)
+        task = bars.add_task("cells", total=len(cells), completed=len(cells) - len(new))
+        bars.refresh()
+
+        def on_cell(line: str) -> None:
+            result = known[line] = matrix.known()[line]
             if not console.is_terminal or not result.agrees:
-                console.print(f"{cell.name}: {outcome(result)}", highlight=False, soft_wrap=True)
-            progress.advance(task)
-            progress.refresh()
-    return results
+                console.print(f"{line}: {outcome(result)}", highlight=False, soft_wrap=True)
+            bars.advance(task)
+            bars.refresh()
+
+        if new:
+            _run_jobs(matrix, new, jobs=jobs, folder=folder / "jobs", on_cell=on_cell)
+    return [known[cell.name] for cell in cells]
+
+
+def _run_jobs(
+    matrix: Matrix, cells: Sequence[Cell], *, jobs: int, folder: Path, on_cell: OnEvent
+) -> None:
+    """Each job is a process that takes the next cell when it has run one."""
+    taken = multiprocessing.get_context("fork").Value("i", 0)
+    # Those of many ranks first: what is left at the end is short.
+    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell))
+
+    def work(job: int, tell: OnEvent) -> None:
+        while True:
+            with taken.get_lock():
+                number = taken.value
+                taken.value += 1
+            if number >= len(ordered):
+                return
+            matrix.run(ordered[number], job=job)
+            tell(ordered[number].name)
+
+    run_ranks(work, min(jobs, len(cells)), folder=folder, on_event=on_cell)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,16 +226,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="parity_matrix.sh", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="N cells at a time (1)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"), help="runs/parity")
     parser.add_argument("--page", type=Path, default=Path("docs/parity.md"), help="docs/parity.md")
     options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}: expected 1 or more")
     preload("cpu")
     from loongplug.verify.parity_page import page
 
     whole = all_cells()
     cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
-    results = run_cells(cells, folder=options.folder, console=Console(stderr=True))
+    console = Console(stderr=True)
+    results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
     options.page.write_text(page(results, whole=len(whole), code=code_digest()), encoding="utf-8")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,8 @@ class _Planner:
         flags += ["--device", self._device]
         if args.bf16:
             self._notes.append("fp32 instead of --bf16: rounding must not hide a difference")
+        if args.rampup_batch_size is not None or args.step_batch_size_schedule is not None:
+            self._notes.append("steps of one size instead of a batch size that grows")
         flags += self._required(args)
         if self._tiny and args.tokenizer_model is None:
             flags = without_flags(flags, _DATA) + self._demo(args)

@@ -36,6 +36,11 @@ def preload(device: str) -> None:
         from loongplug.platform.upstream import apply_upstream_replacements
 
         apply_upstream_replacements(platform)
+        # Megatron imports these two in the middle of a run.
+        import megatron.core.models.mimo
+        import megatron.core.tokenizers.text  # noqa: F401
+        from PIL import Image
+
         import loongplug.training.run
         import loongplug.verify.record  # noqa: F401
         from loongplug.training.config import available_models, compose_model
@@ -43,8 +48,14 @@ def preload(device: str) -> None:
 
         # What these keep for the next time, source lines and a grammar, ranks inherit.
         read_command_line([])
+        Image.preinit()
         with _silent():  # plugins that other packages bring to Hydra may log what they lack
-            compose_model(model_name=next(iter(available_models())))
+            models = {path.parent: name for name, path in available_models().items()}
+            for name in models.values():  # one of each family
+                composed = compose_model(model_name=name)
+                composed.family.load_builder()
+                composed.family.megatron_arguments(composed.config)
+                composed.family.load_hugging_face(composed.config)
 
 
 @contextmanager

@@ -81,19 +81,25 @@ def whole_states(
 def _sharded(
     optimizer: Any, read: Callable[[nn.Parameter, States], Tensor]
 ) -> dict[nn.Parameter, Tensor]:
-    """Each element is one rank's of the group, and zero on the others: their sum is the whole."""
+    """Each element is one rank's of the group, and zero on the others: their sum is the whole.
+
+    Summed buffer by buffer: a sum for each parameter would take most of a small run's time.
+    """
     found: dict[nn.Parameter, Tensor] = {}
     for buffer in optimizer.buffers:
-        for parameter in buffer.param_index_map:
-            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        parameters = list(buffer.param_index_map)
+        sizes = [parameter.numel() for parameter in parameters]
+        device = parameters[0].device
+        summed = torch.zeros(sum(sizes), dtype=torch.float32, device=device)  # [elements]
+        for parameter, whole in zip(parameters, summed.split(sizes), strict=True):
             place = optimizer.model_param_group_index_map.get(parameter)
             if place is not None:
                 group, order = place
                 main = optimizer.optimizer.param_groups[group]["params"][order]
                 range_ = optimizer._get_model_param_range_map(parameter)["param"]
                 whole[range_.start : range_.end] = read(main, optimizer.optimizer.state[main])
-            dist.all_reduce(whole, group=buffer.data_parallel_group)
             found[parameter] = whole.view(parameter.shape)
+        dist.all_reduce(summed, group=buffer.data_parallel_group)
     return found
 
 

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "full-pp2-vpp2": (2, (PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", FULL)),
     "full-tp2-pp2": (4, (TP, "2", PP, "2", FULL)),
     "full-pp2-dp2": (4, (PP, "2", FULL)),
+    "full-tp2-pp2-encoder4": (4, (TP, "2", PP, "2", f"{ENCODER_TP}=4", FULL)),
     "ep2": (2, (EP, "2")),
     "ep2-tp2": (4, (EP, "2", TP, "2", "--sequence-parallel")),
     "ep4-pp2": (8, (EP, "4", PP, "2")),
@@ -81,7 +82,7 @@ JOURNEYS = {
         flags=(*MODEL, "--use-distributed-optimizer"),
     ),
     "modes-plain-bf16": Journey(
-        layouts=("full-pp2-dp2", "dp-tp2", "full-tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")
+        layouts=("full-pp2-dp2", "dp-tp2", "full-tp2-pp2-encoder4", "dp2"), flags=(*MODEL, "--bf16")
     ),
     "experts-distributed": Journey(
         layouts=("ep2", "ep2-tp2", "ep4-pp2"),

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from loongplug.hetero.placement import Placement, in_turn, on_all_ranks, together
-from loongplug.parallel.layout import Layout
+from loongplug.parallel.layout import Layout, encoder_sizes
 
 PLACES = (together, in_turn, on_all_ranks)
 SIZES = st.sampled_from([1, 2, 3, 4])
@@ -19,7 +19,13 @@ def decoders(draw: st.DrawFn) -> tuple[Layout, int]:
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[Placement, Layout, int]:
-    """A placement as some rank has it, with its decoder's layout and that rank."""
+    """A placement as some rank has it, with its decoder's layout and that rank.
+
+    An encoder that lies on all stages may be sharded over several of them.
+    """
     decoder, tp = draw(decoders())
     rank = draw(st.sampled_from(decoder.ranks))
-    return draw(st.sampled_from(PLACES))(decoder, tp=tp, rank=rank), decoder, rank
+    place = draw(st.sampled_from(PLACES))
+    if place is on_all_ranks:
+        tp = draw(st.sampled_from(encoder_sizes(decoder, on_first_stage=False)))
+    return place(decoder, tp=tp, rank=rank), decoder, rank

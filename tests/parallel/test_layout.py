@@ -1,7 +1,7 @@
 """Layout arithmetic against Megatron's own construction of groups."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 
-from loongplug.parallel.layout import Layout, encoder_layout
+from loongplug.parallel.layout import Layout, encoder_layout, encoder_sizes
 
 pytestmark = pytest.mark.quick
 
@@ -185,9 +185,58 @@ def test_an_encoder_cuts_the_decoders_groups_up(decoder: Layout, data: st.DataOb
             assert encoder.coordinates(rank).tp == decoder.coordinates(rank).tp % tp
 
 
+@settings(max_examples=100, deadline=None)
+@given(decoder=layouts(), data=st.data())
+def test_an_encoder_on_whole_stages(decoder: Layout, data: st.DataObject) -> None:
+    sizes = encoder_sizes(decoder, on_first_stage=False)
+    assert sizes == sorted(set(sizes))
+    wide = [size for size in sizes if size > decoder.tp]
+    if not wide:
+        return
+    tp = data.draw(st.sampled_from(wide))
+    assert tp % (decoder.tp * decoder.cp) == 0
+    assert tp <= decoder.tp * decoder.cp * decoder.pp
+    encoder = encoder_layout(decoder, tp=tp, on_first_stage=False)
+    assert encoder.ranks == decoder.ranks
+    for group in encoder.groups("tp"):
+        # Of one replica, neighbours in it, and whole stages.
+        together = decoder.group("tp_cp_pp", group[0])
+        start = together.index(group[0])
+        assert group == together[start : start + tp]
+        for rank in group:
+            assert set(decoder.group("tp_cp", rank)) <= set(group)
+            assert encoder.group("tp", rank)[encoder.coordinates(rank).tp] == rank
+    for group in encoder.groups("dp"):
+        assert len({encoder.coordinates(rank).tp for rank in group}) == 1
+        assert [encoder.coordinates(rank).dp for rank in group] == list(range(encoder.dp))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts(), kind=st.sampled_from(sorted(KINDS.values())), data=st.data())
+def test_an_order_gives_the_places_to_other_ranks(
+    layout: Layout, kind: str, data: st.DataObject
+) -> None:
+    order = tuple(data.draw(st.permutations(layout.ranks)))
+    ordered = replace(layout, order=order)
+    places = dict(zip(layout.ranks, order, strict=True))
+    expected = [sorted(places[rank] for rank in group) for group in layout.groups(kind)]
+    assert ordered.groups(kind) == expected
+    for rank in layout.ranks:
+        assert ordered.coordinates(places[rank]) == layout.coordinates(rank)
+        assert places[rank] in ordered.group(kind, places[rank])
+        assert ordered.group(kind, places[rank]) in expected
+
+
+def test_an_order_of_other_ranks() -> None:
+    with pytest.raises(ValueError, match=r"the order \(0, 0\) is none of the ranks 0 to 1"):
+        Layout(tp=2, order=(0, 0))
+
+
 @pytest.mark.parametrize(("tp", "sizes"), [(3, "1, 2 or 4"), (8, "1, 2 or 4"), (0, "1, 2 or 4")])
 def test_an_encoder_that_does_not_divide(tp: int, sizes: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_model_parallel_size is {tp}.*YAML to {sizes}"):
         encoder_layout(Layout(tp=4, dp=2), tp=tp, on_first_stage=True)
     with pytest.raises(ValueError, match=r"YAML to 1\."):
-        encoder_layout(Layout(), tp=2, on_first_stage=True)
+        encoder_layout(Layout(pp=2), tp=2, on_first_stage=True)
+    with pytest.raises(ValueError, match=r"or to fill whole stages.*YAML to 1, 2, 4 or 8\."):
+        encoder_layout(Layout(tp=4, pp=2), tp=3, on_first_stage=False)

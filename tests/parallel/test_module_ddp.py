@@ -130,7 +130,7 @@ def optimizers(rank: int, *, distributed: bool) -> tuple[list[int], float]:
         chain: Any = optimizer_per_module(get_megatron_optimizer)(
             config, [ddp], use_gloo_process_groups=True
         )
-        assert type(chain) is ChainedOptimizer
+        assert isinstance(chain, ChainedOptimizer)
         for parameter in ddp.parameters():
             parameter.main_grad.fill_(1.0)
         ddp.finish_grad_sync()

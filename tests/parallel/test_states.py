@@ -16,7 +16,7 @@ from ranks import RankError, model_parallel, run_ranks
 from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
 
 from loongplug.parallel.discovery import STATE_NAMES
-from loongplug.parallel.layout import Layout
+from loongplug.parallel.layout import Layout, encoder_layout
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.states import (
     PARALLEL_STATES,
@@ -88,6 +88,8 @@ def _in_two_layouts(rank: int, sizes: dict[str, int], encoder: Layout) -> None:
 
 def live_layout_or_part(layout: Layout) -> Layout:
     """The live layout, where it spans the world; else only its sizes are asked for."""
+    if layout.order:
+        return layout  # its groups are asked for one by one
     if layout.world_size == dist.get_world_size():
         return live_layout()
     with pytest.raises(ValueError, match="has to span all of them"):
@@ -103,6 +105,9 @@ def live_layout_or_part(layout: Layout) -> Layout:
         (4, {"tp": 2, "pp": 2}, Layout(tp=1, dp=4)),
         (8, {"tp": 2, "pp": 2, "cp": 2}, Layout(tp=2, dp=2)),
         (8, {"tp": 2, "ep": 4, "etp": 1}, Layout(dp=8)),
+        # tensor parallel over several stages, which are not neighbours
+        (4, {"pp": 2}, encoder_layout(Layout(pp=2, dp=2), tp=2, on_first_stage=False)),
+        (8, {"pp": 4}, encoder_layout(Layout(pp=4, dp=2), tp=2, on_first_stage=False)),
         # neither all ranks nor from the first on; experts of its own
         (5, {}, Layout(tp=2, dp=2, ep=2, etp=2, first_rank=1)),
         (5, {}, Layout(cp=2, pp=2, first_rank=1)),

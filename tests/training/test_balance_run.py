@@ -3,12 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from cut_images import cut
 from ranks import run_ranks
 
 from loongplug.data import loader
@@ -134,18 +133,6 @@ def test_evaluation_is_balanced_and_a_resumed_run_plans_the_same_steps(separated
     assert resumed[0]["owners"][0] == whole[0]["owners"][0][2 * STEP :]
     require_plan(resumed)
     assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=2e-5)
-
-
-def cut(row: str, *, source: Path, folder: Path) -> str:
-    """The row with a first image of the same size that ends after its header."""
-    content = json.loads(row)
-    part = next(each for each in content["messages"][0]["content"] if each["type"] == "image")
-    name = folder / f"{Path(part['image']).stem}-cut.png"
-    size = Image.open(source / part["image"]).size
-    Image.effect_noise(size, 80).convert("RGB").save(name)
-    name.write_bytes(name.read_bytes()[: name.stat().st_size * 2 // 3])
-    part["image"] = str(name)
-    return json.dumps(content)
 
 
 def test_packs_with_samples_whose_pixels_are_bad(separated, demo, tmp_path):

@@ -13,9 +13,9 @@ from loongplug.training.progress import (
     RichBar,
     StepReport,
     TrainingProgress,
+    leave_metrics,
     progress_sink,
     summarize,
-    write_metrics,
 )
 
 pytestmark = pytest.mark.quick
@@ -67,14 +67,26 @@ def test_the_rate_leaves_out_the_first_report():
 
 def test_a_new_run_s_metrics_replace_an_older_run_s(tmp_path):
     path = tmp_path / "new" / "metrics.json"
-    write_metrics(path, summarize([report(1)], valid_loss=None))
+    leave_metrics(path, summarize([report(1)], valid_loss=None), name=None)
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "exact_match": 0.5}))  # of the older run's model
-    write_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None))
+    leave_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None), name=None)
     content = json.loads(path.read_text())
     assert "exact_match" not in content
     assert content["loss_first"] == 3.0
     assert [file.name for file in path.parent.iterdir()] == ["metrics.json"]
+
+
+def test_a_second_run_s_metrics_stand_beside_the_first_one_s(tmp_path):
+    path = tmp_path / "metrics.json"
+    leave_metrics(path, summarize([report(1)], valid_loss=None), name=None)
+    leave_metrics(path, summarize([report(1, loss=3.0)], valid_loss=None), name="second")
+    leave_metrics(path, summarize([report(1, loss=2.0)], valid_loss=None), name="second")
+    content = json.loads(path.read_text())
+    second = content.pop("second")
+    assert second["loss_first"] == 2.0
+    assert set(second) == set(content)
+    assert content["loss_first"] != 2.0
 
 
 @dataclass

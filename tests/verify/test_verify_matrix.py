@@ -1,17 +1,26 @@
 """A sampled part of the parity matrix, and how the matrix keeps what it has run."""
 
+import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from loongplug.verify.cells import Cell, all_cells, sample
+from loongplug.verify.cells import ENCODER_DP, FULL, MODES, Cell, all_cells, sample
 from loongplug.verify.matrix import Matrix, main, run_cells
 from loongplug.verify.parity_page import page
+from loongplug.verify.ranks import RankError
 from loongplug.verify.results import Result, outcome
 
-SEED, CELLS, MOST = 2, 3, 4
+SEED, CELLS, MOST = 4, 3, 4
+SCRIPT_SEED = 10
 
 
 def figures(cell, **more):
@@ -24,12 +33,14 @@ CELL = Cell(model="qwen3_vl_tiny", encoder_tp=1, tp=2)
 
 @pytest.mark.slow
 def test_sampled_cells_agree(tmp_path, demo):
-    """One cell of each model, of those that few ranks are enough for."""
+    """A cell of each model and mode, of those that few ranks are enough for."""
     small = [cell for cell in all_cells() if 1 < cell.ranks <= MOST]
     cells = sample(small, CELLS, seed=SEED)
     assert len({cell.model for cell in cells}) == CELLS
-    assert {cell.heterogeneous for cell in cells} == {False, True}
-    results = run_cells(cells, folder=tmp_path, console=Console(stderr=True))
+    assert {cell.mode for cell in cells} == set(MODES)
+    assert {cell.balance for cell in cells} == {False, True}
+    results = run_cells(cells, folder=tmp_path, console=Console(stderr=True), jobs=2)
+    assert [result.cell for result in results] == cells
     assert all(result.agrees for result in results), [
         (result.cell.name, result.failed, result.gradients) for result in results
     ]
@@ -39,29 +50,96 @@ def test_sampled_cells_agree(tmp_path, demo):
     }
 
 
+@pytest.mark.slow
+def test_the_script_runs_a_cell_and_writes_the_page(tmp_path):
+    """In a checkout of its own, whose environment is the one that runs the tests."""
+    root = Path(__file__).resolve().parents[2]
+    shutil.copytree(root / "scripts", tmp_path / "scripts")
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    for folder in ("loongplug", "configs"):
+        (tmp_path / folder).symlink_to(root / folder)
+    (tmp_path / "docs").mkdir()
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (programs / "python").chmod(0o755)
+    wanted = hashlib.sha256((tmp_path / "pyproject.toml").read_bytes()).hexdigest()
+    (programs.parent / ".loongplug-demo").write_text(f"{wanted}  -\n")
+    (cell,) = sample(all_cells(), 1, seed=SCRIPT_SEED)
+    assert cell.ranks <= 4
+    ran = subprocess.run(
+        [tmp_path / "scripts" / "parity_matrix.sh", "--sample", "1", "--seed", str(SCRIPT_SEED)],
+        cwd=tmp_path / "scripts",  # the script goes to its checkout
+        timeout=150,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 cells, 0 do not agree; docs/parity.md" in ran.stdout
+    assert "1 of 603 cells: 1 agree" in (tmp_path / "docs" / "parity.md").read_text()
+    (line,) = (tmp_path / "runs" / "parity" / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["cell"] == asdict(cell)
+    assert json.loads(line)["seconds"] > 0
+
+
+@pytest.fixture
+def without_references(monkeypatch):
+    monkeypatch.setattr(Matrix, "prepare", lambda self, cell: None)
+
+
 @pytest.mark.quick
+@pytest.mark.usefixtures("without_references")
 class TestWithoutRuns:
     def test_what_was_run_is_not_run_again(self, tmp_path, monkeypatch):
-        runs = []
+        log = tmp_path / "runs"  # cells run in other processes
 
-        def run(self, cell):
-            runs.append(cell)
+        def run(self, cell, job):
+            with log.open("a") as file:
+                file.write(f"{cell.name}\n")
             return figures(cell)
 
         monkeypatch.setattr(Matrix, "_run", run)
         console = Console(quiet=True)
         run_cells([CELL], folder=tmp_path, console=console)
         (result,) = run_cells([CELL], folder=tmp_path, console=console)
-        assert runs == [CELL]
+        assert log.read_text().split() == [CELL.name]
         assert result.agrees
         monkeypatch.setattr("loongplug.verify.matrix.code_digest", lambda: "other code")
         run_cells([CELL], folder=tmp_path, console=console)
-        assert runs == [CELL, CELL]
+        assert log.read_text().split() == [CELL.name] * 2
+
+    def test_jobs_share_the_cells(self, tmp_path, monkeypatch):
+        def run(self, cell, job):
+            (tmp_path / f"job-{job}").touch()
+            until = time.monotonic() + 20
+            while len(list(tmp_path.glob("job-*"))) < 3 and time.monotonic() < until:
+                time.sleep(0.01)
+            return figures(cell, loss=float(os.getpid()))
+
+        monkeypatch.setattr(Matrix, "_run", run)
+        cells = sample(all_cells(), 12, seed=0)
+        results = run_cells(cells, folder=tmp_path, console=Console(quiet=True), jobs=3)
+        assert [result.cell for result in results] == cells
+        assert len({result.loss for result in results}) == 3
+        assert os.getpid() not in {result.loss for result in results}
+        lines = (tmp_path / "results.jsonl").read_text().splitlines()
+        assert len(lines) == len(cells)
+
+    def test_what_a_job_dies_of_is_told(self, tmp_path, monkeypatch):
+        def run(self, cell, job):
+            raise KeyError("not foreseen")
+
+        monkeypatch.setattr(Matrix, "_run", run)
+        with pytest.raises(RankError, match="not foreseen"):
+            run_cells([CELL], folder=tmp_path, console=Console(quiet=True), jobs=2)
 
     def test_the_command_writes_page_and_json_and_tells_of_what_differs(
         self, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(Matrix, "_run", lambda self, cell: figures(cell, agrees=cell.tp == 1))
+        monkeypatch.setattr(
+            Matrix, "_run", lambda self, cell, job: figures(cell, agrees=cell.tp == 1)
+        )
+        monkeypatch.setattr("loongplug.verify.matrix.preload", lambda device: None)
         flags = ["--folder", str(tmp_path / "runs"), "--page", str(tmp_path / "parity.md")]
         code = main([*flags, "--sample", "12", "--json", str(tmp_path / "results.json")])
         written = json.loads((tmp_path / "results.json").read_text())
@@ -71,23 +149,43 @@ class TestWithoutRuns:
         assert "12 of" in (tmp_path / "parity.md").read_text()
 
     def test_the_page_shows_every_outcome(self):
+        full = {"mode": FULL, "encoder_tp": 2, "tp": 4, "dp": 2}
         results = [
-            figures(CELL),
+            figures(CELL, loss=3e-7),
             figures(Cell(model="qwen3_vl_tiny", dp=2), agrees=False),
             Result(cell=Cell(model="qwen3_vl_tiny", pp=4), failed="Traceback\nKeyError: 'a'"),
+            figures(Cell(model="qwen3_vl_tiny", **full, balance=True), gradients=5e-6),
+            figures(Cell(model="qwen3_vl_tiny", **full, recompute="both"), agrees=False),
         ]
         text = page(results, whole=9, code="abc")
-        assert "3 of 9 cells: 1 agree, 2 do not. The code had the digest `abc`." in text
-        assert text.count("| agrees |") == 1
-        for verdict in ("**differs**", "**failed**"):
-            assert text.count(f"| {verdict} |") == 1
-        assert [outcome(result) for result in results] == [
+        assert "5 of 9 cells: 2 agree, 3 do not. The code had the digest `abc`." in text
+        assert text.count("| agrees |") == 2
+        assert text.count("| **differs** |") == 2
+        assert text.count("| **failed** |") == 1
+        for line in (
+            "| uniform | 3 | 1 | 2.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
+            "| uniform, encoder TP below TP | 1 | 1 | 2.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
+            f"| {ENCODER_DP} | 0 | 0 |  |  |  |  |",
+            f"| {FULL} | 2 | 1 | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+            f"| {FULL} with balance | 1 | 1 | 5.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+            "| all | 5 | 2 | 5.0e-06 | 1.0e-07 | 3.0e-07 | 1.0e-08 |",
+            f"| {FULL} | 2 | 4 | 1 | 1 | 2 | 1 |  | none |  | plain | yes | 5.0e-06 | 1.0e-07 |"
+            " 1.0e-07 | 1.0e-08 | agrees |",
+            "| `tp4_llm_tp2dp2_vision` | 4 / 1 / 2 | 2 / 1 / 4 | 2 | agrees, **differs** |",
+            "| `pp4_llm_tp4_vision` | 1 / 4 / 2 | 4 / 1 / 2 | 0 | not run |",
+        ):
+            assert f"{line}\n" in text
+        columns = {
+            line.count("|") for line in text.splitlines() if line.startswith("| uniform | 1")
+        }
+        assert columns == {18}
+        assert [outcome(result) for result in results[:3]] == [
             "agrees (2.0e-06)",
             "differs (2.0e-06)",
             "failed: KeyError: 'a'",
         ]
 
     def test_a_result_survives_the_file(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(Matrix, "_run", lambda self, cell: figures(cell, failed="why"))
+        monkeypatch.setattr(Matrix, "_run", lambda self, cell, job: figures(cell, failed="why"))
         ran = Matrix(tmp_path).run(CELL)
         assert asdict(Matrix(tmp_path).known()[CELL.name]) == asdict(ran)

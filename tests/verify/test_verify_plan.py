@@ -42,11 +42,14 @@ def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
         *("--global-batch-size", "64", "--train-data-path", "elsewhere.jsonl", "--save", "run"),
         *("--num-virtual-stages-per-pipeline-rank", "2", "--sequence-parallel"),
+        *("--rampup-batch-size", "8", "8", "64"),
         ranks=8,
     )
+    assert any("steps of one size" in note for note in plan.notes)
     layout, reference = read_command_line(plan.layout), read_command_line(plan.reference)
     assert plan.ranks == 8
     assert layout.args.tensor_model_parallel_size == 2
+    assert layout.args.rampup_batch_size is reference.args.rampup_batch_size is None
     assert reference.args.tensor_model_parallel_size == 1
     assert not reference.args.sequence_parallel
     for name in (

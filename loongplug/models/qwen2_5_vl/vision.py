@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import VisionInput
+from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
@@ -81,8 +82,9 @@ class Qwen25VisionEncoder(MegatronModule):
         # Pixels need no gradient, so that moving them costs no backward pass.
         patches = permute_blocks(vision.pixels.to(weight.dtype), order)
         angles = plan.angles.to(weight.device, non_blocking=True)[:, None, None, :]
+        hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
         states = self.blocks(
-            hidden_states=self.patch_embed(patches)[:, None],  # [patches, 1, hidden]
+            hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
             rotary_pos_emb=rope_table(angles, dtype=torch.float32),
             packed_seq_params=pack_windows(

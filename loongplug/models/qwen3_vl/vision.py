@@ -7,10 +7,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
@@ -70,7 +70,7 @@ class Qwen3VisionEncoder(MegatronModule):
         hidden_states = self._embed(vision)[:, None]  # [patches, 1, hidden]
         deepstack_layers = self.architecture.deepstack_layers
         output = self.blocks(
-            hidden_states=hidden_states,
+            hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
             rotary_pos_emb=self._rope_table(vision.grid_thw, hidden_states.device),
             packed_seq_params=pack_segments(
@@ -89,7 +89,8 @@ class Qwen3VisionEncoder(MegatronModule):
         shares = shares.to(weight.device, non_blocking=True)
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
-        patches = F.linear(vision.pixels.to(weight.dtype), weight, self.patch_embed.bias)
+        # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
+        patches = self.patch_embed(vision.pixels.to(weight.dtype))
         return patches + positions.to(patches.dtype)
 
     def _rope_table(self, grid_thw: Tensor, device: torch.device) -> Tensor:

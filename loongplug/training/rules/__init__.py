@@ -9,8 +9,10 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.training.rules import (
+    batch,
     data,
     experts,
+    freezing,
     hetero,
     layout,
     machine,
@@ -25,10 +27,12 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Start of a run": start.RULES,
     "Data": data.RULES,
     "Layout": layout.RULES,
+    "Batch sizes": batch.RULES,
     "Pipeline": pipeline.RULES,
     "The encoder's own layout": hetero.RULES,
     "Model": model.RULES,
     "Experts": experts.RULES,
+    "Freezing": freezing.RULES,
     "Machine": machine.RULES,
     "Flags of Megatron": unsupported.RULES,
 }

@@ -61,9 +61,14 @@ def video_rate(args: Namespace, model: Any) -> str | None:
 
 def one_row(args: Namespace, model: Any) -> str | None:
     """A microbatch is one pack."""
-    if not args.packing or args.micro_batch_size in (None, 1):
+    if not args.packing:
         return None
-    return f"--packing with --micro-batch-size {args.micro_batch_size}"
+    sizes = {
+        "--micro-batch-size": args.micro_batch_size,
+        "--eval-micro-batch-size": args.eval_micro_batch_size,
+    }
+    wrong = [f"{flag} {size}" for flag, size in sizes.items() if size not in (None, 1)]
+    return f"--packing with {' and '.join(wrong)}" if wrong else None
 
 
 def data_loading(args: Namespace, model: Any) -> str | None:
@@ -124,7 +129,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="packing-rows",
-        refuses="`--packing` with a `--micro-batch-size` above 1",
+        refuses="`--packing` with a `--micro-batch-size` or `--eval-micro-batch-size` above 1",
         check=one_row,
         reason="a pack is a microbatch of several samples already",
         cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",

@@ -1,14 +1,9 @@
-"""The world, the batch, and the tensor parallel size of the decoder."""
+"""The world, and the tensor parallel size of the decoder."""
 
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import (
-    Rule,
-    data_parallel_size,
-    indivisible,
-    model_parallel_size,
-)
+from loongplug.training.rules.rule import Rule, indivisible, model_parallel_size
 
 
 def world_size(args: Namespace, model: Any) -> str | None:
@@ -20,16 +15,6 @@ def world_size(args: Namespace, model: Any) -> str | None:
         f"{args.world_size} ranks do not divide by tp {args.tensor_model_parallel_size} x "
         f"pp {args.pipeline_model_parallel_size} x cp {args.context_parallel_size} = {layout}"
     )
-
-
-def global_batch(args: Namespace, model: Any) -> str | None:
-    """The global batch is a whole number of microbatches on every copy of the model."""
-    samples, each, dp = args.global_batch_size, args.micro_batch_size, data_parallel_size(args)
-    if args.decrease_batch_size_if_needed or not samples or not each or not dp:
-        return None
-    if samples % (each * dp) == 0:
-        return None
-    return f"--global-batch-size {samples} does not divide by --micro-batch-size {each} x dp {dp}"
 
 
 def sequence_parallel(args: Namespace, model: Any) -> str | None:
@@ -73,13 +58,6 @@ RULES: tuple[Rule, ...] = (
         check=world_size,
         reason="each model replica takes that many ranks",
         cure="change the number of processes, or the parallel sizes",
-    ),
-    Rule(
-        name="global-batch",
-        refuses="`--global-batch-size` is no multiple of micro-batch size x dp",
-        check=global_batch,
-        reason="every data parallel rank runs the same number of microbatches",
-        cure="give a multiple",
     ),
     Rule(
         name="sequence-parallel",

@@ -65,6 +65,14 @@ MODES: tuple[Mode, ...] = (
         flags=(*_SP, "--enable-full-hetero-dp"),
     ),
     Mode(
+        name="offload",
+        title="full separation, the encoder's side in host memory while the decoder works",
+        flags=(
+            *(*_SP, "--enable-full-hetero-dp", "--full-hetero-dp-cpu-offload"),
+            *("--offload-encoder-activations", "--offload-encoder-state"),
+        ),
+    ),
+    Mode(
         name="dist. optimizer",
         title="optimizer state split over the data parallel ranks",
         flags=("--use-distributed-optimizer",),
@@ -83,6 +91,26 @@ MODES: tuple[Mode, ...] = (
         ),
     ),
     Mode(name="frozen", title="a frozen encoder", flags=("model.image_encoder.freeze=true",)),
+    Mode(
+        name="frozen vision",
+        title="a frozen encoder and projector",
+        flags=("model.image_encoder.freeze=true", "model.image_projector.freeze=true"),
+    ),
+    Mode(
+        name="frozen decoder",
+        title="a frozen text decoder",
+        flags=("model.foundation.freeze=true",),
+    ),
+    Mode(
+        name="frozen by name",
+        title="parameters that patterns freeze, but for those that others name",
+        flags=("--freeze-parameters", "*", "--train-parameters", "*norm*"),
+    ),
+    Mode(
+        name="ramp-up",
+        title="a batch size that grows",
+        flags=("--rampup-batch-size", "8", "8", "64"),
+    ),
     Mode(name="packing", title="several samples to a sequence", flags=("--packing",)),
     Mode(
         name="sample balance",

@@ -3,8 +3,9 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.layout import global_batch
+from loongplug.training.rules.batch import eval_batch, global_batch, known_sizes
 from loongplug.training.rules.rule import Rule, data_parallel_size
+from loongplug.training.step_sizes import eval_sizes
 
 
 def pipeline_layers(args: Namespace, model: Any) -> str | None:
@@ -49,17 +50,25 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
     pp, dp = args.pipeline_model_parallel_size, data_parallel_size(args)
     if pp < 2 or not _wants_virtual(args) or not dp or not args.micro_batch_size:
         return None
-    if global_batch(args, model) is not None:
+    if global_batch(args, model) is not None or eval_batch(args, model) is not None:
         return None
-    microbatches = (args.global_batch_size or 0) // (args.micro_batch_size * dp) or 1
+    sizes = known_sizes(args)
+    each = args.micro_batch_size * dp
+    steps = [1] if sizes is None else [size // each or 1 for _, size in sizes.sizes]
+    if sizes is not None and args.valid_data_path:
+        batch, of_batch = eval_sizes(args, dp=dp)
+        assert batch is not None
+        assert of_batch is not None
+        steps.append(batch // of_batch)
     group = args.microbatch_group_size_per_vp_stage or pp
-    left = microbatches % group
-    if pp <= group <= microbatches and (left == 0 or left >= pp):
-        return None
-    return (
-        f"{microbatches} microbatches a step do not fill the interleaved schedule of pp {pp} "
-        f"in groups of {group}"
-    )
+    for microbatches in steps:
+        left = microbatches % group
+        if not (pp <= group <= microbatches and (left == 0 or left >= pp)):
+            return (
+                f"{microbatches} microbatches a step do not fill the interleaved schedule of pp "
+                f"{pp} in groups of {group}"
+            )
+    return None
 
 
 def virtual_overlap(args: Namespace, model: Any) -> str | None:

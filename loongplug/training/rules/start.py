@@ -37,6 +37,8 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         "packing_look_ahead",
         "micro_batch_size",
         "global_batch_size",
+        "eval_micro_batch_size",
+        "eval_global_batch_size",
         "train_iters",
         "save_interval",
         "log_interval",

@@ -1,15 +1,29 @@
 """Cases of every rule, in a file for each file of the rules, and here all of them together."""
 
-from rule_cases import data, experts, hetero, layout, machine, model, pipeline, start, unsupported
+from rule_cases import (
+    batch,
+    data,
+    experts,
+    freezing,
+    hetero,
+    layout,
+    machine,
+    model,
+    pipeline,
+    start,
+    unsupported,
+)
 from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
     **start.CASES,
     **data.CASES,
     **layout.CASES,
+    **batch.CASES,
     **pipeline.CASES,
     **hetero.CASES,
     **experts.CASES,
+    **freezing.CASES,
     **machine.CASES,
     **unsupported.CASES,
 }
@@ -20,6 +34,7 @@ OVERRIDES: OverrideCases = {
     **start.OVERRIDES,
     **layout.OVERRIDES,
     **hetero.OVERRIDES,
+    **freezing.OVERRIDES,
     **model.OVERRIDES,
 }
 # The same for what only Qwen2.5-VL has.

@@ -7,14 +7,6 @@ CASES: Cases = {
         [{**TP, "world_size": 7}, {**PP, "world_size": 3}],
         [TP, {**TP, **PP}, {**TP, "world_size": 6, "global_batch_size": 12}],
     ),
-    "global-batch": (
-        [
-            {"global_batch_size": 7},
-            {**LAYOUT, "global_batch_size": 8},
-            {**TP, "micro_batch_size": 3},
-        ],
-        [LAYOUT, {**TP, "global_batch_size": 8}, {"global_batch_size": None}],
-    ),
     "sequence-parallel": (
         [{**TP, "sequence_parallel": True, "seq_length": 63}],
         [{**TP, "sequence_parallel": True}, {**TP, "seq_length": 63}],

@@ -2,6 +2,8 @@
 
 from rule_cases.kinds import PP, Cases
 
+_EVALUATED = {"valid_data_path": [__file__], "eval_global_batch_size": 8}
+
 CASES: Cases = {
     "pipeline-layers": (
         [
@@ -36,10 +38,13 @@ CASES: Cases = {
             {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 24},
             {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 8},
             {**PP, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": None},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, "rampup_batch_size": [8, 8, 9]},
+            {**PP, "num_virtual_stages_per_pipeline_rank": 2, **_EVALUATED},
         ],
         [
             {**PP, "global_batch_size": 24},
             {**PP, "num_virtual_stages_per_pipeline_rank": 2},
+            {**PP, **_EVALUATED},
             # 5 microbatches in groups of 3 and 2.
             {
                 **PP,

@@ -1,0 +1,98 @@
+"""Which parameters train, by their names. Pure: nothing here touches a model or talks."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+
+_SHOWN = 3
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_WILD = re.compile(r"\[[^]]*\]|[*?]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freezing:
+    """What does not train, and what does all the same.
+
+    ``modules`` are frozen whole, by their names in the model (``image_encoder``); ``freeze`` and
+    ``train`` are shell patterns over full parameter names, in which ``*`` also stands for dots. A
+    parameter is frozen when its module is or a pattern of ``freeze`` matches it, unless a pattern
+    of ``train`` does. Names are the same in every layout: layers and experts are counted over the
+    whole model (:func:`loongplug.checkpoint.names.parameter_names`).
+
+    >>> only_norms = Freezing(freeze=("*",), train=("*norm*",))
+    >>> only_norms.trains("text_decoder.decoder.final_layernorm.weight")
+    True
+    >>> only_norms.trains("text_decoder.output_layer.weight")
+    False
+    """
+
+    modules: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Those of both kinds."""
+        return (*self.freeze, *self.train)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter called ``name`` trains."""
+        return not self._is_frozen(name) or any(fnmatchcase(name, each) for each in self.train)
+
+    def _is_frozen(self, name: str) -> bool:
+        return name.partition(".")[0] in self.modules or any(
+            fnmatchcase(name, each) for each in self.freeze
+        )
+
+    def without_effect(self, names: Iterable[str]) -> frozenset[str]:
+        """The patterns that change nothing for any of ``names``.
+
+        That is: no name is matched, or every name that a pattern of ``train`` matches would train
+        without it.
+        """
+        idle = set(self.patterns)
+        for name in names:
+            if not idle:
+                break
+            frozen = self._is_frozen(name)
+            idle -= {each for each in self.freeze if each in idle and fnmatchcase(name, each)}
+            idle -= {
+                each for each in self.train if each in idle and frozen and fnmatchcase(name, each)
+            }
+        return frozenset(idle)
+
+
+def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that most resemble ``pattern``, with ``*`` for their layers and experts.
+
+    >>> closest_names("*.qkv.*", ["decoder.layers.0.linear_qkv.weight", "decoder.norm.weight"])[0]
+    'decoder.layers.*.linear_qkv.weight'
+    """
+    kinds = list(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
+    words = [word for word in re.split(r"[.*?]", _WILD.sub("*", pattern)) if word]
+
+    def likeness(kind: str) -> tuple[int, float]:
+        parts = kind.split(".")
+        contained = sum(word in kind for word in words)
+        alike = sum(
+            max(SequenceMatcher(None, word, part).ratio() for part in parts) for word in words
+        )
+        return contained, alike
+
+    return sorted(kinds, key=likeness, reverse=True)[:_SHOWN]
+
+
+def idle_pattern(pattern: str, *, flag: str, names: Sequence[str], matches: bool) -> str:
+    """What to tell of a pattern without effect; ``matches`` says whether it matches any name."""
+    if matches:
+        return (
+            f"{flag} {pattern!r} matches only parameters that train anyway. It makes exceptions "
+            "from what is frozen: add --freeze-parameters '*' to train nothing else, or drop it."
+        )
+    return (
+        f"{flag} {pattern!r} matches no parameter of the model; the closest are "
+        f"{', '.join(closest_names(pattern, names))}. '*' stands for any text, dots too: "
+        "a part of a name needs one on both sides."
+    )

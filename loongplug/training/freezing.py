@@ -1,0 +1,79 @@
+"""What a run freezes, and the one place that does it: by the model's YAML and by patterns."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.names import parameter_names
+from loongplug.models.freezing import Freezing, idle_pattern
+from loongplug.models.hf_mapping import Mapping
+
+# A module's key in the model's YAML, and its name in the built model.
+MODULES = {
+    "image_encoder": "image_encoder",
+    "image_projector": "image_projector",
+    "foundation": "text_decoder",
+}
+
+
+def freezing_of(args: Namespace, model: Any) -> Freezing:
+    """What the YAML's ``freeze`` and the patterns of the command line ask for."""
+    return Freezing(
+        modules=tuple(
+            name
+            for key, name in MODULES.items()
+            if getattr(getattr(model, key, None), "freeze", False)
+        ),
+        freeze=tuple(args.freeze_parameters),
+        train=tuple(args.train_parameters),
+    )
+
+
+def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: Mapping) -> None:
+    """Say of each of this rank's parameters whether it trains.
+
+    Has to happen before gradient buffers and optimizers are made. Collective: the default group.
+
+    Raises:
+        ValueError: on every rank, for a pattern without effect on any rank, with the closest
+            names, and where no rank has anything left to train.
+    """
+    names = []
+    trains = False
+    for name, parameter in parameter_names(chunks, mapping):
+        names.append(name)
+        parameter.requires_grad_(freezing.trains(name))
+        trains = trains or parameter.requires_grad
+    patterns_only = Freezing(freeze=freezing.patterns)
+    found = _everyone((trains, freezing.without_effect(names), patterns_only.without_effect(names)))
+    problems = []
+    idle, unmatched = (frozenset.intersection(*(each[which] for each in found)) for which in (1, 2))
+    if idle:
+        known = [entry.name for entry in mapping.entries()]
+        problems += [
+            idle_pattern(pattern, flag=flag, names=known, matches=pattern not in unmatched)
+            for flag, patterns in (
+                ("--freeze-parameters", freezing.freeze),
+                ("--train-parameters", freezing.train),
+            )
+            for pattern in dict.fromkeys(patterns)
+            if pattern in idle
+        ]
+    elif not any(each[0] for each in found):
+        problems.append(
+            "Every parameter of the model is frozen: there is nothing to train. Drop a freeze, or "
+            "name what is to train with --train-parameters."
+        )
+    raise_together(ValueError("\n".join(problems)) if problems else None)
+
+
+def _everyone(mine: Any) -> list[Any]:
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return everyone

@@ -1,0 +1,96 @@
+"""Runs that freeze: resumed in other modes, under another freeze, and patterns that are wrong."""
+
+import pytest
+from compared_runs import same, train
+from ranks import RankError
+
+pytestmark = pytest.mark.slow
+
+TP = ("--tensor-model-parallel-size", "2")
+PP = ("--pipeline-model-parallel-size", "2")
+FULL = (*PP, "--enable-full-hetero-dp")
+SHARDED = "--use-distributed-optimizer"
+ENCODER, PROJECTOR, DECODER = (
+    f"model.{module}.freeze=true" for module in ("image_encoder", "image_projector", "foundation")
+)
+SOME = ("--freeze-parameters", "*.layers.2.*", "*patch_embed*")
+
+
+def saved(flags, folder, *more, ranks=2):
+    """Four steps with a checkpoint after two of them, which the folder's tracker then names."""
+    steps = train([*flags, "--save", str(folder), "--save-interval", "2"], *more, ranks=ranks)
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("frozen", "optimizer"),
+    [(SOME, (SHARDED,)), (SOME, ()), ((DECODER,), ("--bf16", SHARDED)), ((ENCODER, DECODER), ())],
+    ids=["pattern-sharded", "pattern", "decoder-bf16-sharded", "all-but-projector"],
+)
+def test_a_run_goes_on_in_another_mode(flags, tmp_path, frozen, optimizer):
+    """What has no state (a whole module, one layer of four) is no reason not to save or load."""
+    expected = saved(flags, tmp_path, *FULL, *frozen, *optimizer)
+    load = ("--load", str(tmp_path))
+    found = train(flags, *TP, *frozen, *optimizer, *load, ranks=2)
+    if "--bf16" in optimizer:
+        assert [step for pair in found for step in pair] == pytest.approx(
+            [step for pair in expected[2:] for step in pair], rel=1e-2
+        )
+    else:
+        assert same(found, expected[2:]), (found, expected)
+
+
+@pytest.fixture(scope="module")
+def encoder_frozen(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder") / "run"
+    return str(folder), saved(flags, folder, *FULL, SHARDED, ENCODER)
+
+
+def test_what_was_frozen_has_no_state_to_train_with(flags, encoder_frozen):
+    load = ("--load", encoder_frozen[0], SHARDED)
+    for more, said in (
+        ((), r"no optimizer state for image_encoder\.blocks"),
+        (SOME, "saved with no parameters frozen by pattern, and here some are"),
+    ):
+        with pytest.raises(RankError, match=said) as raised:
+            train(flags, *TP, *load, *more, ranks=2)
+        assert len(raised.value.errors) == 2
+
+
+def test_the_next_phase_takes_the_weights_alone(flags, encoder_frozen):
+    """As SFT after alignment: --finetune, in another mode and with another freeze."""
+    folder, before = encoder_frozen
+    once = ("--load", folder, "--finetune", "--train-iters", "1")
+    ((expected, _),) = train(flags, *once, ENCODER)
+    ((found, _),) = train(flags, *TP, SHARDED, *SOME, *once, ranks=2)
+    assert found == pytest.approx(expected, rel=2e-5)
+    assert found < 0.95 * before[0][0]
+
+
+def test_more_may_be_frozen_than_before(flags, encoder_frozen):
+    """The rest goes on with its own state, not with new moments."""
+    folder, before = encoder_frozen
+    flags = [*flags, "--load", folder, SHARDED, *TP, ENCODER, PROJECTOR]
+    found = train(flags, ranks=2)
+    anew = train(flags, "--no-load-optim", ranks=2)
+    assert found[0][0] == pytest.approx(before[2][0], rel=2e-5)
+    assert found[0][1] < before[2][1]
+    assert same(anew[:1], found[:1])
+    assert anew[1][0] != pytest.approx(found[1][0], rel=1e-4)
+
+
+def test_a_pattern_without_effect_is_the_same_error_on_every_rank(flags):
+    """One that matches on the other stage alone is none."""
+    with pytest.raises(RankError) as raised:
+        train(
+            *(flags, "--freeze-parameters", "*final_layernorm*", "*.linear_qvk.*"),
+            *("--train-parameters", "*word_embeddings*", *PP),
+            ranks=2,
+        )
+    assert len(raised.value.errors) == 2
+    for error in raised.value.errors.values():
+        assert "--freeze-parameters '*.linear_qvk.*' matches no parameter" in error
+        assert "layers.*.self_attention.linear_qkv.weight" in error
+        assert "--train-parameters '*word_embeddings*' matches only parameters that train" in error
+        assert "final_layernorm" not in error.rpartition("ValueError: ")[2]

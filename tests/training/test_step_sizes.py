@@ -1,0 +1,189 @@
+"""Sizes of steps ahead of time, against the calculator that Megatron asks before each step."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import command_line
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from loongplug.checkpoint.same_rates import checked_rates
+from loongplug.data.units import Unit
+from loongplug.hetero.balance import Balance, EncoderWork
+from loongplug.hetero.placement import Placement
+from loongplug.parallel.layout import Layout
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.assigned_units import AssignedUnits
+from loongplug.training.rates import _count_samples
+from loongplug.training.step_sizes import StepSizes, UnitSteps, step_sizes
+
+pytestmark = pytest.mark.quick
+
+RAMPS = {
+    # What each ends a stretch at is not where the next size begins.
+    "many": StepSizes.ramp(start=4, increment=4, samples=300, end=44),
+    "jumps-over-sizes": StepSizes.ramp(start=8, increment=4, samples=10, end=32),
+    "at-once": StepSizes.ramp(start=4, increment=4, samples=0, end=12),
+    "constant": StepSizes.constant(12),
+    "schedule": StepSizes.parsed("640:8 0:4 6.4K:20", seq_length=64),
+}
+
+
+def megatron(sizes: StepSizes, *, each: int) -> Any:
+    return StepBatchsizeNumMicroBatchesCalculator(
+        micro_batch_size=each,
+        data_parallel_size=1,
+        decrease_batch_size_if_needed=False,
+        rank=-1,
+        schedule=sizes.schedule(seq_length=7),
+        seq_length=7,
+    )
+
+
+@pytest.mark.parametrize("name", RAMPS)
+@pytest.mark.parametrize("resumed", [0, 4, 12, 40, 1000])
+def test_every_microbatch_is_placed_in_the_step_that_megatron_makes(
+    name: str, resumed: int
+) -> None:
+    sizes, each = RAMPS[name], 4
+    calculator, steps = megatron(sizes, each=each), UnitSteps.of(sizes, consumed=resumed, each=each)
+    consumed, index = resumed, 0
+    for step in range(80):
+        assert resumed or sizes.samples(step) == consumed
+        calculator.update(consumed, consistency_check=True)
+        count = calculator.get()
+        assert [steps.place(index + i) for i in range(count)] == [(i, count) for i in range(count)]
+        index += count
+        consumed += count * each
+    assert count * each == sizes.largest
+
+
+@pytest.mark.parametrize(("start", "increment", "samples", "end"), [(4, 2, 30, 14), (3, 3, 7, 24)])
+def test_a_ramp_has_equal_parts(start: int, increment: int, samples: int, end: int) -> None:
+    sizes = StepSizes.ramp(start=start, increment=increment, samples=samples, end=end)
+    each_part = samples / ((end - start) / increment)
+    for consumed in range(samples):
+        expected = start + int(consumed / each_part) * increment
+        assert sizes.stretches(consumed)[0] == (consumed, expected)
+    assert sizes.stretches(samples) == [(samples, end)]
+
+
+def test_units_are_assigned_step_by_step() -> None:
+    """In turn from each step's first on; by cost, all units of a step together."""
+    encoders = Placement(
+        layout=Layout(dp=3),
+        groups=((0,), (1,), (2,)),
+        consumers=(0,),
+        on_every_stage=True,
+        gradient_factor=1.0,
+    )
+    steps = UnitSteps.of(StepSizes(sizes=((0, 4), (5, 8))), consumed=4, each=2)
+    work = EncoderWork(linear=1, attention=(), merge=2)
+
+    def roles(balance: Balance | None) -> AssignedUnits:
+        place = Namespace(placement=encoders)
+        more = {"patch_dim": 1, "device": lambda: None, "replica": None, "channel": 0}
+        return AssignedUnits(place, balance=balance, steps=steps, **more)
+
+    # Steps of 2, 4 and 4 microbatches.
+    units = [
+        Unit(index=i, media=(), grids=((1, 2, 2 + 2 * (i == 4)),), samples=(), where=())
+        for i in range(10)
+    ]
+    in_turn = roles(None)
+    assert [in_turn.block(i) for i in range(4)] == [1, 1, 1, 1]
+    assert in_turn.owners(units) == [0, 1, 0, 1, 2, 0, 0, 1, 2, 0]
+    balanced = roles(Balance(work=work, threshold=0.0))
+    assert [balanced.block(i) for i in (0, 2, 6)] == [2, 4, 4]
+    owners = balanced.owners(units[2:6])
+    assert owners.count(owners[2]) == 1  # the large one, where it is alone
+
+
+def test_both_flags_come_to_what_megatron_s_loop_reads(tmp_path: Path) -> None:
+    def settled(*more: str) -> Namespace:
+        return parse_arguments(command_line(tmp_path, *more)).args
+
+    ramp = settled("--rampup-batch-size", "4", "2", "20")
+    assert ramp.step_batch_size_schedule == "0:4 640:6 1280:8"
+    assert (ramp.global_batch_size, ramp.eval_global_batch_size) == (8, 8)
+    sizes = step_sizes(ramp)
+    assert sizes == StepSizes(sizes=((0, 4), (10, 6), (20, 8)))
+    line = command_line(tmp_path, "--step-batch-size-schedule", "0:4 640:6 1280:8")
+    at = line.index("--global-batch-size")
+    same = parse_arguments([*line[:at], *line[at + 2 :]]).args
+    assert step_sizes(same) == sizes
+    assert (same.global_batch_size, same.eval_global_batch_size) == (8, 8)
+    own = settled("--eval-global-batch-size", "6", "--eval-micro-batch-size", "3")
+    assert (own.eval_global_batch_size, own.eval_micro_batch_size) == (6, 3)
+    fewer = settled("--global-batch-size", "7", "--decrease-batch-size-if-needed")
+    assert (fewer.global_batch_size, fewer.eval_global_batch_size) == (7, 6)
+    assert step_sizes(settled("--rampup-batch-size", "8", "2", "9")) == StepSizes.constant(8)
+
+
+def scheduler(**changes: Any) -> OptimizerParamScheduler:
+    settings: dict[str, Any] = {
+        "init_lr": 0.0,
+        "max_lr": 1.0,
+        "min_lr": 0.1,
+        "lr_warmup_steps": 16,
+        "lr_decay_steps": 80,
+        "lr_decay_style": "linear",
+        "start_wd": 0.1,
+        "end_wd": 0.3,
+        "wd_incr_steps": 80,
+        "wd_incr_style": "linear",
+        "use_checkpoint_opt_param_scheduler": False,
+    }
+    optimizer = Namespace(param_groups=[{}])
+    return OptimizerParamScheduler(optimizer, **(settings | changes))
+
+
+@pytest.mark.parametrize("fraction", [None, 0.5])
+@pytest.mark.parametrize("style", ["linear", "WSD"])
+def test_rates_end_with_the_iterations_that_flags_name(style: str, fraction: float | None) -> None:
+    """Upstream's scheduler for 10 iterations of 8 samples, in a run that starts with fewer."""
+    sizes = StepSizes(sizes=((0, 2), (7, 4), (12, 8)))  # 2 2 2 2 4 8 8 ...
+    made = scheduler(lr_decay_style=style, wsd_decay_steps=16, lr_wsd_decay_style="linear")
+    args = Namespace(
+        lr_decay_iters=8,
+        train_iters=10,
+        lr_warmup_iters=2,
+        lr_wsd_decay_iters=2,
+        lr_warmup_fraction=fraction,
+    )
+    _count_samples(made, args, sizes)
+    rates, decays = [], []
+    for step in range(12):
+        rates.append(made.get_lr({}))
+        decays.append(made.get_wd({}))
+        made.step(sizes.samples(step + 1) - sizes.samples(step))
+    assert decays[9] < 0.29
+    assert decays[10] == pytest.approx(0.3)
+    assert rates[8:] == pytest.approx([0.1] * 4)
+    assert rates[7] > 0.15
+    warm = 2 if fraction is None else 6  # of 28 samples, 14 are a half
+    assert rates[warm - 1] < 0.99
+    assert (rates[2] == 1.0) == (fraction is None)
+    if style == "WSD":
+        assert rates[6] == (1.0 if fraction is None else pytest.approx(1.0))
+
+
+def test_other_rates_than_the_checkpoint_s_are_refused_unless_one_is_chosen() -> None:
+    saved = scheduler().state_dict() | {"num_steps": 8}
+    load = checked_rates(OptimizerParamScheduler.load_state_dict)
+    load(scheduler(), saved)
+    longer = {"lr_decay_steps": 160, "wd_incr_steps": 160}
+    with pytest.raises(ValueError, match=r"lr_decay_steps was 80, is 160 .*--train") as raised:
+        load(scheduler(**longer, max_lr=2.0), saved)
+    said = str(raised.value)
+    assert "max_lr was 1.0, is 2.0 (--lr)" in said
+    assert "--override-opt-param-scheduler" in said
+    assert "--use-checkpoint-opt-param-scheduler" in said
+    own = scheduler(**longer, override_opt_param_scheduler=True)
+    load(own, saved)
+    assert (own.lr_decay_steps, own.num_steps) == (160, 8)
+    as_saved = scheduler(**longer, use_checkpoint_opt_param_scheduler=True)
+    load(as_saved, saved)
+    assert as_saved.lr_decay_steps == 80
