@@ -1,13 +1,16 @@
 """What a mode's timing has in memory for the encoder, around the decoder's passes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
 
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, Ledger
 from loongplug.estimate.trace import ENCODER, Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.group_ahead import GroupAhead
+from loongplug.hetero.modes import Mode
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 from loongplug.hetero.three_phases import ThreePhases
@@ -124,11 +127,25 @@ class NoSide:
 
 
 class Separated:
-    """Full separation: as :class:`~loongplug.hetero.three_phases.ThreePhases`."""
+    """Full separation: as :class:`~loongplug.hetero.three_phases.ThreePhases`.
 
-    def __init__(self, encoding: Encoding) -> None:
+    With ``features_on_host`` and ``activations_on_host`` two units' are on the device. ``away`` is
+    what of the encoder's state is not there in phase 2, by its name.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        *,
+        features_on_host: bool = False,
+        activations_on_host: bool = False,
+        away: Mapping[str, int] | None = None,
+    ) -> None:
         self._of = encoding
         self._mine = [unit for unit, owner in enumerate(encoding.owners) if owner == encoding.group]
+        self._features_on_host = features_on_host
+        self._activations_on_host = activations_on_host
+        self._away = away or {}
 
     def begin(self, ledger: Ledger) -> None:
         """Phase 1: all units are encoded, then exchanged."""
@@ -137,45 +154,72 @@ class Separated:
         if not patches and of.trains:
             patches = [0]
         ledger.add(PIXELS, sum(patches) * of.pixels)
-        for each in patches:
+        for number, each in enumerate(patches):
             cost = of.of_unit(each)
+            if self._activations_on_host and number > 1:
+                ledger.take(ENCODER, of.of_unit(patches[number - 2]).encoder)
             ledger.add(ENCODER, cost.encoder)
             ledger.work("phase 1", cost.forward - cost.encoder)
             ledger.add(FEATURES, each // of.merge * of.payload)
+        if self._activations_on_host:
+            ledger.clear(ENCODER)
         moved = of.moved(feature_transfers(of.placement, of.owners, shared=of.shared))
-        copied = 0
-        if of.copies_shares:
-            copied = sum(of.consumed(unit) for unit in self._mine)
-        ledger.work("exchange of features", moved.sent + moved.received + copied)
-        ledger.add(FEATURES, moved.received + copied)
+        ledger.work("exchange of features", moved.sent + moved.received)
+        ledger.clear(FEATURES)
+        if self._features_on_host:
+            ledger.add(FEATURES, self._two_units())
+        else:
+            ledger.add(FEATURES, sum(of.consumed(unit) for unit in range(len(of.units))))
+        for name, nbytes in self._away.items():
+            ledger.take(name, nbytes)
 
     def forward(self, ledger: Ledger, unit: int) -> None:
         """The features are there."""
 
     def backward(self, ledger: Ledger, unit: int) -> None:
         """The decoder has left its gradient."""
-        if self._of.trains:
-            ledger.add(FEATURE_GRADIENTS, self._of.consumed(unit))
+        of = self._of
+        if of.trains:
+            ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
+            most = self._two_units()
+            if self._features_on_host and ledger.live[FEATURE_GRADIENTS] > most:
+                ledger.take(FEATURE_GRADIENTS, ledger.live[FEATURE_GRADIENTS] - most)
 
     def end(self, ledger: Ledger) -> None:
         """Phase 3: gradients are exchanged, then all units go backward."""
         of = self._of
+        for name, nbytes in self._away.items():
+            ledger.add(name, nbytes)
         if of.trains:
+            ledger.clear(FEATURE_GRADIENTS)
+            every = sum(of.consumed(unit) for unit in range(len(of.units)))
+            ledger.add(FEATURE_GRADIENTS, every)
             moved = of.moved(gradient_transfers(of.placement, of.owners, shared=of.shared))
             ledger.work("exchange of gradients", moved.sent + moved.received)
             ledger.clear(FEATURE_GRADIENTS)
             ledger.clear(FEATURES)
-            own = sum(of.features(unit) for unit in self._mine)
-            ledger.add(FEATURES, own)
-            ledger.add(FEATURE_GRADIENTS, own)
-            for unit in self._mine:
-                cost = of.of_unit(of.units[unit].patches)
-                ledger.work("phase 3", cost.backward)
-                ledger.take(ENCODER, cost.encoder)
-                ledger.take(FEATURES, of.features(unit))
-                ledger.take(FEATURE_GRADIENTS, of.features(unit))
+            ledger.add(FEATURE_GRADIENTS, sum(of.features(unit) for unit in self._mine))
+            self._backward(ledger)
         for name in (ENCODER, FEATURES, FEATURE_GRADIENTS, PIXELS):
             ledger.clear(name)
+
+    def _backward(self, ledger: Ledger) -> None:
+        of = self._of
+        costs = [of.of_unit(of.units[unit].patches) for unit in self._mine]
+        if self._activations_on_host:
+            ledger.clear(ENCODER)
+            ledger.add(ENCODER, sum(cost.encoder for cost in costs[:1]))
+        for number, (unit, cost) in enumerate(zip(self._mine, costs, strict=True)):
+            if self._activations_on_host:
+                ledger.add(ENCODER, sum(each.encoder for each in costs[number + 1 : number + 2]))
+            ledger.work("phase 3", cost.backward)
+            ledger.take(ENCODER, cost.encoder)
+            ledger.take(FEATURE_GRADIENTS, of.features(unit))
+
+    def _two_units(self) -> int:
+        """The most features of two units that follow each other."""
+        sizes = [self._of.consumed(unit) for unit in range(len(self._of.units))]
+        return max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))
 
 
 class Ahead:
@@ -284,5 +328,12 @@ def _shifted(transfer: Transfer, *, by: int) -> Transfer:
     )
 
 
-# By what a mode puts around the decoder's schedule.
-SIDES: dict[Any, Callable[[Encoding], Side]] = {ThreePhases: Separated, GroupAhead: Ahead}
+def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int]) -> Side:
+    """What goes with a mode's timing; ``state`` is what the encoder holds between steps."""
+    timing, options = mode.timing, {}
+    if isinstance(timing, partial):
+        timing, options = timing.func, dict(timing.keywords)
+    if timing is ThreePhases:
+        return Separated(encoding, **options, away=state if mode.state_away else None)
+    assert timing is GroupAhead, timing
+    return Ahead(encoding)

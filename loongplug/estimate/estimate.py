@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.estimate.encoder_side import SIDES, Encoding, NoSide, Side
+from loongplug.estimate.encoder_side import Encoding, NoSide, Side, side_of
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import Rank, as_rank
 from loongplug.estimate.schedule import Pipeline
@@ -62,14 +62,14 @@ def estimate(parsed: ParsedArguments, units: Sequence[UnitSize]) -> list[RankMem
 def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     args = parsed.args
-    state = sum(rank_state(rank.chunks, args).values(), State())
-    step = _Step(rank, parsed, units)
+    states = rank_state(rank.chunks, args)
+    state = sum(states.values(), State())
+    step = _Step(rank, parsed, units, encoder_state=states["image_encoder"])
     found = []
     for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
         ledger = Ledger()
-        ledger.add(WEIGHTS, state.weights)
-        ledger.add(GRADIENTS, state.gradients)
-        ledger.add(OPTIMIZER, state.optimizer)
+        for name, nbytes in _by_name(state).items():
+            ledger.add(name, nbytes)
         step.follow(ledger, rank=member)
         ledger.work("optimizer step", state.step)
         found.append(
@@ -85,10 +85,21 @@ def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> 
     return max(found, key=lambda each: each.total)
 
 
+def _by_name(state: State) -> dict[str, int]:
+    return {WEIGHTS: state.weights, GRADIENTS: state.gradients, OPTIMIZER: state.optimizer}
+
+
 class _Step:
     """A step of one rank: its chunks traced once, then followed for any rank like it."""
 
-    def __init__(self, rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        parsed: ParsedArguments,
+        units: Sequence[UnitSize],
+        *,
+        encoder_state: State,
+    ) -> None:
         self._rank = rank
         self._args: Namespace = parsed.args
         self._model: Any = parsed.model
@@ -101,15 +112,17 @@ class _Step:
             for module in first.parallel_parts()[0].modules.values()
             for parameter in module.parameters()
         )
-        self._apart = mode_of(self._args).timing
+        self._mode = mode_of(self._args)
+        self._encoder_state = _by_name(encoder_state)
+        self._apart = self._mode.timing is not None
         self._shapes = self._largest()
         tracer = Tracer(self._args, self._shapes, merge=self._merge)
         self._encoder = Cost()
-        if self.has_encoder and self._apart is not None:
+        if self.has_encoder and self._apart:
             self._encoder = tracer.encoder(first)
         self._costs = [
             tracer.inline(chunk)
-            if self._apart is None and chunk.image_encoder is not None
+            if not self._apart and chunk.image_encoder is not None
             else tracer.decoder(chunk, features_train=self._trains)
             for chunk in rank.chunks
         ]
@@ -153,7 +166,7 @@ class _Step:
         return cost_of
 
     def _side(self, rank: int) -> Side:
-        if self._apart is None:
+        if not self._apart:
             return NoSide()
         model, place = self._model, self._rank.place
         groups = place.placement.groups
@@ -173,4 +186,4 @@ class _Step:
             trains=self._trains,
             copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )
-        return SIDES[self._apart](encoding)
+        return side_of(self._mode, encoding, state=self._encoder_state)

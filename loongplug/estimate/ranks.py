@@ -12,10 +12,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 # Its import makes the backend "fake", which talks to nobody, known to torch.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from loongplug.checkpoint.names import parameter_names
 from loongplug.hetero.engine import EncoderPlace
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.freezing import freezing_of
 from loongplug.training.provider import engine_of
 from loongplug.training.sizes import build_on_meta
 
@@ -78,4 +80,8 @@ def _chunks(
         assert isinstance(chunk, MultimodalModel)
         # As Megatron's Float16Module does to all there is.
         chunks.append(chunk.bfloat16() if args.bf16 else chunk)
+    freezing = freezing_of(args, parsed.model)
+    mapping = parsed.family.load_hugging_face(parsed.model).mapping
+    for name, parameter in parameter_names(chunks, mapping):
+        parameter.requires_grad_(freezing.trains(name))
     return tuple(chunks)

@@ -16,6 +16,7 @@ from loongplug.estimate.tape import Tape
 from loongplug.estimate.trace import DECODER, ENCODER
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.group_ahead import GroupAhead
+from loongplug.hetero.store import KeptOnDevice
 from loongplug.hetero.three_phases import ThreePhases
 from loongplug.hetero.timing import Arrived
 from loongplug.models.features import VisionFeatures
@@ -41,6 +42,7 @@ class _Watch:
         self.found = Measured()
         self.steps = 0
         self.arrived: list[weakref.ref[Arrived]] = []
+        self.stored: list[weakref.ref[KeptOnDevice]] = []
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
@@ -116,6 +118,10 @@ class _Watch:
             arrived(made, *args, **kwargs)
             self.arrived.append(weakref.ref(made))
 
+        def stored_noted(made: Any, *args: Any, **kwargs: Any) -> None:
+            stored(made, *args, **kwargs)
+            self.stored.append(weakref.ref(made))
+
         def begin_counted(self: Any, chunk: Any, microbatches: Any, *, training: bool) -> None:
             with tape.region(PIXELS):
                 for each in microbatches:
@@ -135,6 +141,7 @@ class _Watch:
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
             setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
         Arrived.__init__ = arrived_noted
+        stored, KeptOnDevice.__init__ = KeptOnDevice.__init__, stored_noted
         if self.apart:
             VisionFeatures.packed = packed_counted
         for name in ("forward_step", "backward_step"):
@@ -153,14 +160,20 @@ class _Watch:
         for key, (_, region, nbytes) in self.tape._known.items():
             if key not in state:
                 live[region] = live.get(region, 0) + nbytes
-        gradients = {
-            leaf.grad.untyped_storage()._cdata: leaf.grad.untyped_storage().nbytes()
+        gradients = [
+            leaf.grad
             for arrived in self.arrived
             if (each := arrived()) is not None
             for leaf in each.leaves.values()
             if leaf.grad is not None
-        }
-        live[FEATURE_GRADIENTS] = sum(gradients.values())
+        ]
+        gradients += [
+            gradient
+            for stored in self.stored
+            if (kept := stored()) is not None
+            for gradient in kept._gradients.values()
+        ]
+        live[FEATURE_GRADIENTS] = sum(each.untyped_storage().nbytes() for each in gradients)
         live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
         for name, nbytes in live.items():
             self.found.most[name] = max(self.found.most.get(name, 0), nbytes)
