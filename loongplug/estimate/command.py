@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
 
 FITS, TOO_LARGE = 0, 1
-_GB = 10**9
+_GB, _MB = 10**9, 10**6
 # What the machine of the run has and this one may not; none of it changes what is counted.
 _OF_THE_MACHINE = frozenset(("device", "transformer_impl", "distributed_backend"))
 
@@ -62,7 +62,7 @@ def estimate(
     fullest = max(each.total for each in found)
     fits = fullest <= device_memory * _GB
     print(
-        f"{'fits' if fits else 'does not fit'}: the fullest rank needs {fullest / _GB:.1f} of "
+        f"{'fits' if fits else 'does not fit'}: the fullest rank needs {fullest / _GB:.2f} of "
         f"{device_memory:g} GB, without what the device's own libraries take"
     )
     return FITS if fits else TOO_LARGE
@@ -109,8 +109,9 @@ def _print(
     args = parsed.args
     names = list(dict.fromkeys(name for each in found for name in each.parts))
     fullest = max(found, key=lambda each: each.total)
+    unit = _GB if fullest.total >= _GB else _MB
     table = Table(
-        "GB",
+        "GB" if unit == _GB else "MB",
         title=f"{args.model_name or Path(args.config_file).stem}, {args.world_size} rank(s), "
         f"{len(patches)} microbatch(es) of up to {max(patches)} patches",
         caption="* the fullest",
@@ -119,18 +120,15 @@ def _print(
         mark = " *" if each is fullest else ""
         table.add_column(f"stage {each.stage}{mark}\n{each.role}", justify="right")
     for name in names:
-        table.add_row(name, *(_gigabytes(each.parts.get(name, 0)) for each in found))
+        table.add_row(name, *(_shown(each.parts.get(name, 0), unit) for each in found))
     table.add_section()
-    table.add_row("total", *(_gigabytes(each.total) for each in found))
+    table.add_row("total", *(_shown(each.total, unit) for each in found))
     table.add_row("at its fullest in", *(each.when for each in found))
     Console().print(table)
 
 
-def _gigabytes(nbytes: int) -> str:
-    """Three digits below 10 GB, and what is tiny in MB."""
-    if nbytes and nbytes < _GB // 100:
-        return f"{nbytes / 10**6:.2f} MB"
-    return f"{nbytes / _GB:.2f}"
+def _shown(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.2f}" if nbytes else ""
 
 
 def _write(found: "Sequence[RankMemory]", path: Path) -> None:

@@ -16,14 +16,28 @@ from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transf
 from loongplug.hetero.three_phases import ThreePhases
 
 PIXELS = "pixels"
-_SMALLEST = 1  # blocks of patches in the blank image
+
+
+def between(least: Cost, most: Cost, patches: int, *, smallest: int, largest: int) -> Cost:
+    """The cost of a unit of so many patches: ``least`` of the smallest, ``most`` of the largest."""
+    part = (max(patches, smallest) - smallest) / max(1, largest - smallest)
+
+    def at(low: int, high: int) -> int:
+        return round(low + (high - low) * part)
+
+    return Cost(
+        encoder=at(least.encoder, most.encoder),
+        forward=at(least.forward, most.forward),
+        backward=at(least.backward, most.backward),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
     """An encoder on one rank, and the units of a step.
 
-    ``cost`` is that of a unit of ``traced`` patches; one of another size takes its share of it.
+    ``cost`` is that of a unit of ``traced`` patches, ``blank`` of the smallest one, which stands in
+    for no images; what lies between them grows with the patches.
     ``payload`` and ``pixels`` are the bytes of a visual token's features and of a patch.
     """
 
@@ -34,6 +48,7 @@ class Encoding:
     owners: tuple[int, ...]
     merge: int
     cost: Cost
+    blank: Cost
     traced: int
     payload: int
     pixels: int
@@ -42,12 +57,7 @@ class Encoding:
 
     def of_unit(self, patches: int) -> Cost:
         """Of a unit of so many; without images, of the blank one."""
-        share = max(patches, _SMALLEST * self.merge) / self.traced
-        return Cost(
-            encoder=round(self.cost.encoder * share),
-            forward=round(self.cost.forward * share),
-            backward=round(self.cost.backward * share),
-        )
+        return between(self.blank, self.cost, patches, smallest=self.merge, largest=self.traced)
 
     def features(self, unit: int) -> int:
         """Bytes of all of a unit's features."""

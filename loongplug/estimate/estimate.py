@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.estimate.encoder_side import Encoding, NoSide, Side, side_of
+from loongplug.estimate.encoder_side import Encoding, NoSide, Side, between, side_of
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import Rank, as_rank
 from loongplug.estimate.schedule import Pipeline
@@ -117,7 +117,11 @@ class _Step:
         self._apart = self._mode.timing is not None
         self._shapes = self._largest()
         tracer = Tracer(self._args, self._shapes, merge=self._merge)
-        self._encoder = Cost()
+        self._encoder = self._blank = Cost()
+        if self.has_encoder:
+            side = self._model.image_encoder.spatial_merge_size
+            blank = replace(self._shapes, grids=((1, side, side),))
+            self._blank = Tracer(self._args, blank, merge=self._merge).encoder(first)
         if self.has_encoder and self._apart:
             self._encoder = tracer.encoder(first)
         self._costs = [
@@ -160,8 +164,14 @@ class _Step:
             cost = self._costs[chunk]
             if not cost.encoder:
                 return cost
-            patches = max(self._units[microbatch].patches, self._merge)
-            return replace(cost, encoder=round(cost.encoder * patches / self._shapes.patches))
+            part = between(
+                self._blank,
+                cost,
+                self._units[microbatch].patches,
+                smallest=self._merge,
+                largest=self._shapes.patches,
+            )
+            return replace(cost, encoder=part.encoder)
 
         return cost_of
 
@@ -180,6 +190,7 @@ class _Step:
             owners=owners_of(self._units, self._args, model, groups=len(groups)),
             merge=self._merge,
             cost=self._encoder,
+            blank=self._blank,
             traced=self._shapes.patches,
             payload=streams * config.hidden_size * config.params_dtype.itemsize,
             pixels=patch_values(model.image_encoder) * _PIXEL_BYTES,
