@@ -1,0 +1,72 @@
+"""The parts of the estimate that are plain arithmetic, and the command's refusals."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.estimate.ledger import TRANSIENT, Ledger
+from loongplug.estimate.schedule import Pipeline, passes
+from loongplug.estimate.tape import Tape
+
+pytestmark = pytest.mark.quick
+
+
+def order(microbatches, **pipeline):
+    return " ".join(
+        f"{'f' if each.forward else 'b'}{each.chunk}{each.microbatch}"
+        for each in passes(Pipeline(**pipeline), microbatches)
+    )
+
+
+def test_schedules_are_megatron_s():
+    assert order(2, stages=1, stage=0, chunks=1, group=1) == "f00 b00 f01 b01"
+    assert order(3, stages=2, stage=0, chunks=1, group=2) == "f00 f01 b00 f02 b01 b02"
+    assert order(3, stages=2, stage=1, chunks=1, group=2) == "f00 b00 f01 b01 f02 b02"
+    assert order(2, stages=2, stage=1, chunks=2, group=2) == "f00 f01 f10 b10 f11 b11 b00 b01"
+
+
+def test_a_schedule_with_less_microbatches_than_stages_goes_backward_too():
+    assert order(1, stages=4, stage=0, chunks=1, group=4) == "f00 b00"
+
+
+def test_the_ledger_keeps_the_fullest_moment():
+    ledger = Ledger()
+    ledger.add("weights", 10)
+    ledger.add("activations", 5)
+    ledger.work("forward", 1)
+    ledger.take("activations", 5)
+    ledger.work("later", 5)
+    assert ledger.when == "forward"
+    assert ledger.peak == {"weights": 10, "activations": 5, TRANSIENT: 1}
+    assert ledger.most["activations"] == 5
+
+
+def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():
+    before = torch.empty(100)
+    with Tape(region="one") as tape:
+        view = before.view(10, 10)
+        made = view * 2
+        other = made.t()
+        with tape.region("two"):
+            doubled = other + other
+        assert tape.live == {"one": 400, "two": 400}
+        del made, doubled
+        assert tape.live == {"one": 400, "two": 0}  # a view holds it
+        del other
+        assert tape.total == 0
+        assert tape.most == 800
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ranks", "0"], "--ranks is 0: expected"),
+        (["--ranks", "1", "--device-memory", "0"], "--device-memory is 0.0: expected"),
+        (["--ranks", "1", "--model-nam", "x"], "there is no flag --model-nam"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options, said):
+    result = CliRunner().invoke(app, ["estimate", *options])
+    assert result.exit_code == 1
+    assert said in result.output
