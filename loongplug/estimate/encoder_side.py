@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, Ledger
 from loongplug.estimate.trace import ENCODER, Cost
@@ -340,7 +340,8 @@ def _shifted(transfer: Transfer, *, by: int) -> Transfer:
 
 def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int]) -> Side:
     """What goes with a mode's timing; ``state`` is what the encoder holds between steps."""
-    timing, options = mode.timing, {}
+    timing: Any = mode.timing
+    options: dict[str, Any] = {}
     if isinstance(timing, partial):
         timing, options = timing.func, dict(timing.keywords)
     if timing is ThreePhases:

@@ -12,6 +12,8 @@ from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, PIPELINE
 from loongplug.estimate.trace import DECODER, ENCODER
 from loongplug.estimate.units import units_of_data
 
+pytestmark = pytest.mark.slow
+
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 EP, EXPERTS = "--expert-model-parallel-size", ("--model-name", "qwen3_vl_moe_tiny")
@@ -22,6 +24,8 @@ RECOMPUTE = (
     *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
 )
 FROZEN = "+model.image_encoder.freeze=True"
+# What encoders keep on the host for grids that they have met counts as theirs on the CPU.
+HOST_TABLES = 30_000
 # Ranks and flags.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "uniform-pp2": (2, (PP, "2")),
@@ -54,12 +58,12 @@ def test_a_step_holds_what_was_estimated(flags, name):
             assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
         # What stages send each other is among what the real decoder's passes made.
         most[DECODER] += most.pop(PIPELINE, 0)
-        for part in (ENCODER, DECODER, FEATURES, PIXELS):
-            assert most.get(part, 0) == pytest.approx(real.most.get(part, 0), rel=0.1), (
-                stage,
-                real.most,
-                part,
-            )
+        for part in (ENCODER, DECODER, PIXELS):
+            assert most.get(part, 0) == pytest.approx(
+                real.most.get(part, 0), rel=0.1, abs=HOST_TABLES
+            ), (stage, real.most, part)
+        if stage.stage == 0:  # later ones have features before the schedule only
+            assert most.get(FEATURES, 0) == pytest.approx(real.most.get(FEATURES, 0), rel=0.1)
         # Looked at before each pass, when the last one's is not there yet.
         assert real.most[FEATURE_GRADIENTS] <= most.get(FEATURE_GRADIENTS, 0)
         assert stage.total == pytest.approx(real.total, rel=0.1), (stage, real)
