@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, Ledger
 from loongplug.estimate.trace import ENCODER, Cost
@@ -330,9 +330,11 @@ def _shifted(transfer: Transfer, *, by: int) -> Transfer:
 
 def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int]) -> Side:
     """What goes with a mode's timing; ``state`` is what the encoder holds between steps."""
-    timing, options = mode.timing, {}
+    timing = mode.timing
+    options: dict[str, Any] = {}
     if isinstance(timing, partial):
-        timing, options = timing.func, dict(timing.keywords)
+        options = dict(timing.keywords)
+        timing = timing.func
     if timing is ThreePhases:
         return Separated(encoding, **options, away=state if mode.state_away else None)
     assert timing is GroupAhead, timing
