@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from loongplug.checkpoint.names import parameter_names
 from loongplug.hetero.engine import EncoderPlace
+from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments
@@ -81,7 +82,8 @@ def _chunks(
         # As Megatron's Float16Module does to all there is.
         chunks.append(chunk.bfloat16() if args.bf16 else chunk)
     freezing = freezing_of(args, parsed.model)
-    mapping = parsed.family.load_hugging_face(parsed.model).mapping
+    hugging_face = parsed.family.load_hugging_face(parsed.model)
+    mapping = with_adapters(hugging_face.mapping, adapter_table(parsed.model, hugging_face))
     for name, parameter in parameter_names(chunks, mapping):
         parameter.requires_grad_(freezing.trains(name))
     return tuple(chunks)
