@@ -159,6 +159,40 @@ def verify(
     raise typer.Exit(code)
 
 
+@app.command(
+    "estimate",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def estimate(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes of the run, on all its machines.")],
+    visual_tokens: Annotated[
+        int | None, typer.Option(help="Of each sample, in one image; else as the data have.")
+    ] = None,
+    device_memory: Annotated[
+        float | None, typer.Option(help="GB of one device: does the run fit?")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Print what the ranks of a run will hold in memory, before it is launched.
+
+    Takes train.py's flags. Needs no GPU and makes no weights. Ends with exit code 1 when the run
+    does not fit.
+    """
+    with _user_errors():
+        from loongplug.estimate.command import estimate as run
+
+        raise typer.Exit(
+            run(
+                context.args,
+                ranks=ranks,
+                visual_tokens=visual_tokens,
+                device_memory=device_memory,
+                json_path=json_path,
+            )
+        )
+
+
 @bench.command(
     "step",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

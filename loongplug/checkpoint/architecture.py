@@ -14,8 +14,10 @@ from loongplug.checkpoint.tracker import TRACKER
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 _NOT_THE_WEIGHTS = (
+    "dropout",
     "freeze",
     "initializer_range",
+    "lr_mult",
     "max_position_embeddings",
     "recompute",
     "tensor_model_parallel_size",
@@ -97,6 +99,7 @@ def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in settings.items()
         if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
+        and not (key.endswith(".lora") and value is None)  # as if it were not there
     }
 
 

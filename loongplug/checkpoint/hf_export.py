@@ -113,7 +113,7 @@ def save_hf_folder(
         error = _write_files(building, files, tensors, on_bytes=on_bytes)
         raise_together(error)
         if own_rank() == 0:
-            error = _error_of(building, finish)
+            error = error_of_writing(building, finish)
         raise_together(error)
 
 
@@ -162,11 +162,11 @@ def _write_files(
     error: Exception | None = None
     for bundle, source, tensor in tensors.collect(writers.rank_of, on_bytes=on_bytes):
         if error is None:  # else the other ranks send what they have all the same
-            error = _error_of(folder, partial(writers.write, bundle, source.name, tensor))
-    return error or _error_of(folder, writers.close)
+            error = error_of_writing(folder, partial(writers.write, bundle, source.name, tensor))
+    return error or error_of_writing(folder, writers.close)
 
 
-def _error_of(folder: Path, write: Callable[[], None]) -> Exception | None:
+def error_of_writing(folder: Path, write: Callable[[], None]) -> Exception | None:
     """What went wrong in ``write``, in words for the user where the machine is to blame."""
     try:
         write()

@@ -59,7 +59,7 @@ def load_hf_weights(
         holders, _ = all_holders(owned)
         with replica_groups(holders) as groups:
             fill = partial(_fill, tensors=tensors, mapping=model.mapping, in_the_file=in_the_file)
-            error = _fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
+            error = fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
     raise_together(error)
     return tensors.bytes_read
 
@@ -115,7 +115,7 @@ def _shape_problem(own: Owned) -> str | None:
     return None if found == expected else f"{own.name} has shape {found}, expected {expected}"
 
 
-def _fill_all(
+def fill_all(
     owned: Sequence[Owned],
     fill: Callable[[Owned], None],
     *,
@@ -123,7 +123,11 @@ def _fill_all(
     groups: Any,
     on_bytes: OnBytes,
 ) -> Exception | None:
-    """Read or receive every parameter; the first error comes back, once all have taken part."""
+    """Read or receive every parameter; the first error comes back, once all have taken part.
+
+    ``fill`` is called for what this rank is the first to hold; ``groups`` are those of
+    :func:`~loongplug.checkpoint.holders.replica_groups`. Collective: these groups.
+    """
     done, total = 0, sum(own.parameter.nbytes for own in owned)
     error: Exception | None = None
     for own in owned:

@@ -58,6 +58,8 @@ def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> lis
         offsets = layer_offsets(modules)
         for wrapped_name, parameter in chunk.named_parameters():
             local_name = without_wrappers(wrapped_name)
+            if not mapping.covers(local_name):
+                continue
             shifted = shift_layers(local_name, offsets)
             found = mapping.find(shifted)
             if found is None:

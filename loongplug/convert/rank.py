@@ -8,6 +8,13 @@ from pathlib import Path
 
 import torch
 
+from loongplug.checkpoint.adapter_files import (
+    check_adapter_export,
+    give_adapter_dtype,
+    load_adapters,
+    save_adapters,
+)
+from loongplug.checkpoint.adapter_weights import merged_weights
 from loongplug.checkpoint.architecture import write_architecture
 from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
 from loongplug.checkpoint.dtypes import (
@@ -23,6 +30,7 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.convert.progress import ByteProgress
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
+from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
@@ -51,9 +59,10 @@ class Converted:
 def convert(flags: Sequence[str]) -> Converted:
     """Convert as ``flags``, train.py's own, say. Every rank enters.
 
-    ``--load-hf`` or ``--load`` names the source, ``--save`` or ``--save-hf`` the target. A
-    checkpoint is written as a *release*, from which training starts at iteration 0. Every tensor
-    keeps its dtype.
+    ``--load-hf`` or ``--load`` names the source, ``--save``, ``--save-hf`` or ``--save-lora`` the
+    target. A checkpoint is written as a *release*, from which training starts at iteration 0. Every
+    tensor keeps its dtype. Where the model has adapters, ``--save-hf`` merges them into the
+    weights; ``--load-lora`` brings them to those of a folder.
 
     Raises:
         ValueError: on every rank; the flags, the source or the target cannot be used.
@@ -65,6 +74,9 @@ def convert(flags: Sequence[str]) -> Converted:
     check_source_folders(args, parsed.model_yaml)
     if args.save_hf:
         check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
+    table = adapter_table(parsed.model, model)
+    if args.save_lora:
+        check_adapter_export(Path(args.save_lora))
     use_whole_checkpoints(current_platform(), asynchronous=False)
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
@@ -80,6 +92,9 @@ def convert(flags: Sequence[str]) -> Converted:
                     on_bytes=progress.of("reading"),
                     in_the_file=args.device == "cpu",
                 )
+                if table is not None and args.load_lora:
+                    give_adapter_dtype(chunks, table, Path(args.load_lora))
+                    load_adapters(chunks, Path(args.load_lora), table=table)
             else:
                 folder = _iteration_folder(Path(args.load))
                 give_checkpoint_dtypes(chunks, dtypes, folder=folder)
@@ -96,6 +111,15 @@ def convert(flags: Sequence[str]) -> Converted:
                     model=model,
                     processor_folder=processor_folder,
                     on_bytes=progress.of("writing"),
+                    weight_of=merged_weights(chunks, weight_of=weight_of),
+                )
+            if args.save_lora:
+                assert table is not None
+                save_adapters(
+                    chunks,
+                    Path(args.save_lora),
+                    table=table,
+                    base=args.load_hf,
                     weight_of=weight_of,
                 )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -129,8 +153,15 @@ def _check_ends(given: Namespace) -> None:
     """One source and a target."""
     if bool(given.load_hf) == bool(given.load):
         raise ValueError("give one source: --load-hf DIR (Hugging Face) or --load DIR (checkpoint)")
-    if not given.save_hf and not given.save:
-        raise ValueError("give a target: --save DIR (checkpoint) or --save-hf DIR (Hugging Face)")
+    if not given.save_hf and not given.save and not given.save_lora:
+        raise ValueError(
+            "give a target: --save DIR (checkpoint), --save-hf DIR (Hugging Face) or --save-lora "
+            "DIR (adapters)"
+        )
+    if given.load and given.load_lora:
+        raise ValueError(
+            "--load and --load-lora both have adapters; give --load-hf DIR with --load-lora DIR"
+        )
     if given.load and given.save:
         raise ValueError(
             "--load and --save are both checkpoints, which load into any layout as they are; "

@@ -1,11 +1,14 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from loongplug.hetero.encoder_state import StateAway
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.placement import Placement
@@ -78,6 +81,8 @@ class Engine:
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
             schedule = get_schedule(*args, **kwargs)
             timing = self.timing()
+            if isinstance(timing, StateAway):
+                schedule = timing.around(schedule)
             return schedule if timing is None else stepped(schedule, timing, recorder=self.recorder)
 
         return get_forward_backward_func
@@ -85,6 +90,11 @@ class Engine:
     def attach(self, chunk: MultimodalModel) -> None:
         """Have a chunk ask this engine for features."""
         chunk.feature_source = self.timing()
+
+    def built(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Before the first step: the wrapped chunks and the optimizer of all modules."""
+        if isinstance(self._timing, StateAway):
+            self._timing.built(chunks[0].parts[IMAGE_ENCODER], optimizer.of_part[IMAGE_ENCODER])
 
     def timing(self) -> Timing | None:
         """The step's timing, one for the run; None in a mode without one."""
@@ -103,6 +113,9 @@ class Engine:
                 group=place.group,
                 patches_per_token=self._block,
             )
+            if self._mode.state_away:
+                last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+                self._timing = StateAway(self._timing, platform=current_platform(), beside=not last)
         return self._timing
 
     def _made(self) -> EncoderPlace:

@@ -2,7 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
 from loongplug.hetero.group_ahead import GroupAhead
@@ -20,7 +21,9 @@ class Mode:
     makes what is put around the decoder's schedule, None where each forward encodes its own unit.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
     for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
-    ``any_owner``, every group may encode any units of a step, and as many as it likes.
+    ``any_owner``, every group may encode any units of a step, and as many as it likes. With
+    ``state_away``, the encoder's parameters, gradients and optimizer state are on the host while
+    the decoder works.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Mode:
     encoder_tp: int | None = None
     on_every_stage: bool = False
     any_owner: bool = False
+    state_away: bool = False
 
 
 UNIFORM = Mode(name="uniform", place=together)
@@ -46,10 +50,18 @@ FULL_HETERO_DP = Mode(
 def mode_of(args: Namespace) -> Mode:
     """What the flags ask for. Heterogeneous TP is the uniform mode with another encoder size."""
     if args.enable_full_hetero_dp:
-        return FULL_HETERO_DP
+        return _with_offload(FULL_HETERO_DP, args)
     if args.enable_encoder_hetero_dp:
         return ENCODER_HETERO_DP
     return UNIFORM
+
+
+def _with_offload(mode: Mode, args: Namespace) -> Mode:
+    features, activations = args.full_hetero_dp_cpu_offload, args.offload_encoder_activations
+    if features or activations:
+        timing = partial(ThreePhases, features_on_host=features, activations_on_host=activations)
+        mode = replace(mode, timing=timing)
+    return replace(mode, state_away=True) if args.offload_encoder_state else mode
 
 
 def balance_of(args: Namespace, encoder: VisionArchitecture) -> Balance | None:

@@ -1,10 +1,12 @@
 """When units are encoded, relative to the decoder's schedule."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Units
@@ -53,13 +55,10 @@ class EncoderOfStep:
         with torch.set_grad_enabled(self.trains):
             return self._model.encode(vision).packed()
 
-    def backward(self, payload: Tensor, gradient: Tensor, *, more: bool) -> None:
+    def backward(self, payload: Tensor | GradientEdge, gradient: Tensor, *, more: bool) -> None:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
-        if not more:
-            payload.backward(gradient)
-            return
-        with self._chunk.parts[_PART].no_sync():
-            payload.backward(gradient)
+        with self._chunk.parts[_PART].no_sync() if more else nullcontext():
+            torch.autograd.backward(payload, gradient)
 
 
 class Arrived:

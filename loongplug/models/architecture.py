@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from loongplug.models.lora.settings import LoraSettings
+
 if TYPE_CHECKING:
     from loongplug.data.video import VideoStyle
 
@@ -29,6 +31,8 @@ class VisionArchitecture:
     tensor_model_parallel_size: int | None = None  # None: the decoder's
     freeze: bool = False
     recompute: bool = False
+    lora: LoraSettings | None = None
+    lr_mult: float = 1.0  # times --lr and --min-lr
 
     def attention_windows(self) -> dict[int | None, int]:
         """How many layers attend within windows of which side in patches; None: whole frames."""
@@ -41,6 +45,8 @@ class ProjectorArchitecture:
 
     layernorm_epsilon: float = 1e-6
     freeze: bool = False
+    lora: LoraSettings | None = None
+    lr_mult: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,8 @@ class TextArchitecture:
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     freeze: bool = False
+    lora: LoraSettings | None = None
+    lr_mult: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

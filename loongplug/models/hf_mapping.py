@@ -20,6 +20,14 @@ Shape = tuple[int, ...]
 Where = tuple[slice, ...]
 
 
+ADAPTER = "_lora"  # of the name of a module beside a linear, behind the linear's
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return name.rpartition(".")[0].endswith(ADAPTER)
+
+
 class Split(Enum):
     """How tensor parallelism splits a parameter."""
 
@@ -143,24 +151,32 @@ class Mapping:
     """All rows of a model; finds a parameter's row and walks all parameters in a fixed order.
 
     ``twins`` are tensors that a Hugging Face file may have besides, each with the name of the
-    tensor that it must equal.
+    tensor that it must equal. ``covers`` says of a parameter's name whether it concerns the
+    mapping at all: adapters are no part of a model's folder.
     """
 
-    def __init__(self, rows: Sequence[Row], *, twins: dict[str, str]) -> None:
-        self._rows = tuple(rows)
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        twins: dict[str, str],
+        covers: Callable[[str], bool] = lambda name: not is_adapter(name),
+    ) -> None:
+        self.rows = tuple(rows)
         self.twins = twins
+        self.covers = covers
         self._by_shape: dict[str, list[tuple[re.Pattern[str], int]]] = {}
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(self.rows):
             for name in row.names:
                 self._by_shape.setdefault(_without_numbers(name), []).append(
                     (_pattern(name), number)
                 )
-        names = [name for row in self._rows for name in row.names]
+        names = [name for row in self.rows for name in row.names]
         assert len(set(names)) == len(names), "a name twice"
 
     def bundles(self) -> Iterator[Bundle]:
         """Every Hugging Face tensor once, in an order that is the same on every rank."""
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(self.rows):
             for layer in [None] if row.count is None else range(row.count):
                 yield Bundle(row, number, layer)
 
@@ -172,7 +188,7 @@ class Mapping:
     def find(self, name: str) -> Entry | None:
         """The entry of a parameter by our name with its global layer; None if there is none."""
         for pattern, number in self._by_shape.get(_without_numbers(name), ()):
-            row, match = self._rows[number], pattern.fullmatch(name)
+            row, match = self.rows[number], pattern.fullmatch(name)
             if match is None:
                 continue
             found = match.groupdict()

@@ -21,6 +21,8 @@ class HuggingFaceModel:
     beside them. ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from
     elsewhere; ``architecture`` is the name of the model's class.
     ``inexpressible`` says, in one sentence each, what of the model transformers has no words for.
+    ``prefixes`` are beginnings of names in the files, each with what the model itself has there;
+    the first that fits counts.
     """
 
     mapping: Mapping
@@ -29,6 +31,15 @@ class HuggingFaceModel:
     sections: Dictionary[str, Dictionary[str, Any]]
     top: Dictionary[str, Any]
     inexpressible: tuple[str, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    def module_name(self, tensor: str) -> str:
+        """The name in ``transformers``' model of what the files call ``tensor``, its weight."""
+        name = tensor.removesuffix(".weight")
+        for theirs, loaded in self.prefixes:
+            if name.startswith(theirs):
+                return loaded + name.removeprefix(theirs)
+        return name
 
 
 def hf_config(model: HuggingFaceModel) -> Any:

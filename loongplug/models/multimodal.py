@@ -29,6 +29,7 @@ class MultimodalModel(MegatronModule):
         image_projector: MegatronModule | None,
         pg_collection: ProcessGroupCollection,
         encoder_state: ModuleState,
+        lr_mults: dict[str, float] | None = None,
     ) -> None:
         super().__init__(config=text_decoder.config)
         assert (image_encoder is None) == (image_projector is None)
@@ -37,6 +38,7 @@ class MultimodalModel(MegatronModule):
         self.text_decoder = text_decoder
         self.pg_collection = pg_collection
         self.encoder_state = encoder_state
+        self.lr_mults = lr_mults or {}
         self.feature_source: FeatureSource | None = None  # None: encode in each forward
         self.pre_process = text_decoder.pre_process
         self.post_process = text_decoder.post_process
@@ -45,6 +47,10 @@ class MultimodalModel(MegatronModule):
 
     def parallel_parts(self) -> tuple[ModulePart, ModulePart]:
         """What has data parallel groups, gradient buffers and an optimizer of its own."""
+
+        def rates(*names: str) -> dict[str, float]:
+            return {name: self.lr_mults[name] for name in names if name in self.lr_mults}
+
         vision: dict[str, nn.Module | None] = {
             "image_encoder": self.image_encoder,
             "image_projector": self.image_projector,
@@ -54,11 +60,13 @@ class MultimodalModel(MegatronModule):
                 name="image_encoder",
                 state=self.encoder_state,
                 modules={name: module for name, module in vision.items() if module is not None},
+                lr_mults=rates(*vision),
             ),
             ModulePart(
                 name="text_decoder",
                 state=ModuleState(groups=self.pg_collection),
                 modules={"text_decoder": self.text_decoder},
+                lr_mults=rates("text_decoder"),
             ),
         )
 

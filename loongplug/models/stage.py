@@ -15,6 +15,7 @@ from torch import Tensor
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig, TextDecoder
 from loongplug.models.layers.specs import Backend, final_norm
+from loongplug.models.lora.attach import add_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.module_state import ModuleState
 
@@ -77,12 +78,24 @@ def build_stage(
         image_projector=image_projector,
         pg_collection=pg_collection,
         encoder_state=encoder_state,
+        lr_mults={
+            "image_encoder": model.image_encoder.lr_mult,
+            "image_projector": model.image_projector.lr_mult,
+            "text_decoder": model.foundation.lr_mult,
+        },
     )
     composed.freeze(
         image_encoder=model.image_encoder.freeze,
         image_projector=model.image_projector.freeze,
         text_decoder=foundation.freeze,
     )
+    for built, settings in (
+        (image_encoder, model.image_encoder.lora),
+        (image_projector, model.image_projector.lora),
+        (decoder, model.foundation.lora),
+    ):
+        if built is not None and settings is not None:
+            add_adapters(built, settings)
     return composed
 
 

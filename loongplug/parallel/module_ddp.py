@@ -9,6 +9,7 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
+from loongplug.parallel.learning_rates import rate_overrides
 from loongplug.parallel.module_state import ModulePart
 
 
@@ -48,6 +50,7 @@ class ModuleDataParallel(DistributedDataParallel):
         self.ddp_config = ddp_config
         parts: tuple[ModulePart, ...] = get_attr_wrapped_model(module, "parallel_parts")()
         self.states = {part.name: part.state for part in parts}
+        self.lr_mults = {part.name: part.lr_mults for part in parts}
         self.parts = {
             part.name: _wrapped(
                 part, config, ddp_config=ddp_config, disable_bucketing=disable_bucketing
@@ -159,12 +162,16 @@ def _layout(
     )
 
 
-class ModuleOptimizers(ChainedOptimizer):
+class OptimizerPerModule(ChainedOptimizer):
     """The optimizers of all parts, of which those where every rank is frozen have no state.
 
     Upstream's chain asks each of them for its state. Here they keep their numbers, by which
     checkpoints know optimizers, and are passed over.
     """
+
+    def __init__(self, of_part: dict[str, list[Any]]) -> None:
+        super().__init__([each for optimizers in of_part.values() for each in optimizers])
+        self.of_part = of_part
 
     def _with_state(self) -> dict[int, Any]:
         return {
@@ -215,12 +222,17 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
-        optimizers: list[Any] = []
+        of_part: dict[str, list[Any]] = {}
         for name, state in model_chunks[0].states.items():
+            overrides = {
+                **(kwargs.get("config_overrides") or get_standard_config_overrides(config)),
+                **rate_overrides(config, model_chunks[0].lr_mults[name]),
+            }
+            rated = {**kwargs, "config_overrides": overrides}
             with state.entered():
-                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **kwargs)
+                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **rated)
             assert type(chain) is ChainedOptimizer, type(chain)
-            optimizers += chain.chained_optimizers
-        return ModuleOptimizers(optimizers)
+            of_part[name] = chain.chained_optimizers
+        return OptimizerPerModule(of_part)
 
     return get_megatron_optimizer

@@ -1,7 +1,7 @@
 """Under which parallel state a module of the composed model trains."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
@@ -42,9 +42,11 @@ class ModulePart:
     """What of one model chunk trains in one state: ``modules`` by their names in the chunk.
 
     Every chunk of every rank has parts of the same names in the same order; a part without
-    modules takes part in what all ranks do together.
+    modules takes part in what all ranks do together. ``lr_mults`` are multiples of the learning
+    rate by the names of modules; a module that is not among them has the rate itself.
     """
 
     name: str
     state: ModuleState
     modules: dict[str, nn.Module]
+    lr_mults: dict[str, float] = field(default_factory=dict)

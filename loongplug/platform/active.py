@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from loongplug.platform.copies import Copies
     from loongplug.platform.replacements import ReplacementTable
 
 PLATFORM_NAMES = ("auto", "cpu", "cuda")
@@ -38,6 +39,15 @@ class Platform(Protocol):
 
     def reset_peak_memory(self) -> None:
         """Start a new peak from the memory held now."""
+
+    def copies(self) -> Copies:
+        """A new queue of copies between device and host."""
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Give a storage's memory on the device to others; tensors on it stay valid objects."""
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Memory for a released storage again, of any content."""
 
     def use(self, table: ReplacementTable) -> None:
         """Apply a table that ends with this platform; a second time does nothing."""

@@ -22,6 +22,7 @@ import torch
 import torch.utils._device
 
 from loongplug.platform.base import PlatformBase
+from loongplug.platform.copies import HostCopies
 from loongplug.platform.gloo import uneven_all_gather, uneven_reduce_scatter
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
@@ -317,6 +318,18 @@ class CpuPlatform(PlatformBase):
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return
+
+    def copies(self) -> HostCopies:
+        """Such that are done when they are asked for."""
+        return HostCopies()
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """There is no other memory to keep it in: what uses it gets NaN, where a GPU would fail."""
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """It is still there."""
+        assert storage.nbytes() == nbytes
 
     def deactivate(self) -> None:
         """Undo the CPU layer."""

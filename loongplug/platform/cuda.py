@@ -3,6 +3,7 @@
 import torch
 
 from loongplug.platform.base import PlatformBase
+from loongplug.platform.copies import CudaCopies
 
 
 class CudaPlatform(PlatformBase):
@@ -27,3 +28,15 @@ class CudaPlatform(PlatformBase):
     def reset_peak_memory(self) -> None:
         """Start a new peak."""
         torch.cuda.reset_peak_memory_stats()
+
+    def copies(self) -> CudaCopies:
+        """A stream of their own, on the current GPU."""
+        return CudaCopies()
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """To torch's allocator, for the stream that the storage was allocated on."""
+        storage.resize_(0)
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """From torch's allocator, on the current stream."""
+        storage.resize_(nbytes)

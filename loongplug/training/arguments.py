@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.registry import ArchitectureArgument, Family
 from loongplug.training.config import ComposedModel, compose_model, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
@@ -70,7 +71,12 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
     problems = _contradictions(line, architecture)
     for name, argument in architecture.items():
         setattr(args, name, argument.value)
-    apply_defaults(args, given=line.flags, backend=platform.backend)
+    apply_defaults(
+        args,
+        given=line.flags,
+        backend=platform.backend,
+        adapted_experts=adapts_experts(composed.config),
+    )
     problems += violated_rules(args, composed.config, training=training)
     if problems:
         raise ValueError("\n".join(problems))

@@ -92,7 +92,7 @@ class DatasetProvider:
         train_files = args.data_path or args.train_data_path
         train = open_dataset(train_files, flag="--train-data-path", split="train")
         assert train is not None, "the start-up rules ask for training data"
-        self._train = train
+        self.train = train
         self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path", split="val")
         blend = parse_blend(train_files, flag="--train-data-path")
         self.fingerprint = fingerprint(
@@ -138,7 +138,7 @@ class DatasetProvider:
             )
         self._loaders.append(
             MicrobatchLoader(
-                self._train,
+                self.train,
                 seed=args.seed,
                 consumed_samples=args.consumed_train_samples,
                 bad_samples=self.bad_samples,

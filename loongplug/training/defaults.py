@@ -9,15 +9,21 @@ from typing import Any
 MEGATRON_TOKENIZER = "NullTokenizer"
 
 
-def apply_defaults(args: Namespace, *, given: Collection[str], backend: str) -> None:
-    """Set what the user left open; ``backend`` is the platform's for torch.distributed."""
+def apply_defaults(
+    args: Namespace, *, given: Collection[str], backend: str, adapted_experts: bool = False
+) -> None:
+    """Set what the user left open; ``backend`` is the platform's for torch.distributed.
+
+    ``adapted_experts``: experts have adapters, which no grouped product has a place for.
+    """
     defaults = _common(args) | {"distributed_backend": backend}
     defaults |= _on_cpu() if args.device == "cpu" else _on_cuda()
     for name, value in defaults.items():
         if name not in given:
             setattr(args, name, value)
     if args.num_experts and "moe_grouped_gemm" not in given:
-        args.moe_grouped_gemm = args.transformer_impl == "transformer_engine"
+        with_engine = args.transformer_impl == "transformer_engine"
+        args.moe_grouped_gemm = with_engine and not adapted_experts
 
 
 def _common(args: Namespace) -> dict[str, Any]:

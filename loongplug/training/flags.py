@@ -162,6 +162,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
     )
     group.add_argument(
+        "--load-lora", metavar="DIR", help="start the adapters from a folder of peft's kind"
+    )
+    group.add_argument(
+        "--save-lora", metavar="DIR", help="write the adapters alone at the end, as peft loads them"
+    )
+    group.add_argument(
         "--media-root",
         metavar="DIR",
         help="what relative paths of images and videos start at; else each data file's folder",
@@ -189,6 +195,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="a sample that cannot be used is left out and counted, or ends the run (default)",
     )
     _add_encoder_modes(group)
+    _add_offload(group)
 
 
 def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:
@@ -229,6 +236,27 @@ def _add_freezing(group: "argparse._ArgumentGroup") -> None:
         default=[],
         metavar="PATTERN",
         help="train the parameters whose full names match, whatever else is frozen",
+    )
+
+
+def _add_offload(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--full-hetero-dp-cpu-offload",
+        action="store_true",
+        help="full separation: features and their gradients are in host memory while the decoder"
+        " works, but for two microbatches'",
+    )
+    group.add_argument(
+        "--offload-encoder-activations",
+        action="store_true",
+        help="full separation: what the encoder's backward needs is in host memory while the"
+        " decoder works",
+    )
+    group.add_argument(
+        "--offload-encoder-state",
+        action="store_true",
+        help="full separation: the encoder's parameters, gradients and optimizer state are in host"
+        " memory while the decoder works",
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.names import parameter_names
 from loongplug.models.freezing import Freezing, idle_pattern
-from loongplug.models.hf_mapping import Mapping
+from loongplug.models.hf_mapping import ADAPTER, Mapping
 
 # A module's key in the model's YAML, and its name in the built model.
 MODULES = {
@@ -21,15 +21,22 @@ MODULES = {
 
 
 def freezing_of(args: Namespace, model: Any) -> Freezing:
-    """What the YAML's ``freeze`` and the patterns of the command line ask for."""
-    return Freezing(
-        modules=tuple(
+    """What the YAML's ``freeze`` and ``lora`` and the patterns of the command line ask for.
+
+    A module with adapters is frozen but for them.
+    """
+    frozen, adapted = (
+        tuple(
             name
             for key, name in MODULES.items()
-            if getattr(getattr(model, key, None), "freeze", False)
-        ),
+            if getattr(getattr(model, key, None), setting, None)
+        )
+        for setting in ("freeze", "lora")
+    )
+    return Freezing(
+        modules=tuple(dict.fromkeys((*frozen, *adapted))),
         freeze=tuple(args.freeze_parameters),
-        train=tuple(args.train_parameters),
+        train=(*args.train_parameters, *(f"{name}.*{ADAPTER}.*" for name in adapted)),
     )
 
 

@@ -9,12 +9,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from loongplug.checkpoint.adapter_files import load_adapters
+from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
+from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -52,6 +55,8 @@ class ModelProvider:
         backend: Backend,
         freezing: Freezing | None = None,
         hf_folder: Path | None = None,
+        adapter_folder: Path | None = None,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.family = family
@@ -59,6 +64,8 @@ class ModelProvider:
         self.backend = backend
         self.freezing = freezing
         self.hf_folder = hf_folder
+        self.adapter_folder = adapter_folder
+        self.seed = seed
         self.chunks: list[MultimodalModel] = []
 
     def __call__(
@@ -70,6 +77,8 @@ class ModelProvider:
         pg_collection: ProcessGroupCollection | None = None,
     ) -> MultimodalModel:
         """One chunk; the last one freezes, and with a ``hf_folder`` brings the weights of all.
+
+        The same goes for adapters, which start by ``seed`` where no ``adapter_folder`` has them.
 
         Collective: every rank builds as many chunks as every other. Weights are loaded once all
         are built (tied embeddings make the first and the last chunk of the model wait for each
@@ -98,7 +107,13 @@ class ModelProvider:
     def _complete(self) -> None:
         """Once all chunks of the rank are there; collective over all ranks."""
         hugging_face = self.family.load_hugging_face(self.model)
+        table = adapter_table(self.model, hugging_face)
         if self.freezing is not None:
-            apply_freezing(self.chunks, self.freezing, mapping=hugging_face.mapping)
+            mapping = with_adapters(hugging_face.mapping, table)
+            apply_freezing(self.chunks, self.freezing, mapping=mapping)
         if self.hf_folder is not None:
             load_hf_weights(self.chunks, self.hf_folder, model=hugging_face)
+        if table is not None and self.adapter_folder is not None:
+            load_adapters(self.chunks, self.adapter_folder, table=table)
+        elif table is not None:
+            start_adapters(self.chunks, table, seed=self.seed)

@@ -11,10 +11,13 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
+from loongplug.checkpoint.adapter_files import check_adapter_export, save_adapters
+from loongplug.checkpoint.adapter_weights import merged_weights
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
+from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.observe.tracing import traced
 from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
@@ -85,13 +88,19 @@ def run(
         check_hf_export(
             Path(args.save_hf), model=hugging_face, processor_folder=Path(args.tokenizer_model)
         )
+    table = adapter_table(parsed.model, hugging_face)
+    if args.save_lora:
+        check_adapter_export(Path(args.save_lora))
+    from_folders = not has_checkpoint(args)
     provider = ModelProvider(
         parsed.model,
         parsed.family,
         engine=engine,
         backend=backend_of(args),
         freezing=freezing_of(args, parsed.model),
-        hf_folder=Path(args.load_hf) if args.load_hf and not has_checkpoint(args) else None,
+        hf_folder=Path(args.load_hf) if args.load_hf and from_folders else None,
+        adapter_folder=Path(args.load_lora) if args.load_lora and from_folders else None,
+        seed=args.seed,
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
     with (
@@ -100,7 +109,7 @@ def run(
         ) as recorder,
         _reported(engine, recorder),
         megatron_output(args) as terminal,
-        _watched(watch, mapping=hugging_face.mapping),
+        _told_what_was_built(engine, watch, mapping=with_adapters(hugging_face.mapping, table)),
         _rated(step_sizes(args)),
     ):
         set_global_variables(args)
@@ -119,7 +128,11 @@ def run(
                 Path(args.save_hf),
                 model=hugging_face,
                 processor_folder=Path(args.tokenizer_model),
+                weight_of=merged_weights(provider.chunks),
             )
+        if args.save_lora:
+            assert table is not None
+            save_adapters(provider.chunks, Path(args.save_lora), table=table, base=args.load_hf)
     return reports
 
 
@@ -167,11 +180,17 @@ def _pretrain(
 
 
 @contextmanager
-def _watched(watch: Watch | None, *, mapping: Mapping) -> Iterator[None]:
-    if watch is None:
-        yield
-        return
-    table = setup_table(lambda chunks, optimizer: watch.built(chunks, optimizer, mapping=mapping))
+def _told_what_was_built(
+    engine: Engine, watch: Watch | None, *, mapping: Mapping
+) -> Iterator[None]:
+    """``engine``, and ``watch`` behind it, get chunks and optimizer before the first step."""
+
+    def built(chunks: list[Any], optimizer: Any) -> None:
+        engine.built(chunks, optimizer)
+        if watch is not None:
+            watch.built(chunks, optimizer, mapping=mapping)
+
+    table = setup_table(built)
     table.apply()
     try:
         yield

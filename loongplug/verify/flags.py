@@ -6,7 +6,7 @@ from loongplug.training.flags import without_flags
 
 # By their names in args. What a run writes, when it stops, and how fast it goes: not compared.
 _OUTPUT = """
-save save_hf save_interval save_retain_interval metrics_json metrics_name tensorboard_dir
+save save_hf save_lora save_interval save_retain_interval metrics_json metrics_name tensorboard_dir
 wandb_project wandb_exp_name wandb_save_dir wandb_entity log_interval log_params_norm log_throughput
 log_progress log_num_zeros_in_grad log_energy log_straggler timing_log_level async_save
 async_strategy use_persistent_ckpt_worker non_persistent_save_interval non_persistent_ckpt_type
@@ -44,9 +44,10 @@ pipeline_model_parallel_comm_backend use_tp_pp_dp_mapping cp_comm_type
 hierarchical_context_parallel_sizes overlap_moe_expert_parallel_comm delay_wgrad_compute
 fine_grained_activation_offloading offload_modules enable_encoder_hetero_dp
 enable_full_hetero_dp use_vit_dp_balance dp_balance_trigger_threshold_vit
+full_hetero_dp_cpu_offload offload_encoder_activations offload_encoder_state
 decrease_batch_size_if_needed
 """
-_SOURCES = "load load_hf ckpt_step finetune pretrained_checkpoint"
+_SOURCES = "load load_hf load_lora ckpt_step finetune pretrained_checkpoint"
 
 OUTPUT, REPLACED, LAYOUT, SOURCES = (
     frozenset(names.split()) for names in (_OUTPUT, _REPLACED, _LAYOUT, _SOURCES)

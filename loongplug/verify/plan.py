@@ -95,12 +95,17 @@ class _Planner:
         ranks = self._ranks(args)
         flags += self._batch(args, ranks)
         layout = self._parsed(flags, ranks)
+        flags += _without_dropout(layout.model)
         batch = layout.args.global_batch_size
         reference = reference_flags(flags, global_batch_size=batch)
         if not layout.args.load_hf and not layout.args.load:
             weights = self._weights(layout)
             flags += weights
             reference += weights
+        if not layout.args.load_lora and not layout.args.load:
+            adapters = self._adapters(layout)
+            flags += adapters
+            reference += adapters
         self._parsed(reference, 1)
         return Plan(
             layout=tuple(flags),
@@ -214,6 +219,19 @@ class _Planner:
             write_random_weights(folder, layout.family.load_hugging_face(layout.model), seed=SEED)
         return ["--load-hf", str(folder)]
 
+    def _adapters(self, layout: Any) -> list[str]:
+        """Random ones: those of a fresh start are zero, and hide half of their gradients."""
+        from loongplug.models.lora.mapping import adapter_table
+        from loongplug.verify.weights import write_random_adapters
+
+        table = adapter_table(layout.model, layout.family.load_hugging_face(layout.model))
+        if table is None:
+            return []
+        folder = self._folder / "adapters"
+        if not folder.is_dir():
+            write_random_adapters(folder, table, seed=SEED)
+        return ["--load-lora", str(folder)]
+
     def _parsed(self, flags: Sequence[str], ranks: int) -> Any:
         from loongplug.training.arguments import parse_arguments
 
@@ -226,6 +244,15 @@ class _Planner:
                 del os.environ["WORLD_SIZE"]
             else:
                 os.environ["WORLD_SIZE"] = before
+
+
+def _without_dropout(model: Any) -> list[str]:
+    """Overrides that leave adapters' inputs whole, as the flags do with all others."""
+    return [
+        f"model.{name}.lora.dropout=0.0"
+        for name in ("image_encoder", "image_projector", "foundation")
+        if getattr(model, name).lora is not None
+    ]
 
 
 def least_world(args: Namespace) -> int:

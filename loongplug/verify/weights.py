@@ -1,12 +1,15 @@
 """A Hugging Face folder of random weights in which a wrong slice shows."""
 
+import json
 import zlib
 from math import prod, sqrt
 from pathlib import Path
 
 import torch
 
+from loongplug.checkpoint.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from loongplug.checkpoint.tensor_files import (
+    PlannedFile,
     PlannedTensor,
     TensorFileWriter,
     plan_files,
@@ -14,6 +17,8 @@ from loongplug.checkpoint.tensor_files import (
 )
 from loongplug.models.hf_mapping import Source
 from loongplug.models.hf_model import HuggingFaceModel, hf_config
+from loongplug.models.lora.mapping import AdapterTable
+from loongplug.models.lora.peft_config import peft_config
 
 _SPREAD = 0.1  # of norms around 1, and of biases around 0
 _MAX_FILE_BYTES = 5 * 1024**3
@@ -39,6 +44,25 @@ def write_random_weights(folder: Path, model: HuggingFaceModel, *, seed: int) ->
             for tensor in file.tensors:
                 writer.add(tensor.name, random_tensor(sources[tensor.name], seed=seed))
     write_index(folder, files)
+
+
+def write_random_adapters(folder: Path, table: AdapterTable, *, seed: int) -> None:
+    """Write fp32 adapters as ``peft`` would; the same seed gives the same values."""
+    folder.mkdir(parents=True)
+    tensors = [
+        (name, source)
+        for bundle in table.mapping.bundles()
+        for source in bundle.sources
+        for name in table.file_names(bundle, source)
+    ]
+    planned = tuple(
+        PlannedTensor(name, table.file_shape(source), torch.float32) for name, source in tensors
+    )
+    with TensorFileWriter(folder, PlannedFile(ADAPTER_WEIGHTS_FILE, planned)) as writer:
+        for name, source in tensors:
+            writer.add(name, table.to_file(source, random_tensor(source, seed=seed)))
+    config = json.dumps(peft_config(table, base=None), indent=2) + "\n"
+    (folder / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
 
 
 def random_tensor(source: Source, *, seed: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ import loongplug.training.run as run_module
 from loongplug.training.run import run
 
 WEIGHTS = "weights"
+ADAPTERS = "-adapters"
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 State = dict[str, torch.Tensor]
@@ -29,20 +30,35 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[flo
     made: dict[str, Any] = {}
     original_setup = training.setup_model_and_optimizer
     original_export = run_module.save_hf_folder
+    original_adapters = run_module.save_adapters
 
     def setup(*args: Any, **kwargs: Any) -> Any:
         made["model"], made["optimizer"], scheduler = original_setup(*args, **kwargs)
         return made["model"], made["optimizer"], scheduler
 
     def export(chunks: Sequence[nn.Module], target: Path, **kwargs: Any) -> None:
-        original_export(chunks, folder / WEIGHTS, **kwargs)
+        del kwargs["weight_of"]  # adapters are written apart
+        each(original_export, chunks, "", kwargs)
+
+    def adapters(chunks: Sequence[nn.Module], target: Path, **kwargs: Any) -> None:
+        each(original_adapters, chunks, ADAPTERS, kwargs)
+
+    def each(write: Any, chunks: Sequence[nn.Module], suffix: str, kwargs: Any) -> None:
+        write(chunks, folder / f"{WEIGHTS}{suffix}", **kwargs)
+        kept = [(p, p.data) for chunk in chunks for p in chunk.parameters()]
         for kind in KINDS:
             _show(kind, chunks, made["optimizer"])
-            original_export(chunks, folder / kind, **kwargs)
+            write(chunks, folder / f"{kind}{suffix}", **kwargs)
+        for parameter, data in kept:
+            parameter.data = data
 
     training.setup_model_and_optimizer = setup
     run_module.save_hf_folder = export
-    run([*flags, "--save-hf", str(folder / "unused")])
+    run_module.save_adapters = adapters
+    lora = (
+        ("--save-lora", str(folder / "unused")) if any(".lora." in each for each in flags) else ()
+    )
+    run([*flags, "--save-hf", str(folder / "unused"), *lora])
     return sorted(
         {
             float(state["step"])
@@ -59,7 +75,8 @@ def read_state(folder: Path) -> dict[str, State]:
 
 
 def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
+    files = [*folder.glob("*.safetensors"), *Path(f"{folder}{ADAPTERS}").glob("*.safetensors")]
+    for file in sorted(files):
         yield from load_file(file).items()
 
 

@@ -49,6 +49,9 @@ class Journey:
 
 # Four groups of keys and values, for TP 4.
 MODEL = ("model.foundation.num_query_groups=4",)
+LORA = tuple(
+    f"+model.{module}.lora.rank=2" for module in ("image_encoder", "image_projector", "foundation")
+)
 JOURNEYS = {
     "distributed": Journey(
         layouts=(
@@ -90,6 +93,14 @@ JOURNEYS = {
     ),
     "experts-plain": Journey(
         layouts=("ep2-tp2", "single", "ep2", "dp2"), flags=("--model-name", "qwen3_vl_moe_tiny")
+    ),
+    "adapters-distributed": Journey(
+        layouts=("tp2-pp2", "full-pp2-vpp2", "tp4-encoder2"),
+        flags=(*MODEL, *LORA, "--use-distributed-optimizer", "--bf16"),
+    ),
+    "adapters-experts-plain": Journey(
+        layouts=("ep2-tp2", "single"),
+        flags=(*LORA, "--model-name", "qwen3_vl_moe_tiny"),
     ),
     "frozen-tied": Journey(
         layouts=("pp2-vpp2", "tp2-pp2-encoder1", "tp2-dp2", "single"),

@@ -27,11 +27,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from ranks import model_parallel, run_ranks
 
+from loongplug.checkpoint.adapter_files import load_adapters, save_adapters
 from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.hf_model import hf_config
+from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep, packed_segments
@@ -222,13 +224,23 @@ def our_step(
     layout: Layout,
     data: Batch,
     options: dict[str, Any],
+    adapters: Path | None = None,
 ) -> Step | None:
-    """One step of ``layout`` through Megatron's own schedule; the result is rank 0's."""
+    """One step of ``layout`` through Megatron's own schedule; the result is rank 0's.
+
+    ``adapters`` is the folder of those that the config asks for; they are written anew beside it.
+    """
     with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp):
         config = decoder_config(model, layout, **options)
         bare = build_chunks(model, config, layout)
         hugging_face = family_of(model).load_hugging_face(model)
         load_hf_weights(bare, folder, model=hugging_face)
+        table = adapter_table(model, hugging_face)
+        mapping = with_adapters(hugging_face.mapping, table)
+        if table is not None:
+            assert adapters is not None
+            load_adapters(bare, adapters, table=table)
+            save_adapters(bare, adapters / "again", table=table, base=None)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=layout.distributed_optimizer,
@@ -286,9 +298,9 @@ def our_step(
         last = torch.distributed.get_world_size() - 1
         torch.distributed.broadcast(sums, last)
         # Gathering takes the first rank's copy; a missing reduction shows between the copies.
-        apart = replica_differences(bare, hugging_face.mapping, what="grad")
+        apart = replica_differences(bare, mapping, what="grad")
         assert max(apart.values()) < 1e-6, max(apart, key=apart.__getitem__)
-        gradients = gather_full_tensors(bare, hugging_face.mapping, what="grad")
+        gradients = gather_full_tensors(bare, mapping, what="grad")
         if gradients is None:
             return None
         return Step(loss=(sums[0] / sums[1]).item(), logits=logits, gradients=gradients)
@@ -353,11 +365,13 @@ def assert_agreement(
     data: Batch,
     expected: Step,
     limit: float = LIMIT,
+    adapters: Path | None = None,
     **options: Any,
 ) -> None:
     """Loss, logits and every gradient of ``layout`` are the expected ones, within ``limit``.
 
-    ``options`` are settings of the decoder's Megatron config.
+    ``options`` are settings of the decoder's Megatron config, ``adapters`` is as in
+    :func:`our_step`.
     """
     step = run_ranks(
         our_step,
@@ -367,6 +381,7 @@ def assert_agreement(
         layout=layout,
         data=data,
         options=options,
+        adapters=adapters,
     )[0]
     assert abs(step.loss - expected.loss) < limit * expected.loss
     lengths = [sample.tokens for sample in data.samples]

@@ -15,8 +15,9 @@ from ranks import RankError, run_ranks
 from loongplug.hetero import placement, stepped
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import Arrived, EncoderOfStep
+from loongplug.hetero.timing import EncoderOfStep
 from loongplug.models.decoder import TextDecoder
+from loongplug.models.features import VisionFeatures
 from loongplug.parallel.failure import failure_board
 from loongplug.training import provider
 from loongplug.training.run import run
@@ -157,15 +158,13 @@ def swap_two_units(rank: int) -> None:
 
 def drop_deepstack_gradients(rank: int) -> None:
     """Only the first stream of a unit's gradient goes back."""
-    gradients = Arrived.gradients
+    unpacked = VisionFeatures.unpacked.__func__
 
-    def first_only(self: Arrived) -> dict[int, torch.Tensor]:
-        found = {unit: each.clone() for unit, each in gradients(self).items()}
-        for each in found.values():
-            each[:, self._hidden :] = 0
-        return found
+    def first_only(cls: type, payload: torch.Tensor, *, hidden: int) -> VisionFeatures:
+        found = unpacked(cls, payload, hidden=hidden)
+        return replace(found, deepstack=tuple(each.detach() for each in found.deepstack))
 
-    Arrived.gradients = first_only
+    VisionFeatures.unpacked = classmethod(first_only)
 
 
 def finalize_too_early(rank: int) -> None:

@@ -6,19 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from command_lines import write_tokenizer
-from megatron.core import parallel_state
 from ranks import run_ranks
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from loongplug.estimate.ranks import as_rank
+from loongplug.estimate.state import rank_state
 from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
-from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.config import available_models
-from loongplug.training.provider import engine_of
-from loongplug.training.sizes import build_on_meta
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 QWEN = {"<|image_pad|>": 151655, "<|video_pad|>": 151656}
@@ -130,56 +126,13 @@ def state_bytes(rank: int, *, launched: Launch) -> list[int]:
     dist.destroy_process_group()  # the harness's, which has one rank
     os.environ["WORLD_SIZE"] = str(launched.world_size)
     parsed = parse_arguments(launched.argv)
-    args = parsed.args
-    stages = args.pipeline_model_parallel_size
+    stages = parsed.args.pipeline_model_parallel_size
     found = []
     for stage in range(stages):
-        dist.init_process_group(
-            "fake",
-            store=FakeStore(),
-            rank=stage * launched.world_size // stages,
-            world_size=launched.world_size,
-        )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=stages,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
-        encoder_state = engine_of(args, parsed.model).place.state
-        chunk = build_on_meta(
-            parsed.model,
-            parsed.family,
-            args,
-            pre_process=stage == 0,
-            post_process=stage == stages - 1,
-            encoder_state=encoder_state,
-        )
-        total = 0
-        for part in chunk.parallel_parts():
-            with part.state.entered():
-                for module in part.modules.values():
-                    total += sum(_state_bytes(weight, args) for weight in module.parameters())
-        found.append(total)
-        destroy_parallel_states()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        with as_rank(parsed, stage * launched.world_size // stages) as built:
+            states = rank_state(built.chunks, parsed.args).values()
+        found.append(sum(each.weights + each.gradients + each.optimizer for each in states))
     return found
-
-
-def _state_bytes(weight: torch.nn.Parameter, args: object) -> int:
-    assert weight.is_meta
-    if not weight.requires_grad:
-        return 2 * weight.numel()
-    is_expert = not getattr(weight, "allreduce", True)
-    replicas = (
-        parallel_state.get_expert_data_parallel_world_size()
-        if is_expert
-        else parallel_state.get_data_parallel_world_size()
-    )
-    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
-    return weight.numel() * (2 + gradient) + weight.numel() * 12 // replicas
 
 
 # Every script.

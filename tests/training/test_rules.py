@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import rule_cases
 from command_lines import command_line, write_tokenizer
-from rule_cases import CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
+from rule_cases import ADAPTERS, CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
 
+from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
 from loongplug.training import arguments, rules
@@ -119,6 +120,31 @@ def test_model_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: s
             assert found == expected, (tp, overrides)
 
 
+@pytest.mark.parametrize("rule", ADAPTERS)
+def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule: str) -> None:
+    for cases, expected in zip(ADAPTERS[rule], ([rule], []), strict=True):
+        for part, settings in cases:
+            module = dataclasses.replace(getattr(prepared[1], part), lora=settings)
+            model = dataclasses.replace(prepared[1], **{part: module})
+            assert violated(prepared, model=model) == expected, settings
+            assert violated(prepared, model=model, save_lora="adapters") == expected
+
+
+def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None:
+    args, model = prepared_experts
+    for target, expected in (("mlp.linear_fc1", ["lora-targets"]), ("linear_fc1", [])):
+        lora = LoraSettings(rank=2, target_modules=(target,))
+        foundation = dataclasses.replace(model.foundation, lora=lora)
+        adapted = dataclasses.replace(model, foundation=foundation)
+        assert names(violated_rules(args, adapted)) == expected
+
+
+def test_embeddings_have_one_learning_rate(prepared: Run) -> None:
+    model = changed(prepared[1], ["foundation.lr_mult=0.5"])
+    assert violated(prepared, model=model, decoupled_lr=1e-4) == ["lr-mult-decoupled"]
+    assert violated(prepared, decoupled_lr=1e-4) == []
+
+
 @pytest.mark.parametrize("rule", QWEN2_5_OVERRIDES)
 def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
     prepared: Run, qwen2_5: Any, rule: str
@@ -142,6 +168,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
+    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

@@ -58,6 +58,7 @@ def hugging_face(config: Qwen25VLConfig) -> HuggingFaceModel:
         },
         top=top_level(config),
         inexpressible=(*inexpressible(config), *_other_head_size(text)),
+        prefixes=(("visual.", "model.visual."), ("model.", "model.language_model.")),
     )
 
 

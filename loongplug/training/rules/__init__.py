@@ -15,6 +15,7 @@ from loongplug.training.rules import (
     freezing,
     hetero,
     layout,
+    lora,
     machine,
     model,
     pipeline,
@@ -33,6 +34,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Model": model.RULES,
     "Experts": experts.RULES,
     "Freezing": freezing.RULES,
+    "LoRA and learning rates": lora.RULES,
     "Machine": machine.RULES,
     "Flags of Megatron": unsupported.RULES,
 }

@@ -9,6 +9,15 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
 from loongplug.training.rules.rule import Rule
 
+_OFFLOAD = {
+    f"--{name.replace('_', '-')}": name
+    for name in (
+        "full_hetero_dp_cpu_offload",
+        "offload_encoder_activations",
+        "offload_encoder_state",
+    )
+}
+
 # Megatron's flags that count over one layout for all modules, or make groups for one.
 _ONE_LAYOUT = {
     "log_params_norm": False,
@@ -95,6 +104,28 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
     return f"--dp-balance-trigger-threshold-vit {threshold}{without}"
 
 
+def offload(args: Namespace, model: Any) -> str | None:
+    """Something can only be away where encoder and decoder take turns."""
+    given = [flag for flag, name in _OFFLOAD.items() if getattr(args, name)]
+    if not given or args.enable_full_hetero_dp:
+        return None
+    return f"{', '.join(given)} in the mode {mode_of(args).name}"
+
+
+def offload_and_fusion(args: Namespace, model: Any) -> str | None:
+    """Weights in the encoder's backward are those of the model."""
+    if not (args.offload_encoder_activations and args.gradient_accumulation_fusion):
+        return None
+    return "--offload-encoder-activations with Megatron's fused gradient accumulation"
+
+
+def offload_and_registration(args: Namespace, model: Any) -> str | None:
+    """Memory that is given back is not registered with NCCL."""
+    if not (args.offload_encoder_state and args.nccl_ub):
+        return None
+    return "--offload-encoder-state with --use-nccl-ub"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="encoder-layout",
@@ -141,5 +172,29 @@ RULES: tuple[Rule, ...] = (
         check=balance_threshold,
         reason="it says how uneven a step has to be, as a part of the mean, to be balanced",
         cure="give 0 or more together with --use-vit-dp-balance, or drop it",
+    ),
+    Rule(
+        name="offload",
+        refuses=", ".join(f"`{flag}`" for flag in _OFFLOAD) + " without `--enable-full-hetero-dp`",
+        check=offload,
+        reason="elsewhere the encoder works in between the decoder's microbatches, so that nothing "
+        "of it can be away",
+        cure="add --enable-full-hetero-dp, or drop the flag",
+    ),
+    Rule(
+        name="offload-fusion",
+        refuses="`--offload-encoder-activations` with fused gradient accumulation (on with Apex)",
+        check=offload_and_fusion,
+        reason="what comes back to a backward are new objects, in which the fused kernel does not "
+        "find a weight's gradient buffer",
+        cure="add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true "
+        "instead",
+    ),
+    Rule(
+        name="offload-nccl",
+        refuses="`--offload-encoder-state` with `--use-nccl-ub`",
+        check=offload_and_registration,
+        reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
+        cure="drop one of them",
     ),
 )

@@ -65,6 +65,14 @@ MODES: tuple[Mode, ...] = (
         flags=(*_SP, "--enable-full-hetero-dp"),
     ),
     Mode(
+        name="offload",
+        title="full separation, the encoder's side in host memory while the decoder works",
+        flags=(
+            *(*_SP, "--enable-full-hetero-dp", "--full-hetero-dp-cpu-offload"),
+            *("--offload-encoder-activations", "--offload-encoder-state"),
+        ),
+    ),
+    Mode(
         name="dist. optimizer",
         title="optimizer state split over the data parallel ranks",
         flags=("--use-distributed-optimizer",),
@@ -97,6 +105,11 @@ MODES: tuple[Mode, ...] = (
         name="frozen by name",
         title="parameters that patterns freeze, but for those that others name",
         flags=("--freeze-parameters", "*", "--train-parameters", "*norm*"),
+    ),
+    Mode(
+        name="adapters",
+        title="LoRA on encoder and decoder",
+        flags=("+model.image_encoder.lora.rank=8", "+model.foundation.lora.rank=8"),
     ),
     Mode(
         name="ramp-up",

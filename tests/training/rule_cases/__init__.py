@@ -7,6 +7,7 @@ from rule_cases import (
     freezing,
     hetero,
     layout,
+    lora,
     machine,
     model,
     pipeline,
@@ -25,6 +26,7 @@ CASES: Cases = {
     **experts.CASES,
     **freezing.CASES,
     **machine.CASES,
+    **lora.CASES,
     **unsupported.CASES,
 }
 WITH_EXPERTS: Cases = experts.WITH_EXPERTS
@@ -36,6 +38,8 @@ OVERRIDES: OverrideCases = {
     **hetero.OVERRIDES,
     **freezing.OVERRIDES,
     **model.OVERRIDES,
+    **lora.OVERRIDES,
 }
+ADAPTERS = lora.ADAPTERS
 # The same for what only Qwen2.5-VL has.
 QWEN2_5_OVERRIDES: OverrideCases = {**hetero.QWEN2_5_OVERRIDES, **model.QWEN2_5_OVERRIDES}

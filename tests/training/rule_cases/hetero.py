@@ -4,7 +4,25 @@ from rule_cases.kinds import TP, Cases, OverrideCases
 
 BALANCE = {"use_vit_dp_balance": True, "enable_full_hetero_dp": True}
 
+FULL = {"enable_full_hetero_dp": True}
+OFFLOAD = ("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state")
+
 CASES: Cases = {
+    "offload": (
+        [
+            *({name: True} for name in OFFLOAD),
+            {"enable_encoder_hetero_dp": True, "offload_encoder_state": True},
+        ],
+        [{**FULL, name: True} for name in OFFLOAD],
+    ),
+    "offload-fusion": (
+        [{**FULL, "offload_encoder_activations": True, "gradient_accumulation_fusion": True}],
+        [{**FULL, "offload_encoder_state": True, "gradient_accumulation_fusion": True}],
+    ),
+    "offload-nccl": (
+        [{**FULL, "offload_encoder_state": True, "nccl_ub": True}],
+        [{**FULL, "full_hetero_dp_cpu_offload": True, "nccl_ub": True}],
+    ),
     "one-mode": (
         [{"enable_encoder_hetero_dp": True, "enable_full_hetero_dp": True}],
         [{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}],

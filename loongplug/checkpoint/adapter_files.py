@@ -1,0 +1,250 @@
+"""Adapters alone, as a folder that ``peft`` loads."""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.hf_export import error_of_writing
+from loongplug.checkpoint.hf_gather import WeightOf, WholeTensors, loaded_weight
+from loongplug.checkpoint.hf_import import fill_all
+from loongplug.checkpoint.holders import all_holders, own_rank, replica_groups
+from loongplug.checkpoint.owned import Owned, owned_parameters
+from loongplug.checkpoint.progress import OnBytes, ignore_bytes
+from loongplug.checkpoint.replaced_folder import replaced_folder
+from loongplug.checkpoint.tensor_files import (
+    PlannedFile,
+    PlannedTensor,
+    TensorFileWriter,
+    written_here,
+)
+from loongplug.checkpoint.tensor_folder import FLOATS
+from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
+from loongplug.models.lora.mapping import AdapterTable
+from loongplug.models.lora.peft_config import config_problems, peft_config
+
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+
+
+def check_adapter_export(folder: Path) -> None:
+    """Refuse a folder that an export of adapters must not replace. No collectives.
+
+    Raises:
+        ValueError: it is a file, or holds something else than an earlier export.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give a folder for the adapters.")
+    if folder.is_dir() and any(folder.iterdir()):
+        if written_here(folder) and (folder / ADAPTER_CONFIG_FILE).is_file():
+            return
+        raise ValueError(
+            f"{folder} is not empty and holds no adapters that LoongPlug wrote, which alone it "
+            "would replace; give another folder."
+        )
+
+
+def save_adapters(
+    model_chunks: Sequence[nn.Module],
+    folder: Path,
+    *,
+    table: AdapterTable,
+    base: str | None,
+    on_bytes: OnBytes = ignore_bytes,
+    weight_of: WeightOf = loaded_weight,
+) -> None:
+    """Write the adapters into ``folder``, in the parameters' dtype.
+
+    Rank 0 writes, tensor by tensor as they are put together. The folder appears whole or not at
+    all. ``base`` is what the config names as the model; ``on_bytes`` and ``weight_of`` as in
+    :func:`~loongplug.checkpoint.hf_export.save_hf_folder`.
+
+    Collective: the default group; all ranks return once the folder is complete.
+
+    Raises:
+        ValueError: on all ranks alike.
+    """
+    error: Exception | None = None
+    try:
+        if own_rank() == 0:
+            check_adapter_export(folder)
+    except Exception as caught:  # whatever it is, the other ranks are waiting
+        error = caught
+    raise_together(error)
+    tensors = WholeTensors(model_chunks, table.mapping, weight_of=weight_of)
+    with replaced_folder(folder, rank=own_rank()) as building:
+        error = _write(building, tensors, table, on_bytes=on_bytes)
+        if error is None and own_rank() == 0:
+            config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
+            error = error_of_writing(
+                building, lambda: _write_text(building / ADAPTER_CONFIG_FILE, config)
+            )
+        raise_together(error)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _write(
+    folder: Path, tensors: WholeTensors, table: AdapterTable, *, on_bytes: OnBytes
+) -> Exception | None:
+    """Write the one file on rank 0; an error comes back once all has been received."""
+    planned = tuple(
+        PlannedTensor(name, table.file_shape(source), tensors.dtype(bundle))
+        for bundle in tensors.bundles
+        for source in bundle.sources
+        for name in table.file_names(bundle, source)
+    )
+    plan = PlannedFile(ADAPTER_WEIGHTS_FILE, planned)
+    opened = ExitStack()
+    writers: list[TensorFileWriter] = []
+
+    def write(names: Sequence[str], tensor: Tensor) -> None:
+        if not writers:
+            writers.append(opened.enter_context(TensorFileWriter(folder, plan)))
+        for name in names:
+            writers[0].add(name, tensor)
+
+    error: Exception | None = None
+    for bundle, source, tensor in tensors.collect(lambda _: 0, on_bytes=on_bytes):
+        if error is None:  # else the other ranks send what they have all the same
+            names = table.file_names(bundle, source)
+            error = error_of_writing(folder, partial(write, names, table.to_file(source, tensor)))
+    return error or error_of_writing(folder, opened.close)
+
+
+def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: AdapterTable) -> None:
+    """Copy the adapters in ``folder``, ours or ``peft``'s, into those of the chunks, in place.
+
+    Of the ranks that hold the same slice, the first reads it and broadcasts it to the others.
+    Collective: the default group, and groups of it made for the purpose.
+
+    Raises:
+        ValueError: on all ranks alike; other adapters than ``table``'s, with what differs.
+    """
+    error: Exception | None = None
+    owned: list[Owned] = []
+    reader: AdapterReader | None = None
+    try:
+        reader = AdapterReader(folder, table)
+        owned = owned_parameters(model_chunks, table.mapping)
+    except Exception as caught:  # whatever it is, the other ranks are waiting
+        error = caught
+    raise_together(error)
+    assert reader is not None
+    holders, _ = all_holders(owned)
+    with replica_groups(holders) as groups:
+        error = fill_all(owned, reader.fill, holders=holders, groups=groups, on_bytes=ignore_bytes)
+    raise_together(error)
+
+
+def give_adapter_dtype(
+    model_chunks: Sequence[nn.Module], table: AdapterTable, folder: Path
+) -> None:
+    """Empty adapters of a folder's dtype in the place of the chunks' own. No collectives.
+
+    A folder that cannot be read, or that mixes dtypes, is left to :func:`load_adapters`, which
+    says so or rounds.
+    """
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+            found = {FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return
+    for own in owned_parameters(model_chunks, table.mapping):
+        if len(found) == 1 and None not in found:
+            own.parameter.data = own.parameter.data.to(next(iter(found)))
+
+
+class AdapterReader:
+    """The file of a folder, found to have the tensors of a table."""
+
+    def __init__(self, folder: Path, table: AdapterTable) -> None:
+        self._folder = folder
+        self._table = table
+        self._last: tuple[str, Tensor] | None = None
+        self._names = {
+            source.name: table.file_names(bundle, source)
+            for bundle in table.mapping.bundles()
+            for source in bundle.sources
+        }
+        config = _read_config(folder)
+        try:
+            self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give "
+                "the folder of adapters that --save-lora or peft wrote."
+            ) from error
+        problems = [*config_problems(config, table), *self._tensor_problems()]
+        if problems:
+            raise ValueError(
+                f"The adapters in {folder} are not those of the config:\n  " + "\n  ".join(problems)
+            )
+
+    def _tensor_problems(self) -> list[str]:
+        expected = {
+            name: self._table.file_shape(source)
+            for bundle in self._table.mapping.bundles()
+            for source in bundle.sources
+            for name in self._table.file_names(bundle, source)
+        }
+        found = {
+            name: tuple(self._file.get_slice(name).get_shape())
+            for name in self._file.keys()  # noqa: SIM118
+        }
+        problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
+        problems += [f"extra {name} {found[name]}" for name in sorted(found.keys() - expected)]
+        problems += [
+            f"{name} has shape {found[name]}, expected {shape}"
+            for name, shape in expected.items()
+            if name in found and found[name] != shape
+        ]
+        return problems
+
+    def fill(self, own: Owned) -> None:
+        """Read one parameter of this rank."""
+        entry = own.entry
+        bundle = Bundle(entry.row, entry.number, entry.layer)
+
+        def read(index: int, where: Where) -> Tensor:
+            return self._whole(bundle.sources[index])[where]
+
+        local = read_local(entry, read, rank=own.piece.part, tp=own.piece.parts)
+        own.parameter.data.copy_(local)
+
+    def _whole(self, source: Source) -> Tensor:
+        """A tensor, once for all the experts that it has; they come one after the other."""
+        if self._last is None or self._last[0] != source.name:
+            first, *copies = self._names[source.name]
+            tensor: Tensor = self._file.get_tensor(first)
+            for copy in copies:
+                if not tensor.equal(self._file.get_tensor(copy)):
+                    raise ValueError(
+                        f"{copy} in {self._folder} differs from {first}, but here the two "
+                        "projections are one linear, whose adapter has one A; train such adapters "
+                        "with peft, or merge them into the model there."
+                    )
+            self._last = (source.name, self._table.from_file(source, tensor))
+        return self._last[1]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): give the folder of adapters that --save-lora or "
+            "peft wrote."
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object: copy the file anew.")
+    return config

@@ -1,0 +1,98 @@
+"""What the meta device cannot tell: how many there are, where a run would count."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor, nn
+
+from loongplug.estimate.tape import Answer, Tape
+from loongplug.platform.replacements import Replacement, ReplacementTable
+
+_META = torch.device("meta")
+_aten = torch.ops.aten
+
+
+def answers(visual_tokens: int, *, share: int, experts_per_token: int) -> dict[Any, Answer]:
+    """For a microbatch of so many visual tokens, ``share`` of them on this rank."""
+
+    def nonzero(mask: Tensor) -> Tensor:
+        return torch.empty(visual_tokens, mask.dim(), dtype=torch.int64, device=mask.device)
+
+    def index(values: Tensor, indices: list[Tensor | None]) -> Any:
+        if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool:
+            return NotImplemented
+        return values.new_empty(share, *values.shape[1:])
+
+    def masked_select(values: Tensor, mask: Tensor) -> Tensor:  # mask: [experts, tokens]
+        return values.new_empty(mask.shape[1] * experts_per_token)
+
+    return {
+        _aten.nonzero.default: nonzero,
+        _aten.index.Tensor: index,
+        _aten.masked_select.default: masked_select,
+    }
+
+
+def spread_tokens_evenly(module: nn.Module) -> None:
+    """Have the experts in ``module`` take it that each gets as many tokens as the others."""
+    for layer in module.modules():
+        dispatcher = getattr(layer, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+            dispatcher.preprocess = _even_split(dispatcher)
+
+
+def _even_split(dispatcher: Any) -> Callable[[Tensor], Tensor]:
+    def preprocess(routing_map: Tensor) -> Tensor:
+        """Tokens of each local expert, [local experts] int64; ``routing_map`` [tokens, experts]."""
+        ep, tp, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
+        tokens = routing_map.size(0) * dispatcher.config.moe_router_topk
+        dispatcher.num_out_tokens = tokens
+        each, more = divmod(tokens, dispatcher.num_experts)
+        counts = torch.full((dispatcher.num_experts,), each)
+        counts[:more] += 1
+        mine = counts[dispatcher.local_expert_indices]
+        if ep > 1 or tp > 1:
+            dispatcher.input_splits = counts.reshape(ep, local).sum(1).numpy()
+            dispatcher.output_splits = mine.sum().repeat(ep).numpy()
+            dispatcher.output_splits_tp = (mine.sum() * ep).repeat(tp).numpy()
+        if local > 1:
+            dispatcher.num_global_tokens_per_local_expert = mine.repeat(tp * ep, 1)
+        return mine * tp * ep
+
+    return preprocess
+
+
+@contextmanager
+def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
+    """The rank's device is meta. Megatron's buffers that all layers share are of ``region``."""
+    buffers: dict[Any, Tensor] = {}
+
+    def get_tensor(shape: Any, dtype: torch.dtype, name: str, *_: Any) -> Tensor:
+        needed = torch.Size(shape).numel()
+        if buffers.get((name, dtype)) is None or buffers[name, dtype].numel() < needed:
+            with tape.region(region):
+                buffers[name, dtype] = torch.empty(needed, dtype=dtype, device=_META)
+        return buffers[name, dtype][:needed].view(*shape)
+
+    device = ReplacementTable(
+        "meta",
+        (
+            Replacement(
+                target="torch.cuda.current_device",
+                reason="what upstream makes on the rank's device has to be without memory, too",
+                replacement=lambda: _META,
+            ),
+        ),
+    )
+    memory = parallel_state.get_global_memory_buffer()
+    memory.get_tensor = get_tensor
+    device.apply()
+    try:
+        yield
+    finally:
+        device.undo()
+        del memory.get_tensor

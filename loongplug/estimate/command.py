@@ -1,0 +1,138 @@
+"""``loongplug estimate``: from the flags of a run to a table of what its ranks hold."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from loongplug.estimate.estimate import RankMemory
+    from loongplug.training.arguments import ParsedArguments
+
+FITS, TOO_LARGE = 0, 1
+_GB = 10**9
+# What the machine of the run has and this one may not; none of it changes what is counted.
+_OF_THE_MACHINE = frozenset(("device", "transformer_impl", "distributed_backend"))
+
+
+def estimate(
+    flags: Sequence[str],
+    *,
+    ranks: int,
+    visual_tokens: int | None = None,
+    device_memory: float | None = None,
+    json_path: Path | None = None,
+) -> int:
+    """Run the command; gives its exit code, :data:`FITS` or :data:`TOO_LARGE`.
+
+    ``visual_tokens`` of each sample stand in for the images of the data. ``device_memory`` is in
+    GB; without it, whatever comes out fits.
+
+    Raises:
+        ValueError: the flags or the options cannot be used.
+    """
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}: expected how many the run will have, 1 or more")
+    if device_memory is not None and device_memory <= 0:
+        raise ValueError(f"--device-memory is {device_memory}: expected GB, above 0")
+    with _quiet():
+        parsed = parsed_for(flags, ranks=ranks)
+        from loongplug.estimate.estimate import estimate as run
+        from loongplug.estimate.units import units_of_data, units_of_size
+
+        units = (
+            units_of_data(parsed.args, parsed.model)
+            if visual_tokens is None
+            else units_of_size(parsed.args, parsed.model, visual_tokens=visual_tokens)
+        )
+        found = run(parsed, units)
+    _print(found, parsed, patches=[unit.patches for unit in units])
+    if json_path is not None:
+        _write(found, json_path)
+    if device_memory is None:
+        return FITS
+    fullest = max(each.total for each in found)
+    fits = fullest <= device_memory * _GB
+    print(
+        f"{'fits' if fits else 'does not fit'}: the fullest rank needs {fullest / _GB:.1f} of "
+        f"{device_memory:g} GB, without what the device's own libraries take"
+    )
+    return FITS if fits else TOO_LARGE
+
+
+def parsed_for(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
+    """The checked arguments of the first rank, for tensors that are on no device."""
+    from loongplug.platform import activate
+
+    activate("cpu")
+    from loongplug.training.arguments import parse_arguments
+    from loongplug.training.flags import read_command_line, without_flags
+
+    read_command_line(flags)  # refuses what is no flag before it is taken apart
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    try:
+        return parse_arguments([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"])
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Megatron says of models that it builds."""
+    logger = logging.getLogger("megatron")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _print(
+    found: "Sequence[RankMemory]", parsed: "ParsedArguments", *, patches: Sequence[int]
+) -> None:
+    args = parsed.args
+    names = list(dict.fromkeys(name for each in found for name in each.parts))
+    fullest = max(found, key=lambda each: each.total)
+    table = Table(
+        "GB",
+        title=f"{args.model_name or Path(args.config_file).stem}, {args.world_size} rank(s), "
+        f"{len(patches)} microbatch(es) of up to {max(patches)} patches",
+        caption="* the fullest",
+    )
+    for each in found:
+        mark = " *" if each is fullest else ""
+        table.add_column(f"stage {each.stage}{mark}\n{each.role}", justify="right")
+    for name in names:
+        table.add_row(name, *(_gigabytes(each.parts.get(name, 0)) for each in found))
+    table.add_section()
+    table.add_row("total", *(_gigabytes(each.total) for each in found))
+    table.add_row("at its fullest in", *(each.when for each in found))
+    Console().print(table)
+
+
+def _gigabytes(nbytes: int) -> str:
+    """Three digits below 10 GB, and what is tiny in MB."""
+    if nbytes and nbytes < _GB // 100:
+        return f"{nbytes / 10**6:.2f} MB"
+    return f"{nbytes / _GB:.2f}"
+
+
+def _write(found: "Sequence[RankMemory]", path: Path) -> None:
+    rows = [{**asdict(each), "total": each.total} for each in found]
+    path.write_text(json.dumps({"stages": rows}, indent=2) + "\n")

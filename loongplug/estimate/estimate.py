@@ -1,0 +1,189 @@
+"""A run's memory, stage by stage, from its checked arguments."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from loongplug.estimate.encoder_side import Encoding, NoSide, Side, side_of
+from loongplug.estimate.ledger import Ledger
+from loongplug.estimate.ranks import Rank, as_rank
+from loongplug.estimate.schedule import Pipeline
+from loongplug.estimate.state import State, rank_state
+from loongplug.estimate.step import CostOf, follow, pipeline_buffers
+from loongplug.estimate.trace import Cost, Shapes, Tracer
+from loongplug.estimate.units import UnitSize, owners_of
+from loongplug.hetero.modes import mode_of
+from loongplug.models.vision_encoder import patch_values
+from loongplug.training.arguments import ParsedArguments
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradient buffers", "optimizer state"
+_PIXEL_BYTES = 4  # float32, as they come
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The fullest rank of a pipeline stage, in bytes.
+
+    ``parts`` is what there is at its fullest moment of a step, ``when``, by what it is; ``most``
+    has of each of these the most at any moment.
+    """
+
+    stage: int
+    rank: int
+    role: str
+    parts: dict[str, int]
+    when: str
+    most: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+def estimate(parsed: ParsedArguments, units: Sequence[UnitSize]) -> list[RankMemory]:
+    """The fullest rank of each pipeline stage of the first model replica.
+
+    ``units`` are the microbatches of a replica's step. No collectives; there must be no process
+    group. Makes no tensor with memory that grows with the model.
+    """
+    stages = parsed.args.pipeline_model_parallel_size
+    found = []
+    for stage in range(stages):
+        with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
+            found.append(_fullest(rank, parsed, units))
+    return found
+
+
+def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> RankMemory:
+    """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
+    args = parsed.args
+    states = rank_state(rank.chunks, args)
+    state = sum(states.values(), State())
+    step = _Step(rank, parsed, units, encoder_state=states["image_encoder"])
+    found = []
+    for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
+        ledger = Ledger()
+        for name, nbytes in _by_name(state).items():
+            ledger.add(name, nbytes)
+        step.follow(ledger, rank=member)
+        ledger.work("optimizer step", state.step)
+        found.append(
+            RankMemory(
+                stage=rank.stage,
+                rank=member,
+                role="encoder + decoder" if step.has_encoder else "decoder",
+                parts={name: nbytes for name, nbytes in ledger.peak.items() if nbytes},
+                when=ledger.when,
+                most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
+            )
+        )
+    return max(found, key=lambda each: each.total)
+
+
+def _by_name(state: State) -> dict[str, int]:
+    return {WEIGHTS: state.weights, GRADIENTS: state.gradients, OPTIMIZER: state.optimizer}
+
+
+class _Step:
+    """A step of one rank: its chunks traced once, then followed for any rank like it."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        parsed: ParsedArguments,
+        units: Sequence[UnitSize],
+        *,
+        encoder_state: State,
+    ) -> None:
+        self._rank = rank
+        self._args: Namespace = parsed.args
+        self._model: Any = parsed.model
+        self._units = units
+        self._merge = parsed.model.image_encoder.spatial_merge_size**2
+        first = rank.chunks[0]
+        self.has_encoder = first.image_encoder is not None
+        self._trains = self.has_encoder and any(
+            parameter.requires_grad
+            for module in first.parallel_parts()[0].modules.values()
+            for parameter in module.parameters()
+        )
+        self._mode = mode_of(self._args)
+        self._encoder_state = _by_name(encoder_state)
+        self._apart = self._mode.timing is not None
+        self._shapes = self._largest()
+        tracer = Tracer(self._args, self._shapes, merge=self._merge)
+        self._encoder = Cost()
+        if self.has_encoder and self._apart:
+            self._encoder = tracer.encoder(first)
+        self._costs = [
+            tracer.inline(chunk)
+            if not self._apart and chunk.image_encoder is not None
+            else tracer.decoder(chunk, features_train=self._trains)
+            for chunk in rank.chunks
+        ]
+
+    def follow(self, ledger: Ledger, *, rank: int) -> None:
+        """A step of ``rank``, which has the same chunks as this process's."""
+        args = self._args
+        pipeline = Pipeline(
+            stages=args.pipeline_model_parallel_size,
+            stage=self._rank.stage,
+            chunks=len(self._rank.chunks),
+            group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
+        )
+        follow(
+            ledger,
+            pipeline,
+            self._side(rank),
+            microbatches=len(self._units),
+            cost_of=self._cost_of(),
+            buffers=pipeline_buffers(self._costs),
+        )
+
+    def _largest(self) -> Shapes:
+        unit = max(self._units, key=lambda each: each.patches)
+        side = self._model.image_encoder.spatial_merge_size
+        return Shapes(
+            rows=self._args.micro_batch_size,
+            length=self._args.seq_length,
+            grids=unit.grids or ((1, side, side),),  # the blank image
+            segments=unit.segments,
+        )
+
+    def _cost_of(self) -> CostOf:
+        def cost_of(chunk: int, microbatch: int) -> Cost:
+            cost = self._costs[chunk]
+            if not cost.encoder:
+                return cost
+            patches = max(self._units[microbatch].patches, self._merge)
+            return replace(cost, encoder=round(cost.encoder * patches / self._shapes.patches))
+
+        return cost_of
+
+    def _side(self, rank: int) -> Side:
+        if not self._apart:
+            return NoSide()
+        model, place = self._model, self._rank.place
+        groups = place.placement.groups
+        config = self._rank.chunks[0].text_decoder.config
+        streams = 1 + getattr(config, "deepstack_features", 0)
+        encoding = Encoding(
+            placement=place.placement,
+            rank=rank,
+            group=next((number for number, ranks in enumerate(groups) if rank in ranks), None),
+            units=self._units,
+            owners=owners_of(self._units, self._args, model, groups=len(groups)),
+            merge=self._merge,
+            cost=self._encoder,
+            traced=self._shapes.patches,
+            payload=streams * config.hidden_size * config.params_dtype.itemsize,
+            pixels=patch_values(model.image_encoder) * _PIXEL_BYTES,
+            trains=self._trains,
+            copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
+        )
+        return side_of(self._mode, encoding, state=self._encoder_state)

@@ -1,0 +1,87 @@
+"""One rank of a run that is not there: its process groups, its place, its chunks without memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+# Its import makes the backend "fake", which talks to nobody, known to torch.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from loongplug.checkpoint.names import parameter_names
+from loongplug.hetero.engine import EncoderPlace
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.states import destroy_parallel_states
+from loongplug.training.arguments import ParsedArguments
+from loongplug.training.freezing import freezing_of
+from loongplug.training.provider import engine_of
+from loongplug.training.sizes import build_on_meta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A rank while Megatron takes this process for it. ``chunks`` are on the meta device."""
+
+    stage: int
+    place: EncoderPlace
+    chunks: tuple[MultimodalModel, ...]
+
+
+@contextmanager
+def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[Rank]:
+    """Inside, this process is ``rank`` of the run to Megatron, with nobody to talk to.
+
+    No collectives; there must be no process group yet.
+    """
+    args = parsed.args
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        with torch.random.fork_rng(devices=[]):
+            model_parallel_cuda_manual_seed(args.seed)
+            place = engine_of(args, parsed.model).place
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            yield Rank(stage=stage, place=place, chunks=_chunks(parsed, place, stage=stage))
+    finally:
+        destroy_parallel_states()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _chunks(
+    parsed: ParsedArguments, place: EncoderPlace, *, stage: int
+) -> tuple[MultimodalModel, ...]:
+    args = parsed.args
+    virtual: int | None = args.virtual_pipeline_model_parallel_size
+    count = virtual or 1
+    chunks = []
+    for number in range(count):
+        last = stage == args.pipeline_model_parallel_size - 1 and number == count - 1
+        chunk = build_on_meta(
+            parsed.model,
+            parsed.family,
+            args,
+            pre_process=stage == 0 and number == 0,
+            post_process=last,
+            vp_stage=None if virtual is None else number,
+            encoder_state=place.state,
+        )
+        assert isinstance(chunk, MultimodalModel)
+        # As Megatron's Float16Module does to all there is.
+        chunks.append(chunk.bfloat16() if args.bf16 else chunk)
+    freezing = freezing_of(args, parsed.model)
+    mapping = parsed.family.load_hugging_face(parsed.model).mapping
+    for name, parameter in parameter_names(chunks, mapping):
+        parameter.requires_grad_(freezing.trains(name))
+    return tuple(chunks)

@@ -1,0 +1,119 @@
+"""Bytes of live tensors while code runs, on real tensors or on those of the meta device."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Answer = Callable[..., Any]
+
+
+class Tape(TorchDispatchMode):
+    """Follows the storages that operations make while it is entered, until they are freed.
+
+    A storage counts once, however many tensors share it, for the ``region`` in which it was made.
+    Tensors made before are none of its business. ``answers`` stand in for operations, by name:
+    what the meta device cannot tell, such as how many elements of a mask are set.
+    """
+
+    def __init__(self, *, region: str, answers: Mapping[Any, Answer] | None = None) -> None:
+        super().__init__()
+        self._answers = answers or {}
+        self._known: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        self._region = region
+        self.live: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        """What is live now."""
+        return sum(self.live.values())
+
+    @property
+    def most(self) -> int:
+        """What was live at the peak since the last :meth:`restart`."""
+        return sum(self.peak.values())
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = dict(self.live)
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Inside, storages are made for ``name``."""
+        before, self._region = self._region, name
+        try:
+            yield
+        finally:
+            self._region = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at what came out."""
+        result = NotImplemented
+        if func in self._answers:
+            result = self._answers[func](*args, **(kwargs or {}))
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
+        made = _storages(result)
+        if not made.keys() <= self._known.keys():
+            before = _storages((args, kwargs))
+            for key, storage in made.items():
+                if key not in before:  # else a view of something that was there before
+                    self._count(storage)
+        return result
+
+    def see(self, tensor: Tensor) -> None:
+        """Count the tensor's storage, if it is not known yet."""
+        self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or storage.nbytes() == 0:
+            return
+        region, nbytes = self._region, storage.nbytes()
+
+        def gone(_: Any) -> None:
+            del self._known[key]
+            self.live[region] -= nbytes
+
+        self._known[key] = (weakref.ref(storage, gone), region, nbytes)
+        self.live[region] = self.live.get(region, 0) + nbytes
+        if self.total > self.most:
+            self.peak = dict(self.live)
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    return {
+        (storage := each.untyped_storage())._cdata: storage
+        for each in tree_leaves(values)
+        if isinstance(each, Tensor)
+    }
+
+
+class FlashAttention(TorchFunctionMode):
+    """Attention that keeps what flash kernels keep, also on the meta device.
+
+    There torch would take the composed form, which holds matrices of sequence by sequence.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As torch, but for scaled_dot_product_attention without dropout or a mask."""
+        kwargs = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
+            return func(*args, **kwargs)
+        query, key, value = args
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query,
+            key,
+            value,
+            0.0,
+            kwargs.get("is_causal", False),
+            scale=kwargs.get("scale"),
+        )[0]

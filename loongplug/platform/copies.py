@@ -1,0 +1,82 @@
+"""Copies between the device and the host that run beside the computation."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Copies(Protocol):
+    """A queue of copies; *computation* is whatever the caller's own stream has been given.
+
+    Nothing here makes the host wait, and neither queue waits for the other but by ``follow`` and
+    ``wait``. The memory of a copy's ends has to stay what it is until the computation has waited
+    for a mark behind the copy.
+    """
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Memory on the host of the shape and dtype of ``tensor``, fit for such copies."""
+
+    def follow(self) -> None:
+        """Copies from now on start when the computation given so far is done."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy; one of ``target`` and ``source`` is on the host."""
+
+    def mark(self) -> Any:
+        """The place in the queue behind what it has been given so far."""
+
+    def wait(self, mark: Any) -> None:
+        """Computation from now on starts when the queue has come to ``mark``."""
+
+
+class CudaCopies:
+    """A stream of its own and pinned memory."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Pinned, from torch's cache, which takes it back only when its copies are done."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def follow(self) -> None:
+        """The stream waits for the caller's."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """On the stream; the host goes on."""
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event of the stream."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """The caller's stream waits for the event."""
+        torch.cuda.current_stream().wait_event(mark)
+
+
+class HostCopies:
+    """On a CPU, device and host are the same memory and all work is done in the order given."""
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Other memory of the same kind."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def follow(self) -> None:
+        """Already so."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """At once."""
+        with torch.no_grad():
+            target.copy_(source)
+
+    def mark(self) -> None:
+        """There is one queue."""
+
+    def wait(self, mark: None) -> None:
+        """Already so."""

@@ -1,0 +1,120 @@
+"""Adapters on their way into checkpoints, folders of their own, and the weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from loongplug.bench.random_folder import write_random_folder
+from loongplug.checkpoint.adapter_files import AdapterReader
+from loongplug.convert.rank import convert
+from loongplug.models.lora.mapping import AdapterTable, adapter_table
+from loongplug.training.config import compose_model
+from loongplug.verify.weights import write_random_adapters
+
+LORA = (
+    *("+model.foundation.lora.rank=3", "+model.foundation.lora.alpha=6"),
+    "+model.foundation.lora.target_modules=[linear_qkv,mlp.linear_fc1]",
+    "+model.image_encoder.lora.rank=2",
+)
+MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu", *LORA)
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+TEXT, VISION = "model.language_model.layers.0.", "model.visual.blocks.0."
+
+
+@pytest.fixture(scope="module")
+def table() -> AdapterTable:
+    composed = compose_model(model_name="qwen3_vl_tiny", overrides=LORA)
+    found = adapter_table(composed.config, composed.family.load_hugging_face(composed.config))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(table, tmp_path_factory) -> tuple[Path, Path]:
+    """A model in bf16, and adapters in fp32."""
+    folder = tmp_path_factory.mktemp("published")
+    write_random_folder(folder / "hf", model_name="qwen3_vl_tiny")
+    write_random_adapters(folder / "adapters", table, seed=1)
+    return folder / "hf", folder / "adapters"
+
+
+def converted(rank: int, *, flags: list[str]) -> None:
+    convert(flags)
+
+
+def test_through_a_checkpoint_adapters_stay_and_weights_are_merged(folders, tmp_path):
+    hf, adapters = folders
+    into = [*MODEL, *TP2, "--load-hf", str(hf), "--load-lora", str(adapters)]
+    run_ranks(converted, 2, flags=[*into, "--save", str(tmp_path / "saved")], timeout=120.0)
+    out = [*MODEL, *PP2, "--load", str(tmp_path / "saved")]
+    out += ["--save-hf", str(tmp_path / "merged"), "--save-lora", str(tmp_path / "again")]
+    run_ranks(converted, 2, flags=out, timeout=120.0)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (adapters / name).read_bytes()
+
+    base, merged = (load_file(each / "model.safetensors") for each in (hf, tmp_path / "merged"))
+    values = load_file(adapters / "adapter_model.safetensors")
+    changed = set()
+    for name, weight in base.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = (values.get(f"{prefix}.lora_{kind}.weight") for kind in "AB")
+        expected = weight
+        if a is not None:
+            changed.add(name)
+            scale = 2.0 if "language_model" in name else 1.0
+            expected = (weight.float() + scale * b @ a).to(weight.dtype)
+        assert merged[name].dtype == weight.dtype
+        if a is None:
+            assert torch.equal(merged[name], weight), name
+        else:
+            torch.testing.assert_close(merged[name], expected, rtol=1e-2, atol=1e-6)
+            assert (merged[name] == expected).float().mean() > 0.99  # but for sums in another order
+    assert {f"{TEXT}self_attn.k_proj.weight", f"{VISION}attn.proj.weight"} <= changed
+    assert f"{TEXT}self_attn.o_proj.weight" not in changed
+
+
+A = "base_model.model.model.language_model.layers.0.self_attn.k_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "said"),
+    [
+        ({}, {"lora_alpha": 3}, "attn.qkv has lora_alpha 3, expected 2"),
+        ({}, {"use_rslora": True}, "use_rslora is True, which has no counterpart here"),
+        ({}, {"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
+        ({A: None}, {}, f"missing {A}"),
+        ({"other": torch.ones(2)}, {}, r"extra other \(2,\)"),
+        ({A: torch.ones(3, 5)}, {}, r"k_proj.lora_A.weight has shape \(3, 5\), expected"),
+    ],
+)
+def test_other_adapters_are_refused(folders, table, tmp_path, tensors, config, said):
+    folder = changed_folder(folders[1], tmp_path, tensors=tensors, config=config)
+    with pytest.raises(ValueError, match=said):
+        AdapterReader(folder, table)
+
+
+def changed_folder(start: Path, where: Path, *, tensors: dict, config: dict) -> Path:
+    folder = where / "changed"
+    shutil.copytree(start, folder)
+    values = load_file(folder / "adapter_model.safetensors") | tensors
+    save_file(
+        {k: v for k, v in values.items() if v is not None}, folder / "adapter_model.safetensors"
+    )
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def test_projections_with_an_a_of_their_own_are_refused(folders, tmp_path):
+    shape = load_file(folders[1] / "adapter_model.safetensors")[A].shape
+    folder = changed_folder(folders[1], tmp_path, tensors={A: torch.ones(shape)}, config={})
+    flags = [*MODEL, "--load-hf", str(folders[0]), "--load-lora", str(folder)]
+    flags += ["--save-lora", str(tmp_path / "out")]
+    with pytest.raises(Exception, match="whose adapter has one A"):
+        run_ranks(converted, 1, flags=flags, timeout=120.0)

@@ -1,0 +1,65 @@
+"""The estimate against real runs on CPU ranks, whose live tensors are counted."""
+
+import pytest
+import torch.distributed as dist
+from measured import measure
+from ranks import run_ranks
+
+from loongplug.estimate.command import parsed_for
+from loongplug.estimate.encoder_side import PIXELS
+from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS, estimate
+from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, PIPELINE
+from loongplug.estimate.trace import DECODER, ENCODER
+from loongplug.estimate.units import units_of_data
+
+DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
+TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
+EP, EXPERTS = "--expert-model-parallel-size", ("--model-name", "qwen3_vl_moe_tiny")
+VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
+SHARDED = "--use-distributed-optimizer"
+RECOMPUTE = (
+    *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
+    *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+)
+FROZEN = "+model.image_encoder.freeze=True"
+# Ranks and flags.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "uniform-pp2": (2, (PP, "2")),
+    "uniform-pp2-vpp2-recompute": (2, (PP, "2", *VPP, *RECOMPUTE)),
+    "uniform-experts": (2, (*EXPERTS, EP, "2", SHARDED)),
+    "hetero-dp-tp2-frozen": (2, (DP, TP, "2", SHARDED, FROZEN)),
+    "hetero-dp-tp2-sp": (2, (DP, TP, "2", SP)),
+    "full-pp2-recompute": (2, (FULL, PP, "2", SHARDED, *RECOMPUTE)),
+    "full-tp2-pp2-sp": (4, (FULL, TP, "2", PP, "2", SP, SHARDED)),
+    "full-bf16": (2, (FULL, SHARDED, "--bf16")),
+}
+
+
+def estimated(rank, *, flags, ranks):
+    dist.destroy_process_group()  # the harness's: the estimate makes one of its own
+    parsed = parsed_for(flags, ranks=ranks)
+    # The step that is measured, the first, has made the optimizer's state.
+    return estimate(parsed, units_of_data(parsed.args, parsed.model, step=1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_holds_what_was_estimated(flags, name):
+    ranks, more = CASES[name]
+    run = [*flags, *more, "--train-iters", "2"]
+    (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
+    found = run_ranks(measure, ranks, flags=run, apart=DP in more or FULL in more, timeout=180.0)
+    for stage in stages:
+        real, most = found[stage.rank], dict(stage.most)
+        for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
+            assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
+        # What stages send each other is among what the real decoder's passes made.
+        most[DECODER] += most.pop(PIPELINE, 0)
+        for part in (ENCODER, DECODER, FEATURES, PIXELS):
+            assert most.get(part, 0) == pytest.approx(real.most.get(part, 0), rel=0.1), (
+                stage,
+                real.most,
+                part,
+            )
+        # Looked at before each pass, when the last one's is not there yet.
+        assert real.most[FEATURE_GRADIENTS] <= most.get(FEATURE_GRADIENTS, 0)
+        assert stage.total == pytest.approx(real.total, rel=0.1), (stage, real)

@@ -1,0 +1,122 @@
+"""Adapters: logits, loss and gradients against ``peft`` on the model in transformers.
+
+Both load one folder of adapters with random values. What is compared beside logits and loss is the
+gradient of every adapter: where ours is one linear and theirs several with the same ``A``, ours is
+the sum of theirs.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from hf_batches import Batch, Style, batch
+from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
+from peft import PeftModel
+from test_hf_agreement import architecture as qwen3_vl
+from test_qwen2_5_agreement import MEDIA, positions
+from tiny_qwen2_5_vl import tiny_config as qwen2_5_vl
+from tiny_qwen3_vl_moe import SP
+from tiny_qwen3_vl_moe import architecture as qwen3_vl_moe
+
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.lora.mapping import AdapterTable, adapter_table
+from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.registry import family_of
+from loongplug.verify.weights import write_random_adapters
+
+ALL_THREE = {
+    "image_encoder": LoraSettings(rank=3, alpha=3.0),
+    "image_projector": LoraSettings(rank=2, alpha=6.0),
+    "foundation": LoraSettings(rank=4, alpha=2.0),
+}
+ATTENTION = LoraSettings(rank=4, target_modules=("linear_qkv", "self_attention.linear_proj"))
+
+
+def adapted(
+    model: VisionLanguageArchitecture, settings: dict[str, LoraSettings]
+) -> VisionLanguageArchitecture:
+    """``model`` with adapters; a module without any is frozen."""
+    frozen = {"image_encoder", "image_projector"} - settings.keys()
+    parts = {
+        name: dataclasses.replace(getattr(model, name), lora=lora)
+        for name, lora in settings.items()
+    } | {name: dataclasses.replace(getattr(model, name), freeze=True) for name in frozen}
+    return dataclasses.replace(model, **parts)
+
+
+def qwen2_5_data() -> Batch:
+    style = Style(patch_values=3 * 2 * 14 * 14, frames_apart=False, positions=positions)
+    return batch(style, media=MEDIA)
+
+
+# The model and its batch; tied, for that stages share the frozen embedding then.
+MODELS = {
+    "qwen3_vl": (lambda: adapted(qwen3_vl(tied=True), ALL_THREE), batch),
+    "qwen3_vl-text": (lambda: adapted(qwen3_vl(tied=False), {"foundation": ATTENTION}), batch),
+    "qwen2_5_vl": (lambda: adapted(qwen2_5_vl(tied=False), ALL_THREE), qwen2_5_data),
+    "experts": (lambda: adapted(qwen3_vl_moe(), ALL_THREE), batch),
+}
+TP2_PP2 = Layout(tp=2, pp=2, sequence_parallel=True, recompute=True, micro_batch_size=2)
+CASES = [
+    ("qwen3_vl", Layout(micro_batch_size=4)),
+    ("qwen3_vl", Layout(tp=2)),
+    ("qwen3_vl", TP2_PP2),
+    ("qwen3_vl", Layout(pp=2, vpp=2, dp=2, overlap_grad_reduce=True)),
+    ("qwen3_vl-text", TP2_PP2),
+    ("qwen2_5_vl", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("experts", Layout(**SP)),
+    ("experts", Layout(**SP, etp=1, ep=2)),
+    ("experts", Layout(dp=2, **SP, ep=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """A model's folders, and what peft makes of them, made once."""
+    made = {}
+
+    def of(name: str):
+        if name not in made:
+            build, data = MODELS[name]
+            model, folder = build(), tmp_path_factory.mktemp(name)
+            plain = reference_model(model)
+            plain.save_pretrained(folder / "hf")
+            table = adapter_table(model, family_of(model).load_hugging_face(model))
+            write_random_adapters(folder / "adapters", table, seed=1)
+            wrapped = PeftModel.from_pretrained(plain, folder / "adapters", is_trainable=True)
+            expected = reference_step(wrapped, data())
+            made[name] = model, folder, with_our_gradients(expected, table)
+        return made[name]
+
+    return of
+
+
+def with_our_gradients(step: Step, table: AdapterTable) -> Step:
+    theirs = {name.replace(".default.", "."): grad for name, grad in step.gradients.items()}
+    expected, used = {}, set()
+    for bundle in table.mapping.bundles():
+        for source in bundle.sources:
+            names = table.file_names(bundle, source)
+            used |= set(names)
+            total = torch.stack([theirs[name] for name in names]).sum(0)
+            expected[source.name] = table.from_file(source, total)
+    assert used == theirs.keys()  # and nothing else trains in peft's model
+    return Step(loss=step.loss, logits=step.logits, gradients=expected)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda value: str(value))
+def test_step_agrees_with_peft(references, name, layout):
+    model, folder, expected = references(name)
+    adapters = folder / "adapters"
+    encoder = dataclasses.replace(model.image_encoder, recompute=layout.recompute)
+    model = dataclasses.replace(model, image_encoder=encoder)
+    assert_agreement(
+        model,
+        folder / "hf",
+        layout=layout,
+        data=MODELS[name][1](),
+        expected=expected,
+        adapters=adapters,
+    )
+    for file in ("adapter_model.safetensors", "adapter_config.json"):  # from any layout
+        assert (adapters / "again" / file).read_bytes() == (adapters / file).read_bytes()

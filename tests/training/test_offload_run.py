@@ -1,0 +1,272 @@
+"""Whole runs with each offload flag: not a bit differs, and memory is let go meanwhile."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import compared_runs
+import pytest
+import torch
+from lazy_copies import LazyCopies
+from ranks import run_ranks
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from loongplug.hetero.activations import SavedOnHost
+from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.store import KeptOnHost
+from loongplug.hetero.three_phases import ThreePhases
+from loongplug.hetero.timing import EncoderOfStep
+from loongplug.models.features import VisionFeatures
+from loongplug.platform.cpu import CpuPlatform
+from loongplug.training.run import run
+
+pytestmark = pytest.mark.slow
+
+FEATURES, STATE = "--full-hetero-dp-cpu-offload", "--offload-encoder-state"
+ACTIVATIONS = "--offload-encoder-activations"
+ALL = (FEATURES, ACTIVATIONS, STATE)
+TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+VPP2 = ("--num-virtual-stages-per-pipeline-rank", "2")
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+SINGLES = ("--micro-batch-size", "1")
+FROZEN = "+model.image_encoder.freeze=True"
+
+
+class Counter:
+    """Bytes on this rank, by step: of features, of what encoding saves, of the encoder's state.
+
+    Of a step are known ``features``, the most of them in phase 2, and ``pair``, what two units take
+    that follow each other; ``saved``, what encoding saved, and ``kept``, what of that was there in
+    phase 2. ``away`` is the most of the encoder's state that was not there in phase 2.
+    """
+
+    def __init__(self, *, patient: bool) -> None:
+        self._patient = patient
+        self._features: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._released = self.away = 0
+        self.steps: list[dict[str, int]] = []
+        self._in_phase_2 = False
+
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._features[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.count()
+
+    def note_saved(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._saved[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def count(self) -> None:
+        if self._in_phase_2:
+            step = self.steps[-1]
+            step["features"] = max(step["features"], _alive(self._features))
+
+    def phase_2(self, sizes: list[int]) -> None:
+        until = time.monotonic() + 0.5  # a thread of gloo's may still hold what it has moved
+        while (
+            self._patient and _alive(self._features) > sum(sizes[:1]) and time.monotonic() < until
+        ):
+            time.sleep(0.01)
+        self.steps.append(
+            {
+                "features": 0,
+                "pair": max((sum(pair) for pair in pairwise([*sizes, 0])), default=0),
+                "saved": sum(nbytes for _, nbytes in self._saved.values()),
+                "kept": _alive(self._saved),
+            }
+        )
+        self._in_phase_2 = True
+        self.count()
+
+    def phase_3(self) -> None:
+        self._in_phase_2 = False
+        self._features.clear()
+        self._saved.clear()
+
+    def released(self, nbytes: int) -> None:
+        self._released += nbytes
+        self.away = max(self.away, self._released)
+
+
+def _alive(noted: dict[int, tuple[StorageWeakRef, int]]) -> int:
+    return sum(nbytes for storage, nbytes in noted.values() if not storage.expired())
+
+
+def around(owner: type, method: str, act: Callable[..., Any]) -> None:
+    """Have ``act(result, *arguments)`` called behind a method."""
+    original = getattr(owner, method)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        act(result, *args)
+        return result
+
+    setattr(owner, method, called)
+
+
+def watched(counter: Counter) -> None:
+    """Report to ``counter`` where memory is taken and let go."""
+
+    sizes: list[int] = []
+
+    def arrived(units: dict[int, Tensor], *_: Any) -> None:
+        sizes[:] = [units[unit].nbytes for unit in sorted(units)]
+        for each in units.values():
+            counter.note(each)
+
+    end = ThreePhases.end
+
+    def ended(phases: ThreePhases) -> None:
+        counter.phase_3()
+        end(phases)
+
+    around(EncoderOfStep, "payload", lambda made, *_: counter.note(made))
+    around(Exchange, "gather_variable_shape_embeddings", arrived)
+    around(KeptOnHost, "_beside", lambda made, *_: counter.note(made))
+    around(SavedOnHost, "_pack", lambda packed, _, tensor, __: (
+        None if isinstance(packed, Tensor) else counter.note_saved(tensor)
+    ))  # fmt: skip
+    around(ThreePhases, "begin", lambda *_: counter.phase_2(sizes))
+    around(ThreePhases, "features", lambda *_: counter.count())
+    ThreePhases.end = ended
+    around(CpuPlatform, "release", lambda _, __, storage: counter.released(storage.nbytes()))
+    around(CpuPlatform, "restore", lambda _, __, storage, nbytes: counter.released(-nbytes))
+
+
+class Chunks:
+    """Watches a run for its chunks and how much the encoder's state takes."""
+
+    def built(self, chunks: Any, optimizer: Any, **_: Any) -> None:
+        self.chunks, self.optimizer = chunks, optimizer
+
+    def loss(self, *_: Any) -> None:
+        pass
+
+
+def trained(rank: int, *, flags: list[str], late: bool = False) -> dict[str, Any]:
+    """Losses, norms, a digest of this rank's parameters, and bytes; copies as late as may be."""
+    counter, chunks = Counter(patient=FEATURES in flags), Chunks()
+    watched(counter)
+    if late:
+        CpuPlatform.copies = lambda self: LazyCopies()
+    compared_runs.run = lambda flags: run(flags, watch=chunks)
+    found = compared_runs.steps(rank, flags=flags)
+    digest = hashlib.sha256()
+    for chunk in chunks.chunks:
+        for name, parameter in chunk.named_parameters():
+            digest.update(name.encode() + bytes_of(parameter))
+    part = chunks.chunks[0].parts["image_encoder"]
+    state = EncoderState(
+        part, chunks.optimizer.of_part["image_encoder"], platform=CpuPlatform.__new__(CpuPlatform)
+    )
+    state.leave()
+    return {
+        "numbers": (found, digest.hexdigest()),
+        "steps": counter.steps,
+        "away": counter.away,
+        "state": sum(each.nbytes for each in state._moved),
+    }
+
+
+def bytes_of(parameter: Tensor) -> bytes:
+    return parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def numbers(ranks: list[dict[str, Any]]) -> list[Any]:
+    return [rank["numbers"] for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def flags(flags, demo):
+    evaluation = ("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1")
+    full = ("--enable-full-hetero-dp", "--train-iters", "3", *SINGLES)
+    return [*flags, *full, *evaluation, "--eval-interval", "2"]
+
+
+def test_tp2_pp2_vpp2(flags, tmp_path):
+    """Each flag alone: four ranks, eight microbatches whose images one rank consumes.
+
+    They stand in the first half of the sequence, which is one rank's with sequence parallelism.
+    What is saved while the state comes and goes is what the run without it goes on from.
+    """
+    layout = [*flags, *TP2, "--sequence-parallel", *PP2, *VPP2, *OVERLAP]
+    plain = run_ranks(trained, 4, flags=layout, timeout=120.0)
+    for number, rank in enumerate(plain):
+        for step in rank["steps"]:
+            assert (step["features"] > 2 * step["pair"] > 0) == (number == 0)
+            assert step["saved"] == 0
+        assert rank["away"] == 0
+
+    found = run_ranks(trained, 4, flags=[*layout, FEATURES], late=True, timeout=120.0)
+    assert numbers(found) == numbers(plain)
+    for number, rank in enumerate(found):
+        for step in rank["steps"]:
+            assert step["features"] == step["pair"]
+            assert (step["pair"] > 0) == (number == 0)
+
+    found = run_ranks(trained, 4, flags=[*layout, ACTIVATIONS], late=True, timeout=120.0)
+    assert numbers(found) == numbers(plain)
+    for rank in found:
+        trains = [step for step in rank["steps"] if step["saved"]]
+        assert len(trains) == 3
+        for step in trains:
+            assert step["kept"] == 0
+
+    save = ("--save", str(tmp_path), "--save-interval", "2")
+    found = run_ranks(trained, 4, flags=[*layout, STATE, *save], late=True, timeout=120.0)
+    assert numbers(found) == numbers(plain)
+    for rank in found:
+        assert rank["away"] == rank["state"] > 0
+    load = ("--load", str(tmp_path), "--ckpt-step", "2")
+    resumed = run_ranks(trained, 4, flags=[*layout, *load], timeout=120.0)
+    for (steps, digest), (all_steps, expected) in zip(
+        numbers(resumed), numbers(plain), strict=True
+    ):
+        assert (steps, digest) == (all_steps[2:], expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((*PP2, FROZEN, *OVERLAP), id="pp2-frozen"),
+        pytest.param((*TP2, "--bf16", "model.image_encoder.recompute=true"), id="tp2-bf16"),
+        pytest.param((*PP2, FROZEN, "+model.image_projector.freeze=True"), id="pp2-both-frozen"),
+    ],
+)
+def test_all_flags_together(flags, layout):
+    plain = run_ranks(trained, 2, flags=[*flags, *layout], timeout=120.0)
+    found = run_ranks(trained, 2, flags=[*flags, *layout, *ALL], late=True, timeout=120.0)
+    assert numbers(found) == numbers(plain)
+    for rank in found:
+        assert rank["away"] == rank["state"] > 0
+        assert all(step["features"] == step["pair"] for step in rank["steps"])
+    assert all(step["features"] > 0 for step in found[0]["steps"])
+
+
+def encoder_in_phase_2(rank: int, *, flags: list[str]) -> bool:
+    """Whether losses are numbers when features depend on the encoder once more in phase 2."""
+    begin, features = ThreePhases.begin, ThreePhases.features
+
+    def noting(self: Any, chunk: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, chunk, *args, **kwargs)
+        self.parameter = next(chunk.parts["image_encoder"].module.parameters())
+
+    def using(self: Any, number: int) -> VisionFeatures:
+        found = features(self, number)
+        nothing = 0 * self.parameter.detach().sum()
+        return VisionFeatures(embeddings=found.embeddings + nothing, deepstack=found.deepstack)
+
+    ThreePhases.begin, ThreePhases.features = noting, using
+    return all(math.isfinite(step.loss) for step in run(flags))
+
+
+def test_a_use_of_the_encoder_in_phase_2_shows(flags):
+    few = [*flags, *TP2, "--train-iters", "2", "--no-check-for-nan-in-loss-and-grad"]
+    assert run_ranks(encoder_in_phase_2, 2, flags=few, timeout=120.0) == [True, True]
+    assert run_ranks(encoder_in_phase_2, 2, flags=[*few, STATE], timeout=120.0) == [False, False]
