@@ -14,6 +14,7 @@ import torch
 from loongplug.platform.active import Platform
 from loongplug.platform.forked_save import forking_caller, no_worker, results_per_save
 from loongplug.platform.replacements import Replacement, ReplacementTable
+from loongplug.platform.restart import in_own_store
 from loongplug.platform.safe_reading import METADATA_PICKLE, weights_only
 
 
@@ -131,6 +132,14 @@ def _tensor_by_tensor(original: Callable[..., dict[str, Any]]) -> Callable[..., 
 
 
 EVERYWHERE: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.training.initialize._initialize_distributed",
+        wrapper=in_own_store,
+        signature="(get_embedding_ranks, get_position_embedding_ranks, store, "
+        "skip_model_parallel_init=False)",
+        reason="leaves the store to torch, which has all of torchrun's attempts use the same keys "
+        "of one store: restarted ranks look for each other where the first ones were",
+    ),
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
         wrapper=_prebuilt_helpers,
