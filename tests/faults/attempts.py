@@ -119,15 +119,17 @@ def life(
 
 
 def _end_after(folder: Path, draw: Draw) -> None:
-    """End this rank as torchrun does once another has died.
+    """End this rank as torchrun does once another has died: by SIGTERM, and if that is in vain, by
+    SIGKILL.
 
     Ranks that train hear of a dead one themselves. Before that, while their groups are made, each
-    waits for the others in torchrun's store, and torchrun has to end them.
+    waits for the others in torchrun's store, where Python's own handlers of SIGTERM do not run.
     """
     while not all((folder / f"{rank}.fired").exists() for rank in draw.fault.ranks):
         time.sleep(0.05)
-    time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        time.sleep(1.0)
+        os.kill(os.getpid(), how)
     time.sleep(5.0)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -174,7 +174,7 @@ def judge(draw: Draw, ending: Ending, expected: Losses) -> None:
         all(
             way == FAILED
             or (rank in victims and way == "SIGKILL")
-            or (victims and draw.fault.place == "build" and way == "SIGTERM")
+            or (victims and draw.fault.place == "build" and way in ("SIGTERM", "SIGKILL"))
             for rank, way in enumerate(ending.ways)
         ),
         f"it ends as {ending.ways}:\n{ending.details}",
