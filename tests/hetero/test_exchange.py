@@ -125,6 +125,8 @@ CASES = {
     "tp2-pp2": (Layout(tp=2, pp=2), 1, True),
     "tp2-pp2-encoder2": (Layout(tp=2, pp=2), 2, True),
     "pp2-dp2": (Layout(pp=2, dp=2), 1, True),
+    "tp2-pp2-encoder4": (Layout(tp=2, pp=2), 4, True),
+    "pp4-encoder2": (Layout(pp=4), 2, True),
 }
 
 

@@ -44,6 +44,7 @@ def rows(count: int, *, with_images: dict[int, list[tuple[int, int]]], folder: P
     return str(path)
 
 
+SP = "--sequence-parallel"
 BIG, SMALL = (256, 192), (32, 32)  # 48 tokens and 1
 # Which of the eight rows of each step have images.
 ROWS: dict[str, dict[int, list[tuple[int, int]]]] = {
@@ -54,8 +55,11 @@ ROWS: dict[str, dict[int, list[tuple[int, int]]]] = {
 CASES = {
     "dp-overlap": (2, (*DP, *OVERLAP)),
     "dp-pp2-three-a-step": (4, (*DP, *PP2, "--global-batch-size", "3")),
+    "dp-sp": (2, (*DP, SP)),
     "full-overlap": (2, (*FULL, *OVERLAP)),
     "full-tp2-three-a-step": (4, (*FULL, *TP2, *OVERLAP, "--global-batch-size", "3")),
+    # The large image's tokens lie in both halves of the sequence, in one row of two.
+    "full-tp2-sp-pairs": (4, (*FULL, *TP2, SP, "--micro-batch-size", "2")),
 }
 
 
@@ -217,7 +221,7 @@ def test_bf16(flags, layout):
         assert step == pytest.approx(step_alone, rel=2e-2)
 
 
-@pytest.mark.parametrize("layout", [DP, FULL], ids=["dp", "full"])
+@pytest.mark.parametrize("layout", [(*DP, SP), FULL], ids=["dp-sp", "full"])
 def test_packs(flags, layout):
     packed = ("--packing", "--seq-length", "128", "--global-batch-size", "4")
     assert same(train(flags, *layout, *packed, ranks=2), train(flags, *packed))

@@ -36,7 +36,7 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
     planned = []
     for replica in range(cell.dp):
         texts = PaddedTexts(
-            provider._train,
+            provider.train,
             micro_batch_size=1,
             dp_rank=replica,
             dp_size=cell.dp,
