@@ -4,6 +4,7 @@ The tensors are put together by the Hugging Face export, which shares nothing wi
 sharded checkpoints: a wrong offset there cannot cancel out here.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[flo
     original_export = run_module.save_hf_folder
     original_adapters = run_module.save_adapters
 
+    @functools.wraps(original_setup)  # what stands in for it looks at its signature
     def setup(*args: Any, **kwargs: Any) -> Any:
         made["model"], made["optimizer"], scheduler = original_setup(*args, **kwargs)
         return made["model"], made["optimizer"], scheduler
@@ -56,7 +58,9 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[flo
     run_module.save_hf_folder = export
     run_module.save_adapters = adapters
     lora = (
-        ("--save-lora", str(folder / "unused")) if any(".lora." in each for each in flags) else ()
+        ("--save-lora", str(folder / "unused_adapters"))
+        if any(".lora." in each for each in flags)
+        else ()
     )
     run([*flags, "--save-hf", str(folder / "unused"), *lora])
     return sorted(
