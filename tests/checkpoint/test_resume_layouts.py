@@ -81,7 +81,9 @@ JOURNEYS = {
     ),
     "plain-bf16": Journey(layouts=("single", "tp2-pp2", "dp2"), flags=(*MODEL, "--bf16")),
     "modes-distributed": Journey(
-        layouts=("tp2-pp2", "full-tp2-pp2", "dp-tp4-encoder2", "full-pp2-vpp2", "single"),
+        layouts=(
+            *("tp2-pp2", "full-tp2-pp2-encoder4", "dp-tp4-encoder2", "full-pp2-vpp2", "single"),
+        ),
         flags=(*MODEL, "--use-distributed-optimizer"),
     ),
     "modes-plain-bf16": Journey(

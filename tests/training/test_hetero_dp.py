@@ -42,6 +42,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "full-pp4-singles": (4, (FULL, PP, "4", *SINGLES, REDUCES_AHEAD), "dense"),
     "full-tp2-pp2-encoder2": (4, (FULL, TP, "2", PP, "2", ENCODER2, *OVERLAP), "dense"),
     "full-pp2-dp2": (4, (FULL, PP, "2", *OVERLAP), "dense"),
+    "full-pp2-vpp2-encoder2": (2, (FULL, PP, "2", *VPP, ENCODER2, *OVERLAP), "dense"),
     "full-pp2-dp2-encoder2": (4, (FULL, PP, "2", ENCODER2, *OVERLAP), "dense"),
     "full-pp2-one-unit": (2, (FULL, PP, "2", *ALL_IN_ONE, *OVERLAP), "dense"),
     "full-dp2": (2, (FULL, *OVERLAP), "dense"),

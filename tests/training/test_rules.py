@@ -173,6 +173,33 @@ def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
             assert found == expected, (tp, overrides)
 
 
+@pytest.mark.parametrize(
+    ("mode", "tp", "pp", "encoder_tp", "allowed"),
+    [
+        ("enable_full_hetero_dp", 1, 2, 2, True),
+        ("enable_full_hetero_dp", 2, 2, 4, True),
+        ("enable_full_hetero_dp", 1, 4, 2, True),
+        ("enable_full_hetero_dp", 1, 4, 3, False),
+        ("enable_full_hetero_dp", 1, 1, 2, False),
+        ("enable_encoder_hetero_dp", 1, 2, 2, False),
+        (None, 1, 2, 2, False),
+    ],
+)
+def test_an_encoder_on_several_stages_takes_full_separation(
+    prepared: Run, mode: str | None, tp: int, pp: int, encoder_tp: int, allowed: bool
+) -> None:
+    sizes = [
+        f"image_encoder.tensor_model_parallel_size={encoder_tp}",
+        # divided by any of them
+        *("image_encoder.num_attention_heads=12", "image_encoder.hidden_size=96"),
+        "image_encoder.ffn_hidden_size=192",
+    ]
+    changes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    changes |= {"world_size": 8, "global_batch_size": 16, **({mode: True} if mode else {})}
+    found = violated(prepared, model=changed(prepared[1], sizes), **changes)
+    assert found == ([] if allowed else ["encoder-layout"])
+
+
 @pytest.mark.parametrize("rule", OWN_LAYOUT)
 def test_own_layout_rule_fires_with_an_encoder_layout_only(prepared: Run, rule: str) -> None:
     own = changed(prepared[1], ["image_encoder.tensor_model_parallel_size=1"])

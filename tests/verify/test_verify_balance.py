@@ -1,8 +1,9 @@
-"""Balance is on in cells of the parity matrix, and makes a difference on its data."""
+"""The matrix's data: balance makes a difference on them, and so does a split of the sequence."""
 
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from ranks import run_ranks
 
@@ -12,8 +13,8 @@ from loongplug.data.workers import IN_PROCESS
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
-from loongplug.verify.cells import Cell, all_cells
-from loongplug.verify.matrix import STEPS, Matrix
+from loongplug.verify.cells import BATCH, Cell, all_cells
+from loongplug.verify.matrix import LENGTH, STEPS, Matrix
 
 # The third has the encoder of qwen3_vl_tiny.
 MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
@@ -51,6 +52,30 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
     return planned
 
 
+def parts_with_images(rank: int, *, flags: list[str], parts: int) -> list[set[int]]:
+    """Of each sample of a cell: in which of the sequence's parts its images lie."""
+    parsed = parse_arguments(flags)
+    data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
+    texts = PaddedTexts(
+        data.train,
+        micro_batch_size=1,
+        dp_rank=0,
+        dp_size=1,
+        seed=parsed.args.seed,
+        consumed_samples=0,
+        restart_after=None,
+        workers=IN_PROCESS,
+    )
+    processor = data.train.processor
+    ids = (processor.image_token_id, processor.video_token_id)
+    found = []
+    for _ in range(STEPS * BATCH):
+        (sample,) = next(texts)
+        (places,) = np.isin(sample.input_ids, ids).nonzero()
+        found.append(set((places // (LENGTH // parts)).tolist()))
+    return found
+
+
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     return Matrix(tmp_path_factory.mktemp("matrix"))
@@ -70,3 +95,13 @@ def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
         in_turn = tuple(unit % cell.encoder_replicas for unit in range(cell.microbatches))
         assert len(planned) == STEPS * cell.dp
         assert any(tuple(each) != in_turn for each in planned), (cell.name, planned)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_images_lie_in_several_parts_of_the_sequence(matrix, model, parts):
+    """Else a rank with a part of it would need all features or none."""
+    flags = matrix.base(Cell(model=model))
+    (found,) = run_ranks(parts_with_images, 1, flags=flags, parts=parts)
+    assert LENGTH % parts == 0
+    assert any(len(each) > 1 for each in found)

@@ -107,7 +107,7 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 def offload(args: Namespace, model: Any) -> str | None:
     """Something can only be away where encoder and decoder take turns."""
     given = [flag for flag, name in _OFFLOAD.items() if getattr(args, name)]
-    if not given or args.enable_full_hetero_dp:
+    if not given or mode_of(args).on_every_stage:
         return None
     return f"{', '.join(given)} in the mode {mode_of(args).name}"
 
@@ -137,11 +137,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="encoder-state",
-        refuses="with an encoder `tensor_model_parallel_size` of its own: "
+        refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
+        "heterogeneous DP, full separation): "
         + ", ".join(f"`--{name.replace('_', '-')}`" for name in _ONE_LAYOUT),
         check=encoder_state,
         reason="these count parameters, or make groups, by one layout for all modules",
-        cure="drop the flag, or leave the encoder's tensor_model_parallel_size null",
+        cure="drop the flag",
     ),
     Rule(
         name="encoder-sizes",
