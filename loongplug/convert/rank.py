@@ -39,6 +39,7 @@ from loongplug.training.checkpoints import check_source_folders, use_whole_check
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
+from loongplug.training.rules.lora import OWN_FOLDER, shared_lora_folder
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -158,6 +159,8 @@ def _check_ends(given: Namespace) -> None:
             "give a target: --save DIR (checkpoint), --save-hf DIR (Hugging Face) or --save-lora "
             "DIR (adapters)"
         )
+    if shared := shared_lora_folder(given):
+        raise ValueError(f"{shared}: {OWN_FOLDER}")
     if given.load and given.load_lora:
         raise ValueError(
             "--load and --load-lora both have adapters; give --load-hf DIR with --load-lora DIR"

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
+from loongplug.models.hf_mapping import is_adapter
+
+FREEZE_FLAG, TRAIN_FLAG = "--freeze-parameters", "--train-parameters"
 _SHOWN = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WILD = re.compile(r"\[[^]]*\]|[*?]")
@@ -15,11 +18,12 @@ _WILD = re.compile(r"\[[^]]*\]|[*?]")
 class Freezing:
     """What does not train, and what does all the same.
 
-    ``modules`` are frozen whole, by their names in the model (``image_encoder``); ``freeze`` and
-    ``train`` are shell patterns over full parameter names, in which ``*`` also stands for dots. A
-    parameter is frozen when its module is or a pattern of ``freeze`` matches it, unless a pattern
-    of ``train`` does. Names are the same in every layout: layers and experts are counted over the
-    whole model (:func:`loongplug.checkpoint.names.parameter_names`).
+    ``modules`` are frozen whole, by their names in the model (``image_encoder``), ``adapted`` but
+    for their adapters; ``freeze`` and ``train`` are shell patterns over full parameter names, in
+    which ``*`` also stands for dots. A parameter is frozen when its module is or a pattern of
+    ``freeze`` matches it, an adapter's too, unless a pattern of ``train`` does. Names are the same
+    in every layout: layers and experts are counted over the whole model
+    (:func:`loongplug.checkpoint.names.parameter_names`).
 
     >>> only_norms = Freezing(freeze=("*",), train=("*norm*",))
     >>> only_norms.trains("text_decoder.decoder.final_layernorm.weight")
@@ -29,6 +33,7 @@ class Freezing:
     """
 
     modules: tuple[str, ...] = ()
+    adapted: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
 
@@ -39,29 +44,35 @@ class Freezing:
 
     def trains(self, name: str) -> bool:
         """Whether the parameter called ``name`` trains."""
-        return not self._is_frozen(name) or any(fnmatchcase(name, each) for each in self.train)
+        return _matched(name, self.train) or not self._is_frozen(name)
 
     def _is_frozen(self, name: str) -> bool:
-        return name.partition(".")[0] in self.modules or any(
-            fnmatchcase(name, each) for each in self.freeze
-        )
+        return self._module_is_frozen(name) or _matched(name, self.freeze)
+
+    def _module_is_frozen(self, name: str) -> bool:
+        module = name.partition(".")[0]
+        return module in self.modules or (module in self.adapted and not is_adapter(name))
 
     def without_effect(self, names: Iterable[str]) -> frozenset[str]:
         """The patterns that change nothing for any of ``names``.
 
         That is: no name is matched, or every name that a pattern of ``train`` matches would train
-        without it.
+        without it, or every name that one of ``freeze`` matches trains all the same or is frozen
+        with its module.
         """
         idle = set(self.patterns)
         for name in names:
             if not idle:
                 break
-            frozen = self._is_frozen(name)
-            idle -= {each for each in self.freeze if each in idle and fnmatchcase(name, each)}
-            idle -= {
-                each for each in self.train if each in idle and frozen and fnmatchcase(name, each)
-            }
+            if not (self._module_is_frozen(name) or _matched(name, self.train)):
+                idle -= {each for each in self.freeze if fnmatchcase(name, each)}
+            if self._is_frozen(name):
+                idle -= {each for each in self.train if fnmatchcase(name, each)}
         return frozenset(idle)
+
+
+def _matched(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns)
 
 
 def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
@@ -86,10 +97,15 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 def idle_pattern(pattern: str, *, flag: str, names: Sequence[str], matches: bool) -> str:
     """What to tell of a pattern without effect; ``matches`` says whether it matches any name."""
+    if matches and flag == FREEZE_FLAG:
+        return (
+            f"{flag} {pattern!r} matches only parameters that are frozen with their module, or "
+            f"that {TRAIN_FLAG} lets train: drop it, or the exception."
+        )
     if matches:
         return (
             f"{flag} {pattern!r} matches only parameters that train anyway. It makes exceptions "
-            "from what is frozen: add --freeze-parameters '*' to train nothing else, or drop it."
+            f"from what is frozen: add {FREEZE_FLAG} '*' to train nothing else, or drop it."
         )
     return (
         f"{flag} {pattern!r} matches no parameter of the model; the closest are "

@@ -9,8 +9,8 @@ from torch import nn
 
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.names import parameter_names
-from loongplug.models.freezing import Freezing, idle_pattern
-from loongplug.models.hf_mapping import ADAPTER, Mapping
+from loongplug.models.freezing import FREEZE_FLAG, TRAIN_FLAG, Freezing, idle_pattern
+from loongplug.models.hf_mapping import Mapping
 
 # A module's key in the model's YAML, and its name in the built model.
 MODULES = {
@@ -23,7 +23,7 @@ MODULES = {
 def freezing_of(args: Namespace, model: Any) -> Freezing:
     """What the YAML's ``freeze`` and ``lora`` and the patterns of the command line ask for.
 
-    A module with adapters is frozen but for them.
+    A module with adapters is frozen but for them, with ``freeze`` or without.
     """
     frozen, adapted = (
         tuple(
@@ -34,9 +34,10 @@ def freezing_of(args: Namespace, model: Any) -> Freezing:
         for setting in ("freeze", "lora")
     )
     return Freezing(
-        modules=tuple(dict.fromkeys((*frozen, *adapted))),
+        modules=tuple(name for name in frozen if name not in adapted),
+        adapted=adapted,
         freeze=tuple(args.freeze_parameters),
-        train=(*args.train_parameters, *(f"{name}.*{ADAPTER}.*" for name in adapted)),
+        train=tuple(args.train_parameters),
     )
 
 
@@ -64,8 +65,8 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
         problems += [
             idle_pattern(pattern, flag=flag, names=known, matches=pattern not in unmatched)
             for flag, patterns in (
-                ("--freeze-parameters", freezing.freeze),
-                ("--train-parameters", freezing.train),
+                (FREEZE_FLAG, freezing.freeze),
+                (TRAIN_FLAG, freezing.train),
             )
             for pattern in dict.fromkeys(patterns)
             if pattern in idle
@@ -73,7 +74,7 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
     elif not any(each[0] for each in found):
         problems.append(
             "Every parameter of the model is frozen: there is nothing to train. Drop a freeze, or "
-            "name what is to train with --train-parameters."
+            f"name what is to train with {TRAIN_FLAG}."
         )
     raise_together(ValueError("\n".join(problems)) if problems else None)
 

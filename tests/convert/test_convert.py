@@ -266,6 +266,7 @@ def test_training_starts_from_a_converted_checkpoint(flags, folder, tmp_path):
         (("--save", "x"), "give one source"),
         (("--load", "a", "--load-hf", "b", "--save", "x"), "give one source"),
         (("--load-hf", "b"), "give a target"),
+        (("--load-hf", "b", "--save-hf", "x", "--save-lora", "x/y"), "a folder beside the others"),
         (("--load", "a", "--save", "x"), "give --save-hf DIR"),
         (("--load", "a", "--save-hf", "x"), "--load a has no checkpoint"),
     ],

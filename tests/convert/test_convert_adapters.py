@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -88,6 +89,14 @@ A = "base_model.model.model.language_model.layers.0.self_attn.k_proj.lora_A.weig
         ({}, {"lora_alpha": 3}, "attn.qkv has lora_alpha 3, expected 2"),
         ({}, {"use_rslora": True}, "use_rslora is True, which has no counterpart here"),
         ({}, {"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
+        ({}, {"bias": "all"}, "bias is 'all', which has no counterpart"),
+        ({}, {"fan_in_fan_out": True}, "fan_in_fan_out is True, which has no counterpart"),
+        ({}, {"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which has no"),
+        ({}, {"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\], which"),
+        ({}, {"of_a_later_peft": {"on": 1}}, "of_a_later_peft is {'on': 1}, which has no"),
+        ({}, {"rank_pattern": {"(w*)*([a-z_.]+)+!": 1}}, r"rank_pattern names '\(w\*\)\*"),
+        ({}, {"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern names 'q_proj\(', expected a mod"),
+        ({}, {"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\], expected an object"),
         ({A: None}, {}, f"missing {A}"),
         ({"other": torch.ones(2)}, {}, r"extra other \(2,\)"),
         ({A: torch.ones(3, 5)}, {}, r"k_proj.lora_A.weight has shape \(3, 5\), expected"),
@@ -97,6 +106,16 @@ def test_other_adapters_are_refused(folders, table, tmp_path, tensors, config, s
     folder = changed_folder(folders[1], tmp_path, tensors=tensors, config=config)
     with pytest.raises(ValueError, match=said):
         AdapterReader(folder, table)
+
+
+def test_what_peft_writes_of_plain_adapters_is_plain(folders, table, tmp_path):
+    """All that it knows, at its defaults, and first values that leave the model's weights alone."""
+    ours = json.loads((folders[1] / "adapter_config.json").read_text())
+    for number, init in enumerate((True, False, "gaussian", "orthogonal")):
+        theirs = LoraConfig(**ours | {"init_lora_weights": init, "task_type": "CAUSAL_LM"})
+        theirs.save_pretrained(tmp_path / str(number))
+        shutil.copy(folders[1] / "adapter_model.safetensors", tmp_path / str(number))
+        AdapterReader(tmp_path / str(number), table)
 
 
 def changed_folder(start: Path, where: Path, *, tensors: dict, config: dict) -> Path:

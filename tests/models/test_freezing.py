@@ -13,7 +13,7 @@ NAMES = [
     "text_decoder.embedding.word_embeddings.weight",
     "text_decoder.decoder.layers.1.mlp.linear_fc1.weight",
     "text_decoder.decoder.layers.11.mlp.linear_fc1.weight",
-    "text_decoder.decoder.layers.11.mlp.linear_fc1.adapter.lora_a",
+    "text_decoder.decoder.layers.11.mlp.linear_fc1_lora.a",
 ]
 
 
@@ -38,6 +38,26 @@ def test_a_pattern_is_of_the_whole_name_and_its_star_crosses_dots():
 def test_what_is_to_train_wins_over_modules_and_patterns():
     kept = trained(modules=("image_encoder",), freeze=("*",), train=("*.bias", "*lora*"))
     assert kept == [NAMES[1], NAMES[6]]
+
+
+def test_adapters_are_an_exception_from_their_module_and_from_no_pattern():
+    adapted = {"adapted": ("image_encoder", "text_decoder")}
+    assert trained(**adapted) == [NAMES[2], NAMES[6]]
+    assert trained(**adapted, freeze=("*_lora.a",)) == [NAMES[2]]
+    assert trained(**adapted, freeze=("*",), train=("*_lora.?", "*word*")) == [NAMES[3], NAMES[6]]
+
+
+def test_what_is_frozen_or_trains_all_the_same_needs_no_pattern_to_freeze():
+    for settings, idle in (
+        ({"modules": ("text_decoder",)}, {"*.layers.11.*", "*_lora.*"}),
+        ({"adapted": ("text_decoder",)}, set()),
+        ({"adapted": ("text_decoder",), "train": ("*lora*",)}, {"*.layers.11.*", "*_lora.*"}),
+        ({"train": ("*_lora.?",)}, {"*_lora.*"}),
+    ):
+        freezing = Freezing(freeze=("*.layers.11.*", "*_lora.*"), **settings)
+        assert freezing.without_effect(NAMES) == idle, settings
+    told = idle_pattern("*_lora.*", flag="--freeze-parameters", names=NAMES, matches=True)
+    assert "frozen with their module, or that --train-parameters lets train" in told
 
 
 def test_patterns_without_effect():

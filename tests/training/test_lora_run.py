@@ -128,6 +128,18 @@ def test_fresh_adapters_change_nothing_and_start_alike_in_every_layout(started, 
     )
 
 
+def test_patterns_freeze_adapters(started, tmp_path):
+    """The encoder's whole, of the decoder's A alone; the encoder's own freeze changes nothing."""
+    _, start, given = started("qwen3_vl_tiny")
+    given = [*given, *LORA, "--load-lora", str(start), "--train-iters", "1", *TP2, SP, *OVERLAP]
+    given += ["--freeze-parameters", "image_encoder.*_lora.*", "*_lora.a"]
+    out = ("--save-lora", str(tmp_path / "lora"), "+model.image_encoder.freeze=True")
+    train(given, *out, ranks=2)
+    before, after = adapters(start), adapters(tmp_path / "lora")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "language_model" in name and "lora_B" in name}
+
+
 class Copies:
     """Looks at the copies of adapters once a run is over."""
 

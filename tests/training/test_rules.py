@@ -130,6 +130,24 @@ def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule:
             assert violated(prepared, model=model, save_lora="adapters") == expected
 
 
+def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> None:
+    foundation = dataclasses.replace(prepared[1].foundation, lora=LoraSettings(rank=2))
+    model = dataclasses.replace(prepared[1], foundation=foundation)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for lora, other, shared in (
+        ("out", "out", {"save_hf", "save"}),
+        ("out/../out/", "out", {"save_hf", "save"}),
+        ("link", "out", {"save_hf", "save"}),
+        ("out", "out/more", {"save_hf", "save"}),
+        ("out/lora", "out", {"save_hf"}),  # a checkpoint's folder keeps what is in it
+        ("out-lora", "out", set()),
+    ):
+        for argument in ("save_hf", "save"):
+            folders = {"save_lora": f"{tmp_path}/{lora}", argument: f"{tmp_path}/{other}"}
+            expected = ["lora-own-folder"] if argument in shared else []
+            assert violated(prepared, model=model, **folders) == expected, folders
+
+
 def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None:
     args, model = prepared_experts
     for target, expected in (("mlp.linear_fc1", ["lora-targets"]), ("linear_fc1", [])):
@@ -195,7 +213,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
-    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled"}
+    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

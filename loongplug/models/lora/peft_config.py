@@ -6,17 +6,22 @@ from typing import Any
 
 from loongplug.models.lora.mapping import AdapterTable
 
-# What else peft can do to an adapter, with the value that leaves it plain.
+# What says nothing of an adapter's values: names, training, and what is checked by itself.
+_NEUTRAL = """
+task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+r lora_alpha lora_dropout rank_pattern alpha_pattern target_modules target_parameters
+exclude_modules layers_to_transform layers_pattern megatron_core ensure_weight_tying
+eva_config qalora_group_size
+"""
+# Of all other keys, also those that are not known, no value leaves adapters plain but these. First
+# values of other kinds come with other weights in the model.
 _PLAIN: dict[str, tuple[object, ...]] = {
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
     "bias": ("none", None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+# A name, with numbers left open: no repetition within another, so that matching takes no time.
+_SIMPLE = re.compile(r"(?:[\w.^$-]|\\[.-]|\\d\+)*")
 
 
 def peft_config(table: AdapterTable, *, base: str | None) -> dict[str, Any]:
@@ -60,12 +65,15 @@ def peft_config(table: AdapterTable, *, base: str | None) -> dict[str, Any]:
 def config_problems(config: Dictionary[str, Any], table: AdapterTable) -> list[str]:
     """What ``config`` says otherwise than the adapters in ``table``, one line each."""
     problems = [
-        f"{key} is {config[key]!r}, which has no counterpart here"
-        for key, plain in _PLAIN.items()
-        if key in config and config[key] not in plain
+        f"{key} is {config[key]!r:.80}, which has no counterpart here"
+        for key in config
+        if key not in _NEUTRAL.split() and not _is_plain(key, config[key])
     ]
     if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type is {config.get('peft_type')!r}, expected 'LORA'")
+        problems.append(f"peft_type is {config.get('peft_type')!r:.80}, expected 'LORA'")
+    unread = [problem for key in _PATTERNS if (problem := _pattern_problem(key, config.get(key)))]
+    if unread:  # what the modules have cannot be told then
+        return problems + unread
     for linear in table.linears:
         for name in linear.modules:
             module = name.replace("{}", "0")
@@ -77,6 +85,26 @@ def config_problems(config: Dictionary[str, Any], table: AdapterTable) -> list[s
                 expected = _number(linear.settings.scale * linear.settings.rank)
                 problems.append(f"{module} has lora_alpha {alpha}, expected {expected}")
     return problems
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether a key asks for nothing that has no counterpart here."""
+    return value in _PLAIN[key] if key in _PLAIN else not value
+
+
+def _pattern_problem(key: str, patterns: Any) -> str | None:
+    """Why ``patterns`` are not to be matched: they come with the folder, from whoever wrote it."""
+    if patterns is None:
+        return None
+    if not isinstance(patterns, dict):
+        return f"{key} is {patterns!r:.80}, expected an object of modules' names"
+    for pattern in patterns:
+        if not _SIMPLE.fullmatch(pattern):
+            return (
+                f"{key} names {pattern!r:.80}, expected a module's name, in which only \\d+ and . "
+                "stand for something else"
+            )
+    return None
 
 
 def _pattern(name: str) -> str:

@@ -18,7 +18,7 @@ def something_trains(args: Namespace, model: Any) -> str | None:
 def exceptions(args: Namespace, model: Any) -> str | None:
     """Exceptions are made from something that is frozen."""
     freezing = freezing_of(args, model)
-    if not freezing.train or freezing.modules or freezing.freeze:
+    if not freezing.train or freezing.modules or freezing.adapted or freezing.freeze:
         return None
     return "--train-parameters with nothing frozen"
 

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from loongplug.models.architecture import VisionLanguageArchitecture
@@ -67,6 +68,30 @@ def lora_folders(args: Namespace, model: Any) -> str | None:
     return f"{' and '.join(flags)} with a model without adapters"
 
 
+def lora_own_folder(args: Namespace, model: Any) -> str | None:
+    """What a run writes leaves the folder of adapters to them."""
+    return shared_lora_folder(args)
+
+
+def shared_lora_folder(args: Namespace) -> str | None:
+    """What else is written to or around ``--save-lora``, or into it; of train.py's arguments.
+
+    A checkpoint's folder may have others in it: its own files are all named by iterations.
+    """
+    if not args.save_lora:
+        return None
+    lora = Path(args.save_lora).resolve()
+    for flag in ("--save-hf", "--save"):
+        given = getattr(args, _name(flag))
+        other = Path(given).resolve() if given else None
+        if other is None:
+            continue
+        around = flag == "--save-hf" and lora.is_relative_to(other)
+        if other.is_relative_to(lora) or around:
+            return f"--save-lora {args.save_lora} with {flag} {given}"
+    return None
+
+
 def _name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
@@ -86,6 +111,8 @@ def rates_twice(args: Namespace, model: Any) -> str | None:
     rate = model.foundation.lr_mult
     return f"--decoupled-lr with model.foundation.lr_mult {rate:g}" if rate != 1.0 else None
 
+
+OWN_FOLDER = "give the adapters a folder beside the others"
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -110,6 +137,14 @@ RULES: tuple[Rule, ...] = (
         check=lora_folders,
         reason="there would be nothing to read or write",
         cure="give the module its adapters, such as +model.foundation.lora.rank=8",
+    ),
+    Rule(
+        name="lora-own-folder",
+        refuses="`--save-lora` as, in or around the folder of `--save-hf`, as or around that of "
+        "`--save`",
+        check=lora_own_folder,
+        reason="an export replaces its whole folder, and nothing that is not its own",
+        cure=OWN_FOLDER,
     ),
     Rule(
         name="lr-mult",
