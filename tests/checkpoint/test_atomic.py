@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ranks import RankError, run_ranks
 
 from loongplug.checkpoint.atomic import AtomicSaves, put_in_place, recover, remove_left_overs
@@ -117,6 +118,7 @@ def save_twice(rank: int, *, save: Path, fail: bool) -> list[str]:
     wrapped = AtomicSaves().wrap(original)
     requests = [wrapped(n, str(save / f"iter_000000{n}")) for n in (1, 2)]
     assert not any((save / f"iter_000000{n}").exists() for n in (1, 2))
+    dist.barrier()  # the other rank has looked, too
     for request in requests:
         for function in request.finalize_fns:
             function()
