@@ -27,14 +27,14 @@ class FeatureStore(Protocol):
 
 
 class KeptOnDevice:
-    """Features stay on the device until they are used."""
+    """Features stay where they arrived until they are used."""
 
     def __init__(self, features: dict[int, Tensor]) -> None:
-        self._features = {unit: _by_itself(each) for unit, each in features.items()}
+        self._features = dict(features)
         self._gradients: dict[int, Tensor] = {}
 
     def bring(self, unit: int) -> Tensor:
-        """What was given."""
+        """The same tensor that was given."""
         return self._features.pop(unit)
 
     def keep_gradient(self, unit: int, gradient: Tensor) -> None:
@@ -45,13 +45,6 @@ class KeptOnDevice:
         """Let them go, too."""
         gradients, self._gradients = self._gradients, {}
         return gradients
-
-
-def _by_itself(features: Tensor) -> Tensor:
-    """A part of a larger memory (what has arrived at once, a share) would keep all of it."""
-    if features.untyped_storage().nbytes() == features.nbytes:
-        return features
-    return features.clone()
 
 
 class KeptOnHost:

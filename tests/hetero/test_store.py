@@ -149,14 +149,3 @@ def test_on_a_gpu():
         del rows
     for unit, gradient in store.gradients().items():
         assert torch.allclose(gradient.cpu(), 2 * expected[unit] * (unit + 2) ** 2)
-
-
-def test_what_stays_is_let_go_unit_by_unit():
-    """Also of features that have arrived in one piece, and of shares of a payload."""
-    arrived = torch.randn(9, WIDTH)
-    parts = dict(enumerate(arrived.split([4, 0, 5])))
-    store = KeptOnDevice({**parts, 3: torch.randn(8, WIDTH)[2:4]})
-    for unit in range(4):
-        features = store.bring(unit)
-        assert features.untyped_storage().nbytes() == features.nbytes
-    assert torch.equal(KeptOnDevice(parts).bring(2), arrived[4:])
