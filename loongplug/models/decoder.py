@@ -112,6 +112,27 @@ class TextDecoder(GPTModel):
         ]
         return stack_features(streams[0], streams[1:])
 
+    def first_input(
+        self, input_ids: Tensor | None, features: VisionFeatures | None
+    ) -> Tensor | None:
+        """What this stage's first layer is fed: see :meth:`embed`; None behind the first stage."""
+        if not self.pre_process:
+            return None
+        assert input_ids is not None, "the first stage embeds the text"
+        return input_for_recompute(self.embed(input_ids, features), layers=self.decoder)
+
+    def kinds_of(
+        self,
+        position_ids: Tensor,
+        loss_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSegments | None = None,
+    ) -> Tensor | None:
+        """What routers have to know of the microbatch's tokens, [b, 2 * s] bool, where they do."""
+        if loss_mask is None or not self.training or not balances(self.config):
+            return None
+        return token_kinds(position_ids, loss_mask, packed=packed_seq_params)
+
     def _in_my_part(self, position: Tensor, *, length: int) -> Tensor:
         """Which places of a sequence are in the part that this rank holds, as bool."""
         group = self.pg_collection.tp
@@ -143,22 +164,15 @@ class TextDecoder(GPTModel):
             on the last stage the loss of every token [b, s] float32 (or logits [b, s, vocab / tp]
             without labels), elsewhere the hidden states for the next stage.
         """
-        decoder_input = None
-        if self.pre_process:
-            assert input_ids is not None, "the first stage embeds the text"
-            decoder_input = input_for_recompute(
-                self.embed(input_ids, features), layers=self.decoder
-            )
-        kinds = None
-        if loss_mask is not None and self.training and balances(self.config):
-            kinds = token_kinds(position_ids, loss_mask, packed=packed_seq_params)
         return super().forward(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=None,
-            decoder_input=decoder_input,
+            decoder_input=self.first_input(input_ids, features),
             labels=labels,
-            padding_mask=kinds,
+            padding_mask=self.kinds_of(
+                position_ids, loss_mask, packed_seq_params=packed_seq_params
+            ),
             packed_seq_params=packed_seq_params,
             **kwargs,
         )

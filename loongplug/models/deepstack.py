@@ -4,7 +4,8 @@ The features travel *with* the hidden states, stacked in front of the sequence d
 ``[(1 + k) * s, b, hidden]``, where k features are still to be added and the first s rows are the
 hidden states themselves. Whatever carries hidden states carries them too: the next layer, an
 activation checkpoint, the next pipeline stage or virtual chunk. Their gradients come back the
-same way, so no schedule needs to know of them.
+same way, so no schedule needs to know of them, but one that takes layers apart
+(:mod:`loongplug.schedule`).
 """
 
 from typing import Any
@@ -24,6 +25,20 @@ def features_behind(*, layer: int, deepstack: int) -> int:
     return max(0, deepstack - layer)
 
 
+def take_features(stacked: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[(1 + count) * s, b, h] as hidden states [s, b, h] and the features [count * s, b, h]."""
+    length = stacked.shape[0] // (1 + count)
+    hidden_states, features = stacked.split([length, count * length])
+    return hidden_states, features
+
+
+def add_next_feature(hidden_states: Tensor, features: Tensor) -> Tensor:
+    """Add the first of ``features`` [k * s, b, h] to [s, b, h] and stack the rest, [k * s, b, h]."""
+    length = hidden_states.shape[0]
+    own, rest = features.split([length, features.shape[0] - length])
+    return torch.cat([hidden_states + own, rest])
+
+
 class DeepstackTransformerLayer(TransformerLayer):
     """A decoder layer that adds its deepstack feature to its output and passes on the rest.
 
@@ -31,15 +46,19 @@ class DeepstackTransformerLayer(TransformerLayer):
     decoder) adds feature i.
     """
 
+    @property
+    def travelling(self) -> int:
+        """How many features come with the hidden states."""
+        return features_behind(
+            layer=self.layer_number - 1, deepstack=self.config.deepstack_features
+        )
+
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As TransformerLayer.forward, with ``hidden_states`` [(1 + k) * s, b, h]."""
-        travelling = features_behind(
-            layer=self.layer_number - 1, deepstack=self.config.deepstack_features
-        )
-        if travelling == 0:
+        if self.travelling == 0:
             return super().forward(hidden_states, *args, **kwargs)
-        hidden_states, own, *rest = hidden_states.chunk(1 + travelling)
+        hidden_states, features = take_features(hidden_states, self.travelling)
         hidden_states, context = super().forward(hidden_states, *args, **kwargs)
-        return stack_features(hidden_states + own, rest), context
+        return add_next_feature(hidden_states, features), context

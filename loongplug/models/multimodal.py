@@ -1,8 +1,10 @@
 """The composed model: image encoder, projector and text decoder as one Megatron module."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -20,6 +22,10 @@ class MultimodalModel(MegatronModule):
     them in the modes in which all ranks encode, else decoder layers only. What Megatron's training
     loop asks of a language model is answered by the decoder.
     """
+
+    # What Megatron's combined schedule asks for in forward's place, with forward's arguments; set
+    # where a run overlaps (loongplug.schedule).
+    build_schedule_plan: Callable[..., AbstractSchedulePlan]
 
     def __init__(
         self,
@@ -125,6 +131,25 @@ class MultimodalModel(MegatronModule):
         features: VisionFeatures = self.image_projector(states, taps)
         return features.none_of_them() if empty else features
 
+    def features(
+        self, input_ids: Tensor, *, vision: VisionInput | None, number: int | None
+    ) -> VisionFeatures | None:
+        """What the decoder embeds of microbatch ``number`` of the step, on the first stage.
+
+        From the feature source, or where there is none from ``vision``, with zero rows for a
+        text-only one; None on other stages. All schedules ask here. Collective as the source is,
+        or as :meth:`encode`.
+        """
+        if not self.pre_process:
+            return None
+        if self.feature_source is not None:
+            assert number is not None, "the source knows units by their microbatch's number"
+            return self.feature_source.features(number)
+        if self.image_encoder is None:
+            return None
+        assert vision is not None, "the first stage needs the unit's images"
+        return self.text_decoder.share_of(self.encode(vision), input_ids)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -135,18 +160,8 @@ class MultimodalModel(MegatronModule):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """This stage's forward; see :meth:`TextDecoder.forward` for shapes.
-
-        On the first stage the vision features of microbatch ``number`` of the step come from the
-        feature source, or where there is none from ``vision``, with zero rows for a text-only one.
-        """
-        features = None
-        if self.pre_process and self.feature_source is not None:
-            assert number is not None, "the source knows units by their microbatch's number"
-            features = self.feature_source.features(number)
-        elif self.pre_process and self.image_encoder is not None:
-            assert vision is not None, "the first stage needs the unit's images"
-            features = self.text_decoder.share_of(self.encode(vision), input_ids)
+        """This stage's forward; see :meth:`features`, and :meth:`TextDecoder.forward` for shapes."""
+        features = self.features(input_ids, vision=vision, number=number)
         return self.text_decoder(
             input_ids, position_ids, features=features, labels=labels, **kwargs
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
@@ -66,9 +67,16 @@ class ForwardStep:
         self.started: float | None = None  # when the first of them was asked for
 
     def __call__(
-        self, data_iterator: Iterator[Microbatch], model: MegatronModule
-    ) -> tuple[Tensor, Callable[[Tensor], LossReport]]:
-        """Output of this stage and the loss function for the last one."""
+        self,
+        data_iterator: Iterator[Microbatch],
+        model: MegatronModule,
+        return_schedule_plan: bool = False,
+    ) -> tuple[Tensor | AbstractSchedulePlan, Callable[[Tensor], LossReport]]:
+        """Output of this stage and the loss function for the last one.
+
+        In the output's place the plan of how to come to it, for a schedule that asks for that
+        by Megatron's ``return_schedule_plan``.
+        """
         if self.started is None:
             self.started = time.monotonic()
         # Asked anew each time: on CUDA, Megatron chooses the rank's device while it starts.
@@ -77,7 +85,7 @@ class ForwardStep:
         if model.training and get_attr_wrapped_model(model, "pre_process"):
             self.tokens += microbatch.tokens
             self.capacity += microbatch.capacity
-        output = model(
+        output = (model.build_schedule_plan if return_schedule_plan else model)(
             microbatch.input_ids,
             microbatch.position_ids,
             vision=microbatch.vision,

@@ -21,6 +21,7 @@ from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.training.freezing import apply_freezing
 
 
@@ -99,6 +100,8 @@ class ModelProvider:
             backend=self.backend,
         )
         self.engine.attach(chunk)
+        if config.overlap_moe_expert_parallel_comm:
+            plan_schedules(chunk)
         self.chunks.append(chunk)
         if len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
             self._complete()

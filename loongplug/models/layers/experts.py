@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
+from torch import Tensor
 
 
 class ExpertLayer(MoELayer):
@@ -18,10 +19,23 @@ class ExpertLayer(MoELayer):
     own; elsewhere it has one optimizer, and no checkpoint of two would load into it.
     """
 
+    # [b, 2 * s] bool, router.token_kinds of the microbatch at work, for callers of the layer's
+    # parts who have no way to give it.
+    token_kinds: Tensor | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for parameter in self.experts.parameters():
             parameter.allreduce = False
+
+    def route(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As upstream's; without a ``padding_mask`` [2 * s, b] that of ``token_kinds``."""
+        if padding_mask is None and self.token_kinds is not None:
+            padding_mask = self.token_kinds.transpose(0, 1)
+        result: tuple[Tensor, Tensor] = super().route(hidden_states, padding_mask)
+        return result
 
 
 class LocalExperts(SequentialMLP):

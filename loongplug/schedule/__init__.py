@@ -1,0 +1,7 @@
+"""The overlap of experts' exchange with computation: Megatron's schedule plans, for these models.
+
+``chunk_plan.py`` is a chunk's plan and the node in front of its layers, which asks the model for
+a microbatch's features as its forward does; ``layer_plan.py`` is a layer's, with the deepstack
+features in its nodes. Plans, nodes and their order are Megatron's; what lives here extends them. It
+knows layers and microbatches, and nothing of modes or ranks.
+"""

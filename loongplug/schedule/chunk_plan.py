@@ -1,0 +1,88 @@
+"""A chunk's schedule plan: the node that asks for features, and the plans of its layers."""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from megatron.core.models.common.utils import PreProcessNode
+from torch import Tensor
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.models.layers.packed import PackedSegments
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.schedule.layer_plan import LayerPlan
+
+
+def plan_schedules(chunk: MultimodalModel) -> None:
+    """Have a chunk answer Megatron's combined schedule, which wants plans in forward's place."""
+    chunk.build_schedule_plan = partial(ChunkPlan, chunk)
+
+
+class InputNode(PreProcessNode):
+    """The first layer's input: what the chunk's forward makes, of the same features.
+
+    Backward goes on from there to the embedding, and to the encoder or whatever the feature
+    source does with a gradient.
+    """
+
+    def forward_impl(self) -> Tensor:
+        """[(1 + deepstack features) * s, b, hidden], or what the stage before has sent."""
+        state = self.chunk_state
+        features = state.composed.features(
+            state.input_ids, vision=state.vision, number=state.number
+        )
+        state.vision = None  # its pixels may be let go before the microbatch's backward
+        decoder_input = self.model.first_input(state.input_ids, features)
+        if decoder_input is not None and not decoder_input.requires_grad:
+            # Nodes go backward by their inputs: they ask for a gradient even where nothing in
+            # front of the layers trains.
+            decoder_input.requires_grad_()
+        state.decoder_input = decoder_input
+        hidden_states: Tensor = super().forward_impl()
+        return hidden_states
+
+
+class ChunkPlan(TransformerModelChunkSchedulePlan):
+    """One microbatch's way through one chunk.
+
+    Of the microbatch it has what the chunk's forward is given, and of the encoder's work nothing
+    but the microbatch's identity.
+    """
+
+    LAYER_SCHEDULE_PLAN_CLASS = LayerPlan
+    PRE_PROCESS_NODE_CLASS = InputNode
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        vision: VisionInput | None = None,
+        number: int | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSegments | None = None,
+    ) -> None:
+        """As :meth:`MultimodalModel.forward`; nothing is computed yet."""
+        decoder = model.text_decoder
+        super().__init__(
+            decoder,
+            input_ids,
+            position_ids,
+            attention_mask=None,
+            labels=labels,
+            packed_seq_params=packed_seq_params,
+            loss_mask=loss_mask,
+            padding_mask=decoder.kinds_of(
+                position_ids, loss_mask, packed_seq_params=packed_seq_params
+            ),
+        )
+        self.state.composed = model
+        self.state.vision = vision
+        self.state.number = number
+
+    def release_state(self) -> Any:
+        """Let go of the model too."""
+        super().release_state()
+        self.state.composed = None

@@ -1,0 +1,74 @@
+"""A decoder layer's schedule nodes: Megatron's, with what these layers add to a plain one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+from torch import Tensor
+
+from loongplug.models.deepstack import (
+    DeepstackTransformerLayer,
+    add_next_feature,
+    take_features,
+)
+from loongplug.models.layers.experts import ExpertLayer
+
+# A node's function: the node, then what the node before it gave.
+Submodule = Callable[..., Any]
+
+
+class LayerPlan(TransformerLayerSchedulePlan):
+    """One microbatch's way through one layer of experts, in nodes that the schedule can order.
+
+    Deepstack features come stacked with the hidden states (:mod:`loongplug.models.deepstack`). The
+    layer's first node takes them off and its last node adds the layer's own; between the two they
+    wait in the layer's state, as the residual does, and their gradients go back the same way.
+    """
+
+    def _build_callable_nodes(self, *args: Any) -> None:
+        super()._build_callable_nodes(*args)
+        layer = self.layer
+        assert isinstance(layer.mlp, ExpertLayer), "every layer has experts"
+        first, last = self.pre_dispatch_computation, self.moe_combine
+        first.submodule = _with_token_kinds(first.submodule, layer.mlp)
+        travelling = layer.travelling if isinstance(layer, DeepstackTransformerLayer) else 0
+        if travelling:
+            first.submodule = _taking_features(first.submodule, travelling)
+            last.submodule = _adding_feature(last.submodule)
+
+
+def _with_token_kinds(inner: Submodule, experts: ExpertLayer) -> Submodule:
+    """Routers are told which tokens are padding and which count, as in the layer's forward."""
+
+    def pre_dispatch(node: Any, hidden_states: Tensor) -> Any:
+        experts.token_kinds = node.chunk_state.padding_mask
+        try:
+            return inner(node, hidden_states)
+        finally:
+            experts.token_kinds = None
+
+    return pre_dispatch
+
+
+def _taking_features(inner: Submodule, travelling: int) -> Submodule:
+    def pre_dispatch(node: Any, stacked: Tensor) -> Any:
+        hidden_states, features = take_features(stacked, travelling)
+        node.layer_state.deepstack = node.detach(features)
+        return inner(node, hidden_states)
+
+    return pre_dispatch
+
+
+def _adding_feature(inner: Submodule) -> Submodule:
+    def combine(node: Any, expert_output: Tensor) -> Tensor:
+        # Upstream's node ends in the decoder's last norm, which comes behind the feature here.
+        ends_decoder, node.is_last_layer = node.is_last_layer, False
+        hidden_states = inner(node, expert_output)
+        features, node.layer_state.deepstack = node.layer_state.deepstack, None
+        features.record_stream(torch.cuda.current_stream())
+        hidden_states = add_next_feature(hidden_states, features)
+        norm = node.chunk_state.model.decoder.final_layernorm
+        return norm(hidden_states) if ends_decoder and norm is not None else hidden_states
+
+    return combine
