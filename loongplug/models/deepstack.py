@@ -33,7 +33,10 @@ def take_features(stacked: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def add_next_feature(hidden_states: Tensor, features: Tensor) -> Tensor:
-    """Add the first of ``features`` [k * s, b, h] to [s, b, h] and stack the rest, [k * s, b, h]."""
+    """[s, b, h] with the first of ``features`` [k * s, b, h] added and the rest stacked on it.
+
+    Gives [k * s, b, h].
+    """
     length = hidden_states.shape[0]
     own, rest = features.split([length, features.shape[0] - length])
     return torch.cat([hidden_states + own, rest])

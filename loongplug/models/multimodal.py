@@ -160,7 +160,7 @@ class MultimodalModel(MegatronModule):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """This stage's forward; see :meth:`features`, and :meth:`TextDecoder.forward` for shapes."""
+        """This stage's forward; shapes as in :meth:`features` and :meth:`TextDecoder.forward`."""
         features = self.features(input_ids, vision=vision, number=number)
         return self.text_decoder(
             input_ids, position_ids, features=features, labels=labels, **kwargs

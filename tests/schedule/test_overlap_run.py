@@ -1,11 +1,13 @@
 """Whole runs with experts' exchange overlapped: not a bit differs from those without."""
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 from ranks import run_ranks
 from torch import Tensor
 
@@ -13,8 +15,43 @@ from loongplug.data.microbatch import Microbatch
 from loongplug.training.forward_step import LossReport
 from loongplug.training.run import run
 
+pytestmark = pytest.mark.slow
+
 OVERLAP = "--overlap-moe-expert-parallel-comm"
-EP2 = ("--expert-model-parallel-size", "2")
+EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
+TP2 = (
+    *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--expert-tensor-parallel-size", "1"),
+)
+VPP2 = (
+    *("--pipeline-model-parallel-size", "2"),
+    *("--num-virtual-stages-per-pipeline-rank", "2"),
+)
+HETERO_TP = "model.image_encoder.tensor_model_parallel_size=1"
+HETERO_DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
+ENCODER_FROZEN = "model.image_encoder.freeze=true"
+NOTHING_BEFORE_LAYERS_TRAINS = (
+    *(ENCODER_FROZEN, "model.image_projector.freeze=true"),
+    *("--freeze-parameters", "*word_embeddings*"),
+)
+AHEAD = ("--overlap-grad-reduce", "--overlap-param-gather")
+BALANCED = (
+    *("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "1e-2", "--moe-z-loss-coeff", "1e-3"),
+)
+# Ranks and flags: every layout in every mode, and what may go wrong with nodes spread over them.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ep2": (2, (*EP2, *BALANCED)),
+    "tp2-hetero-tp": (2, (*EP2, *TP2, HETERO_TP, "--packing")),
+    "tp2-hetero-dp": (2, (*EP2, *TP2, HETERO_DP, *AHEAD)),
+    "tp2-full": (2, (*EP2, *TP2, FULL, ENCODER_FROZEN)),
+    "vpp2": (4, (*EP2, *VPP2, *AHEAD)),
+    "tp2-vpp2-hetero-tp": (4, (*EP2, *TP2, *VPP2, HETERO_TP, *NOTHING_BEFORE_LAYERS_TRAINS)),
+    "tp2-vpp2-hetero-dp": (4, (*EP2, *TP2, *VPP2, HETERO_DP)),
+    "tp2-vpp2-full": (4, (*EP2, *TP2, *VPP2, FULL, *AHEAD, "--full-hetero-dp-cpu-offload")),
+    "ep4-full": (4, (*EP4, *TP2, FULL, *AHEAD)),
+}
+STEPS, SAMPLES, LAYERS = 3, 8, 4
 
 
 class Numbers:
@@ -23,6 +60,7 @@ class Numbers:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.images: list[bool] = []
         self.chunks: Any = ()
 
     def built(self, chunks: Any, optimizer: Any, **_: Any) -> None:
@@ -30,6 +68,7 @@ class Numbers:
 
     def loss(self, microbatch: Microbatch, report: LossReport) -> None:
         self.losses.append(float(report[0]))
+        self.images.append(microbatch.patches > 0)
 
     def parameters(self) -> dict[str, str]:
         return {
@@ -44,33 +83,52 @@ def bytes_of(parameter: Tensor) -> bytes:
 
 
 def trained(rank: int, *, flags: list[str]) -> dict[str, Any]:
-    numbers = Numbers()
-    step = ChainedOptimizer.step
+    """This rank's numbers, and how often which node ran."""
+    numbers, nodes = Numbers(), Counter()
+    step, forward = ChainedOptimizer.step, ScheduleNode._forward
 
     def noted(self: Any) -> Any:
         result = step(self)
         numbers.norms.append(result[1])
         return result
 
-    ChainedOptimizer.step = noted
+    def counted(self: Any, *inputs: Any) -> Any:
+        nodes[self.name] += 1
+        return forward(self, *inputs)
+
+    ChainedOptimizer.step, ScheduleNode._forward = noted, counted
     run(flags, watch=numbers)
     return {
-        "losses": numbers.losses, "norms": numbers.norms, "parameters": numbers.parameters()
+        "numbers": (numbers.losses, numbers.norms, numbers.parameters()),
+        "images": numbers.images,
+        "nodes": nodes,
     }
 
 
 @pytest.fixture(scope="module")
-def flags(flags):
+def flags(flags, demo):
+    evaluation = ("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1")
     return [
         *flags,
-        *("--model-name", "qwen3_vl_moe_tiny", "--bf16", "--micro-batch-size", "1"),
-        *("--train-iters", "3", "--use-distributed-optimizer"),
+        *("--model-name", "qwen3_vl_moe_tiny", "--bf16", "--use-distributed-optimizer"),
+        *("--micro-batch-size", "1", "--global-batch-size", str(SAMPLES)),
+        *("--train-iters", str(STEPS), *evaluation, "--eval-interval", "2"),
     ]
 
 
-def test_overlap(flags):
-    plain = run_ranks(trained, 2, flags=[*flags, *EP2], timeout=280.0)
-    found = run_ranks(trained, 2, flags=[*flags, *EP2, OVERLAP], timeout=280.0)
-    print(plain[0]["losses"], plain[0]["norms"])
-    print(found[0]["losses"], found[0]["norms"])
-    assert found == plain
+@pytest.mark.parametrize("name", CASES)
+def test_overlap_changes_no_bit(flags, name):
+    ranks, layout = CASES[name]
+    plain = run_ranks(trained, ranks, flags=[*flags, *layout], timeout=290.0)
+    found = run_ranks(trained, ranks, flags=[*flags, *layout, OVERLAP], timeout=290.0)
+    for rank, (one, other) in enumerate(zip(plain, found, strict=True)):
+        assert other["numbers"][:2] == one["numbers"][:2], rank
+        assert other["numbers"][2] == one["numbers"][2], rank
+        assert one["nodes"] == {}
+        replicas = ranks // (2 if "tp2" in name else 1) // (2 if "vpp2" in name else 1)
+        stages = 2 if "vpp2" in name else 1
+        passes = STEPS * LAYERS // stages * SAMPLES // replicas
+        for node in ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"):
+            assert other["nodes"][node] == passes
+    images = [image for rank in found for image in rank["images"]]
+    assert {True, False} == set(images)  # text-only microbatches among the others

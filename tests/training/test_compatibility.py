@@ -30,7 +30,9 @@ def test_two_modes_are_refused_together_by_the_rule_that_is_about_both(cells: Ma
     assert cells["TP", "MoE"] == cells["MoE", "TP"] == ("expert-sequence-parallel",)
     assert cells["packing", "sample balance"] == ("packing-balancing",)
     assert cells["SP", "MoE"] == cells["TP", "TP"] == cells["packing", "MoE"] == ()
-    assert cells["VPP", "overlap"] == ()
+    assert cells["VPP", "overlap"] == cells["VPP", "MoE overlap"] == ()
+    assert cells["PP", "MoE overlap"] == ("moe-overlap-stages",)
+    assert cells["recompute", "MoE overlap"] == ("moe-overlap-recompute",)
     assert cells["CP", "hetero DP"] == ("context-parallel",)
     assert cells["hetero DP", "full hetero"] == ("one-mode",)
 

@@ -50,6 +50,15 @@ MODES: tuple[Mode, ...] = (
         model=EXPERTS,
     ),
     Mode(
+        name="MoE overlap",
+        title="experts' exchange beside the computation of another microbatch",
+        flags=(
+            *("--overlap-moe-expert-parallel-comm", "--bf16"),
+            *("--expert-model-parallel-size", "2"),
+        ),
+        model=EXPERTS,
+    ),
+    Mode(
         name="hetero TP",
         title="the encoder's own tensor parallel size",
         flags=(*_SP, "model.image_encoder.tensor_model_parallel_size=1"),

@@ -25,7 +25,7 @@ def pipeline_layers(args: Namespace, model: Any) -> str | None:
 
 def virtual_needs_pipeline(args: Namespace, model: Any) -> str | None:
     """Virtual stages are asked for with a pipeline only."""
-    if args.pipeline_model_parallel_size > 1 or not _wants_virtual(args):
+    if args.pipeline_model_parallel_size > 1 or not wants_virtual(args):
         return None
     return "virtual pipeline stages with pp 1"
 
@@ -48,7 +48,7 @@ def virtual_layers(args: Namespace, model: Any) -> str | None:
 def virtual_microbatches(args: Namespace, model: Any) -> str | None:
     """A step has the microbatches that the interleaved schedule needs."""
     pp, dp = args.pipeline_model_parallel_size, data_parallel_size(args)
-    if pp < 2 or not _wants_virtual(args) or not dp or not args.micro_batch_size:
+    if pp < 2 or not wants_virtual(args) or not dp or not args.micro_batch_size:
         return None
     if global_batch(args, model) is not None or eval_batch(args, model) is not None:
         return None
@@ -73,12 +73,13 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
 
 def virtual_overlap(args: Namespace, model: Any) -> str | None:
     """Two stages with virtual ones overlap their communication, as Megatron asks."""
-    if args.pipeline_model_parallel_size != 2 or args.overlap_p2p_comm or not _wants_virtual(args):
+    if args.pipeline_model_parallel_size != 2 or args.overlap_p2p_comm or not wants_virtual(args):
         return None
     return "--no-overlap-p2p-communication with virtual stages at pp 2"
 
 
-def _wants_virtual(args: Namespace) -> bool:
+def wants_virtual(args: Namespace) -> bool:
+    """Whether flags ask for more than one virtual stage on each rank."""
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
     return virtual > 1 or args.num_layers_per_virtual_pipeline_stage is not None
 

@@ -10,6 +10,7 @@ from rule_cases import (
     lora,
     machine,
     model,
+    overlap,
     pipeline,
     start,
     unsupported,
@@ -24,12 +25,13 @@ CASES: Cases = {
     **pipeline.CASES,
     **hetero.CASES,
     **experts.CASES,
+    **overlap.CASES,
     **freezing.CASES,
     **machine.CASES,
     **lora.CASES,
     **unsupported.CASES,
 }
-WITH_EXPERTS: Cases = experts.WITH_EXPERTS
+WITH_EXPERTS: Cases = {**experts.WITH_EXPERTS, **overlap.WITH_EXPERTS}
 # The same when the encoder has a layout of its own; without one, all of them are valid.
 OWN_LAYOUT: Cases = hetero.OWN_LAYOUT
 OVERRIDES: OverrideCases = {
