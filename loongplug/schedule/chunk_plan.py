@@ -11,11 +11,15 @@ from loongplug.data.microbatch import VisionInput
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.schedule.layer_plan import LayerPlan
+from loongplug.schedule.tensor_offload import TensorOffload
 
 
-def plan_schedules(chunk: MultimodalModel) -> None:
-    """Have a chunk answer Megatron's combined schedule, which wants plans in forward's place."""
-    chunk.build_schedule_plan = partial(ChunkPlan, chunk)
+def plan_schedules(chunk: MultimodalModel, *, offload: TensorOffload | None = None) -> None:
+    """Have a chunk answer Megatron's combined schedule, which wants plans in forward's place.
+
+    With ``offload``, its layers let go of the tensors that are named to it.
+    """
+    chunk.build_schedule_plan = partial(ChunkPlan, chunk, offload=offload)
 
 
 class InputNode(PreProcessNode):
@@ -63,9 +67,11 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
+        offload: TensorOffload | None = None,
     ) -> None:
         """As :meth:`MultimodalModel.forward`; nothing is computed yet."""
         decoder = model.text_decoder
+        self._pass = None if offload is None else offload.begin_pass()
         super().__init__(
             decoder,
             input_ids,
@@ -81,6 +87,10 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         self.state.composed = model
         self.state.vision = vision
         self.state.number = number
+
+    def _extra_args_for_layer(self, *args: Any) -> dict[str, Any]:
+        extra: dict[str, Any] = super()._extra_args_for_layer(*args)
+        return extra | {"tensors": None if self._pass is None else self._pass.next_layer()}
 
     def release_state(self) -> Any:
         """Let go of the model too."""

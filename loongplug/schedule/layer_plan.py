@@ -13,6 +13,7 @@ from loongplug.models.deepstack import (
     take_features,
 )
 from loongplug.models.layers.experts import ExpertLayer
+from loongplug.schedule.tensor_offload import LayerTensors
 
 # A node's function: the node, then what the node before it gave.
 Submodule = Callable[..., Any]
@@ -26,8 +27,11 @@ class LayerPlan(TransformerLayerSchedulePlan):
     wait in the layer's state, as the residual does, and their gradients go back the same way.
     """
 
-    def _build_callable_nodes(self, *args: Any) -> None:
-        super()._build_callable_nodes(*args)
+    def _build_callable_nodes(
+        self, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]
+    ) -> None:
+        tensors: LayerTensors | None = extra_args.pop("tensors")
+        super()._build_callable_nodes(event, comp_stream, comm_stream, extra_args)
         layer = self.layer
         assert isinstance(layer.mlp, ExpertLayer), "every layer has experts"
         first, last = self.pre_dispatch_computation, self.moe_combine
@@ -36,6 +40,22 @@ class LayerPlan(TransformerLayerSchedulePlan):
         if travelling:
             first.submodule = _taking_features(first.submodule, travelling)
             last.submodule = _adding_feature(last.submodule)
+        if tensors is not None:
+            for node in (first, self.moe_dispatch, self.mlp, last):
+                node.submodule = _within(tensors, node.submodule, ends=node is last)
+
+
+def _within(tensors: LayerTensors, inner: Submodule, *, ends: bool) -> Submodule:
+    """The layer's forward goes on, or ``ends``."""
+
+    def part(node: Any, *inputs: Tensor) -> Any:
+        with tensors.forward():
+            output = inner(node, *inputs)
+        if ends:
+            tensors.forward_done()
+        return output
+
+    return part
 
 
 def _with_token_kinds(inner: Submodule, experts: ExpertLayer) -> Submodule:

@@ -84,6 +84,8 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
     args.tokenizer_type = MEGATRON_TOKENIZER
     args.dataloader_type = "external"  # Megatron's word for an iterator of ours, whatever it reads
     settle_step_sizes(args, dp=data_parallel_size(args))
+    if args.offload_tensors:
+        args.fine_grained_activation_offloading = False  # to Megatron: its own kind of it
     validate_with_megatron(args)
     model = _with_tokenizer(args, composed)
     return ParsedArguments(

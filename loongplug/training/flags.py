@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
+from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.suggest import closest
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -257,6 +258,15 @@ def _add_offload(group: "argparse._ArgumentGroup") -> None:
         action="store_true",
         help="full separation: the encoder's parameters, gradients and optimizer state are in host"
         " memory while the decoder works",
+    )
+    group.add_argument(
+        "--offload-tensors",
+        nargs="+",
+        default=[],
+        choices=NAMES,
+        metavar="NAME",
+        help="with --fine-grained-activation-offloading: activations of the decoder's layers that"
+        " are in host memory between forward and backward, of " + ", ".join(NAMES),
     )
 
 

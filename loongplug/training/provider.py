@@ -1,6 +1,7 @@
 """The model provider that Megatron's training loop calls, once per stage or virtual chunk."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.platform import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
+from loongplug.schedule.named_tensors import offload_layers
+from loongplug.schedule.tensor_offload import TensorOffload
 from loongplug.training.freezing import apply_freezing
 
 
@@ -44,6 +48,13 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
     )
 
 
+def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:
+    """What ``--offload-tensors`` asks for."""
+    if not args.offload_tensors:
+        return None
+    return TensorOffload(copies=platform.copies(), least=args.min_offloaded_tensor_size)
+
+
 class ModelProvider:
     """Build the chunks of one rank and remember them, so that they can be exported at the end."""
 
@@ -57,6 +68,8 @@ class ModelProvider:
         freezing: Freezing | None = None,
         hf_folder: Path | None = None,
         adapter_folder: Path | None = None,
+        offloaded: Sequence[str] = (),
+        offload: TensorOffload | None = None,
         seed: int = 0,
     ) -> None:
         self.model = model
@@ -66,6 +79,8 @@ class ModelProvider:
         self.freezing = freezing
         self.hf_folder = hf_folder
         self.adapter_folder = adapter_folder
+        self.offloaded = offloaded
+        self.offload = offload
         self.seed = seed
         self.chunks: list[MultimodalModel] = []
 
@@ -100,8 +115,10 @@ class ModelProvider:
             backend=self.backend,
         )
         self.engine.attach(chunk)
+        if self.offload is not None:
+            offload_layers(chunk, self.offload, names=self.offloaded)
         if config.overlap_moe_expert_parallel_comm:
-            plan_schedules(chunk)
+            plan_schedules(chunk, offload=self.offload)
         self.chunks.append(chunk)
         if len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
             self._complete()

@@ -46,7 +46,12 @@ from loongplug.training.progress import (
     progress_sink,
     summarize,
 )
-from loongplug.training.provider import ModelProvider, backend_of, engine_of
+from loongplug.training.provider import (
+    ModelProvider,
+    backend_of,
+    engine_of,
+    tensor_offload_of,
+)
 from loongplug.training.rates import rates_of
 from loongplug.training.step_sizes import StepSizes, step_sizes
 
@@ -100,6 +105,8 @@ def run(
         freezing=freezing_of(args, parsed.model),
         hf_folder=Path(args.load_hf) if args.load_hf and from_folders else None,
         adapter_folder=Path(args.load_lora) if args.load_lora and from_folders else None,
+        offloaded=args.offload_tensors,
+        offload=tensor_offload_of(args, platform=platform),
         seed=args.seed,
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)

@@ -30,7 +30,6 @@ UNSUPPORTED = (
     "inprocess_restart",
     "lazy_mpu_init",
     "enable_msc",
-    "fine_grained_activation_offloading",
     "overlap_param_gather_with_optimizer_step",
     "load_main_params_from_ckpt",
     "use_tp_pp_dp_mapping",

@@ -3,6 +3,7 @@
 from rule_cases import (
     batch,
     data,
+    decoder_offload,
     experts,
     freezing,
     hetero,
@@ -26,12 +27,17 @@ CASES: Cases = {
     **hetero.CASES,
     **experts.CASES,
     **overlap.CASES,
+    **decoder_offload.CASES,
     **freezing.CASES,
     **machine.CASES,
     **lora.CASES,
     **unsupported.CASES,
 }
-WITH_EXPERTS: Cases = {**experts.WITH_EXPERTS, **overlap.WITH_EXPERTS}
+WITH_EXPERTS: Cases = {
+    **experts.WITH_EXPERTS,
+    **overlap.WITH_EXPERTS,
+    **decoder_offload.WITH_EXPERTS,
+}
 # The same when the encoder has a layout of its own; without one, all of them are valid.
 OWN_LAYOUT: Cases = hetero.OWN_LAYOUT
 OVERRIDES: OverrideCases = {

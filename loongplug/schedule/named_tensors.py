@@ -1,0 +1,78 @@
+"""Layers that let go of the activations that are named; how these are found in any layer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
+
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.schedule.tensor_names import PLACES, Place
+from loongplug.schedule.tensor_offload import Pass, TensorOffload
+
+
+def offload_layers(chunk: MultimodalModel, offload: TensorOffload, *, names: Sequence[str]) -> None:
+    """From now on the decoder layers' forward lets go of the tensors with these ``names``.
+
+    Raises:
+        ValueError: no layer of the chunk has such a tensor.
+    """
+    decoder = chunk.text_decoder.decoder
+    for name in names:
+        watched = [_watch(layer, PLACES[name], offload) for layer in decoder.layers]
+        if watched and not any(watched):
+            raise ValueError(
+                f"--offload-tensors {name}: no decoder layer has a tensor of that name (norms that "
+                "TransformerEngine fuses into linears give none, and dense layers have no experts);"
+                " drop it"
+            )
+    begun: list[Pass] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        begun[:] = [offload.begin_pass()]
+
+    decoder.register_forward_pre_hook(begin)
+    for layer in decoder.layers:
+        layer.forward = _leaving(layer.forward, begun)
+
+
+def _watch(layer: nn.Module, place: Place, offload: TensorOffload) -> bool:
+    found = [*_found(layer, place.module)]
+
+    def given(module: nn.Module, args: tuple[Any, ...]) -> None:
+        offload.name(args[0])
+
+    def gives(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        assert isinstance(first, Tensor)
+        offload.name(first)
+
+    for module in found:
+        if place.given:
+            module.register_forward_pre_hook(given)
+        else:
+            module.register_forward_hook(gives)
+    return bool(found)
+
+
+def _found(layer: nn.Module, wanted: str) -> Iterator[nn.Module]:
+    for name, module in layer.named_modules():
+        ends = name.startswith("mlp.") and name.endswith(wanted)
+        if (ends if wanted.startswith(".") else name == wanted) and not isinstance(
+            module, IdentityOp
+        ):
+            yield module
+
+
+def _leaving(forward: Callable[..., Any], begun: list[Pass]) -> Callable[..., Any]:
+    @wraps(forward)
+    def with_leaving(*args: Any, **kwargs: Any) -> Any:
+        (current,) = begun
+        tensors = current.next_layer()
+        with tensors.forward():
+            output = forward(*args, **kwargs)
+        tensors.forward_done()
+        return output
+
+    return with_leaving

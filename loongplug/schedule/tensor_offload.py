@@ -1,0 +1,230 @@
+"""Large activations of decoder layers on the host between their forward and their backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from loongplug.platform.copies import Copies
+
+
+@dataclass(kw_only=True, eq=False)
+class _Storage:
+    """What operations have saved tensors of; as bytes, [nbytes] uint8 each."""
+
+    device: Tensor | None
+    where: torch.device
+    host: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Handle:
+    """Stands in for a saved tensor in the graph."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        assert self.storage.device is not None, "its layer was sent for"
+        found = torch.empty(0, dtype=self.dtype, device=self.storage.where)
+        return found.set_(
+            self.storage.device.untyped_storage(), self.offset, self.size, self.stride
+        )
+
+
+class TensorOffload:
+    """Named tensors of all layers of a rank's chunks, as far as a backward needs them.
+
+    They leave when their layer's forward is done, have left when the next layer's is, and are sent
+    for when the layer behind theirs begins its backward. Layers of one chunk go backward in turn;
+    what a chunk's backward is followed by is taken from the step before, since each step has the
+    same order. A layer whose backward comes before it has left stays.
+
+    Whole storages travel, each once, however many tensors of it were named or saved. What is not
+    named, or has fewer than ``least`` bytes, stays where it is.
+    """
+
+    def __init__(self, *, copies: Copies, least: int) -> None:
+        self.copies = copies
+        self.least = least
+        self._now: LayerTensors | None = None
+        self._leaving: LayerTensors | None = None
+        self._open: set[LayerTensors] = set()
+        self._begun = 0  # passes of this step
+        self._order: list[int] = []  # in which they went backward so far
+        self._passes: dict[int, list[LayerTensors]] = {}  # with something away, by number
+        self._followers: dict[int, int] = {}  # pass by pass, of the step before
+
+    def begin_pass(self) -> "Pass":
+        """A microbatch enters a chunk."""
+        if not self._open:  # a new step; or the one before it in a step that goes one by one
+            self._followers = dict(zip(self._order, self._order[1:], strict=False))
+            self._begun, self._order, self._passes = 0, [], {}
+        self._begun += 1
+        return Pass(self, self._begun - 1)
+
+    def name(self, tensor: Tensor) -> None:
+        """This one is to leave; said by the layer whose forward is under way, if one is."""
+        if self._now is not None:
+            self._now.name(tensor)
+
+    @contextmanager
+    def within(self, layer: "LayerTensors") -> Iterator[None]:
+        """Inside, what is named is the layer's."""
+        before, self._now = self._now, layer
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def leave(self, layer: "LayerTensors", *, number: int) -> None:
+        """The layer's forward is done."""
+        self._let_go()
+        self._open.add(layer)
+        self._passes.setdefault(number, []).append(layer)
+        self.copies.follow()
+        layer.send_out(self.copies)
+        self._leaving = layer
+
+    def bring(self, layer: "LayerTensors", *, number: int) -> None:
+        """The layer's backward begins: its tensors are there, and the next layer's on their way."""
+        if layer not in self._open:
+            return
+        if layer is self._leaving:
+            self._leaving = None
+        self._open.remove(layer)
+        if number not in self._order:
+            self._order.append(number)
+        layer.send_for(self.copies)
+        layer.wait(self.copies)
+        follower = self._behind(layer, number)
+        if follower is not None:
+            follower.send_for(self.copies)
+
+    def _behind(self, layer: "LayerTensors", number: int) -> "LayerTensors | None":
+        layers = self._passes[number]
+        layers.remove(layer)
+        if not layers:
+            del self._passes[number]
+            layers = self._passes.get(self._followers.get(number, -1), [])
+        return layers[-1] if layers else None
+
+    def _let_go(self) -> None:
+        if self._leaving is not None:
+            self._leaving.wait(self.copies)
+            self._leaving.let_go()
+            self._leaving = None
+
+
+class Pass:
+    """One microbatch's way through one chunk."""
+
+    def __init__(self, offload: TensorOffload, number: int) -> None:
+        self._offload = offload
+        self._number = number
+
+    def next_layer(self) -> "LayerTensors":
+        """The layers come in their order."""
+        return LayerTensors(self._offload, self._number)
+
+
+class LayerTensors:
+    """What one layer's forward for one microbatch has saved."""
+
+    def __init__(self, offload: TensorOffload, number: int) -> None:
+        self._mark: Any = None  # behind the copies under way that someone waits for
+        self._offload = offload
+        self._number = number
+        # A weak reference keeps a storage's address from being another's.
+        self._named: dict[int, StorageWeakRef] = {}
+        self._saved: dict[int, _Storage] = {}
+        self._away: list[_Storage] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, the layer's forward or a part of it runs, as often as it has parts."""
+        with self._offload.within(self), saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def forward_done(self) -> None:
+        """All parts have run: what is named and was saved leaves."""
+        self._away = [
+            saved
+            for address, saved in self._saved.items()
+            if address in self._named and _nbytes(saved)  # schedules free what they hand on
+        ]
+        self._saved, self._named = {}, {}
+        if self._away:
+            self._offload.leave(self, number=self._number)
+
+    def name(self, tensor: Tensor) -> None:
+        """Its storage is to leave, if something of it is saved and it is large enough."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= self._offload.least:
+            self._named[storage._cdata] = StorageWeakRef(storage)
+
+    def send_out(self, copies: Copies) -> None:
+        """Queue copies to the host."""
+        for each in self._away:
+            assert each.device is not None
+            each.host = copies.host_like(each.device)
+            copies.copy(each.host, each.device)
+        self._mark = copies.mark()
+
+    def let_go(self) -> None:
+        """The copies are made: nothing here holds what they were made of."""
+        for each in self._away:
+            each.device = None
+
+    def send_for(self, copies: Copies) -> None:
+        """Queue copies back of what is not there or on its way."""
+        if not self._away:
+            return  # it has been sent for before
+        away = [each for each in self._away if each.device is None]
+        self._away, self._mark = [], None
+        if not away:
+            return  # it had not left yet
+        copies.follow()  # the memory may be in use until then
+        for each in away:
+            assert each.host is not None
+            each.device = torch.empty(each.host.shape, dtype=torch.uint8, device=each.where)
+            copies.copy(each.device, each.host)
+        self._mark = copies.mark()
+
+    def wait(self, copies: Copies) -> None:
+        """The computation waits for the copies that were queued last."""
+        if self._mark is not None:
+            copies.wait(self._mark)
+            self._mark = None
+
+    def _pack(self, tensor: Tensor) -> _Handle | Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._offload.least:
+            return tensor.detach()
+        if storage._cdata not in self._saved:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._saved[storage._cdata] = _Storage(device=whole, where=tensor.device)
+        return _Handle(
+            storage=self._saved[storage._cdata],
+            dtype=tensor.dtype,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
+
+    def _unpack(self, packed: _Handle | Tensor) -> Tensor:
+        self._offload.bring(self, number=self._number)
+        return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def _nbytes(saved: _Storage) -> int:
+    assert saved.device is not None
+    return saved.device.untyped_storage().nbytes()

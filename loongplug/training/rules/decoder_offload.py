@@ -1,0 +1,79 @@
+"""Activations of the decoder's layers on the host."""
+
+from argparse import Namespace
+from typing import Any
+
+from loongplug.training.rules.rule import Rule
+
+_FLAG = "--fine-grained-activation-offloading"
+_EXPERTS = ("dispatched_input",)
+
+
+def which(args: Namespace, model: Any) -> str | None:
+    """The switch stands with one of the two kinds of names."""
+    names = [
+        flag
+        for flag, given in (
+            ("--offload-tensors", args.offload_tensors),
+            ("--offload-modules", args.offload_modules),
+        )
+        if given
+    ]
+    if args.fine_grained_activation_offloading:
+        return None if len(names) == 1 else f"{_FLAG} with {' and '.join(names) or 'no names'}"
+    return f"{names[0]} without {_FLAG}" if "--offload-tensors" in names else None
+
+
+def nothing_saved(args: Namespace, model: Any) -> str | None:
+    """Layers that are recomputed as a whole save nothing but their inputs."""
+    if args.offload_tensors and args.recompute_granularity == "full":
+        return "--offload-tensors with --recompute-granularity full"
+    return None
+
+
+def fused_accumulation(args: Namespace, model: Any) -> str | None:
+    """Weights in the backward are those of the model."""
+    if args.offload_tensors and args.gradient_accumulation_fusion:
+        return "--offload-tensors with Megatron's fused gradient accumulation"
+    return None
+
+
+def experts(args: Namespace, model: Any) -> str | None:
+    """Only layers of experts dispatch."""
+    found = [name for name in args.offload_tensors if name in _EXPERTS]
+    return f"--offload-tensors {' '.join(found)}" if found and not args.num_experts else None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="decoder-offload",
+        refuses=f"`{_FLAG}` without names or with both kinds of them, and `--offload-tensors` "
+        "without it",
+        check=which,
+        reason="`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
+        "asks for TransformerEngine; together they would move the same tensors twice",
+        cure=f"give {_FLAG} --offload-tensors and names",
+    ),
+    Rule(
+        name="decoder-offload-recompute",
+        refuses="`--offload-tensors` with `--recompute-granularity full`",
+        check=nothing_saved,
+        reason="layers that are recomputed as a whole keep their inputs only",
+        cure="drop one of them",
+    ),
+    Rule(
+        name="decoder-offload-fusion",
+        refuses="`--offload-tensors` with fused gradient accumulation (on with Apex)",
+        check=fused_accumulation,
+        reason="what a backward finds are new objects, in which the fused kernel does not find a "
+        "weight's gradient buffer",
+        cure="add --no-gradient-accumulation-fusion",
+    ),
+    Rule(
+        name="decoder-offload-experts",
+        refuses="`--offload-tensors dispatched_input` for a model without experts",
+        check=experts,
+        reason="nothing is dispatched there",
+        cure="name fc1_output or fc2_input instead",
+    ),
+)

@@ -1,0 +1,115 @@
+"""Whole runs in which decoder layers let go of their activations: no bit differs, bytes do."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lazy_copies import LazyCopies
+from ranks import run_ranks
+from test_overlap_run import EP2, FULL, OVERLAP, TP2, VPP2, trained
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from loongplug.platform.cpu import CpuPlatform
+from loongplug.schedule import named_tensors
+from loongplug.schedule.tensor_names import NAMES, PLACES, Place
+from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
+
+pytestmark = pytest.mark.slow
+
+LET_GO = ("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "plain": (1, ()),
+    "overlap-tp2-full": (2, (*EP2, *TP2, FULL, OVERLAP)),
+    "overlap-vpp2": (4, (*EP2, *VPP2, OVERLAP)),
+}
+
+
+class Watch:
+    """What left, by name, and how many bytes of it are on the device at a time."""
+
+    def __init__(self) -> None:
+        self.left: Counter[str] = Counter()  # storages
+        self.names: dict[int, str] = {}  # of storages
+        self.most = 0  # bytes of what left, there at one time
+        self.largest = 0  # bytes of one layer
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def out(self, layer: LayerTensors) -> None:
+        sizes = [each.device.untyped_storage().nbytes() for each in layer._away]
+        self.left.update(self.names[each.device.untyped_storage()._cdata] for each in layer._away)
+        self.largest = max(self.largest, sum(sizes))
+        self._note(each.device for each in layer._away)
+
+    def naming(self, name: str, offload: TensorOffload) -> Any:
+        """Stands before the offload where tensors of the name pass by."""
+
+        def note(tensor: Tensor) -> None:
+            self.names[tensor.untyped_storage()._cdata] = name
+            offload.name(tensor)
+
+        return SimpleNamespace(name=note)
+
+    def back(self, storages: Any) -> None:
+        self._note(each.device for each in storages)
+
+    def _note(self, tensors: Any) -> None:
+        for each in tensors:
+            storage = each.untyped_storage()
+            self._there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        there = sum(nbytes for ref, nbytes in self._there.values() if not ref.expired())
+        self.most = max(self.most, there)
+
+
+def watched(rank: int, *, flags: list[str], late: bool) -> dict[str, Any]:
+    """The run's numbers, and what left."""
+    watch = Watch()
+    send_out, send_for = LayerTensors.send_out, LayerTensors.send_for
+
+    def noting_out(self: LayerTensors, copies: Any) -> None:
+        watch.out(self)
+        send_out(self, copies)
+
+    def noting_back(self: LayerTensors, copies: Any) -> None:
+        away = [*self._away]
+        send_for(self, copies)
+        watch.back(away)
+
+    inner = named_tensors._watch
+
+    def noting_watch(layer: nn.Module, place: Place, offload: TensorOffload) -> bool:
+        (name,) = (name for name, each in PLACES.items() if each is place)
+        return inner(layer, place, watch.naming(name, offload))
+
+    LayerTensors.send_out, LayerTensors.send_for = noting_out, noting_back
+    named_tensors._watch = noting_watch
+    if late:
+        CpuPlatform.copies = lambda self: LazyCopies()
+    found = trained(rank, flags=flags)
+    return {**found, "left": watch.left, "most": watch.most, "largest": watch.largest}
+
+
+@pytest.fixture(scope="module")
+def flags(flags):
+    return [
+        *flags,
+        *("--model-name", "qwen3_vl_moe_tiny", "--bf16", "--use-distributed-optimizer"),
+        *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "2"),
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_bit_differs_and_two_layers_are_there(flags, name):
+    ranks, layout = CASES[name]
+    stays = run_ranks(watched, ranks, flags=[*flags, *layout], late=False, timeout=290.0)
+    given = [*flags, *layout, *LET_GO, "--offload-tensors", *NAMES]
+    left = run_ranks(watched, ranks, flags=given, late=True, timeout=290.0)
+    for one, other in zip(stays, left, strict=True):
+        assert other["numbers"] == one["numbers"]
+        assert not one["left"]
+        assert other["left"].keys() == set(NAMES)
+        # In the forward a layer that is done and the one before it, which leaves; in the backward
+        # the one that is used and the next. Without overlap it is one or the other.
+        layers = 4 if OVERLAP in layout else 2
+        assert 0 < other["most"] <= layers * other["largest"]

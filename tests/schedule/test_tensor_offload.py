@@ -1,0 +1,259 @@
+"""Named tensors of layers, on the host meanwhile: the same gradients, memory let go, in time."""
+
+import pytest
+import torch
+from lazy_copies import LazyCopies
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from loongplug.platform.copies import Copies, HostCopies
+from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
+
+pytestmark = pytest.mark.quick
+
+ROWS, WIDTH, LAYERS, MICROBATCHES = 6, 16, 3, 4
+# Forwards and backwards of microbatches: one by one, as a pipeline's first stage, and all first.
+SCHEDULES = {
+    "in turn": "F0 B0 F1 B1 F2 B2 F3 B3",
+    "pipeline": "F0 F1 B0 F2 B1 F3 B2 B3",
+    "backwards": "F0 F1 F2 F3 B3 B2 B1 B0",
+}
+
+
+class Layer(nn.Module):
+    """Two parts; names the norm's result, which is saved twice, and two views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, hidden: Tensor, offload: TensorOffload) -> Tensor:
+        normed = self.norm(hidden)
+        offload.name(normed)
+        return self.first(normed) * torch.cat([normed, normed], dim=1).sin()
+
+    def mix(self, both: Tensor, offload: TensorOffload) -> Tensor:
+        left, right = both.chunk(2, dim=1)
+        offload.name(left)
+        offload.name(right)
+        return self.second(left * right.tanh())
+
+
+class Chunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
+
+    def forward(self, hidden: Tensor, offload: TensorOffload) -> Tensor:
+        begun = offload.begin_pass()
+        for layer in self.layers:
+            tensors = begun.next_layer()
+            with tensors.forward():
+                both = layer.attend(hidden, offload)
+            with tensors.forward():
+                hidden = hidden + layer.mix(both, offload)
+            tensors.forward_done()
+        return hidden
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def gradients(
+    copies: Copies, *, schedule: str = "pipeline", steps: int = 2, least: int = 1
+) -> Tensor:
+    """Of all weights after ``steps``."""
+    chunk = Chunk()
+    offload = TensorOffload(copies=copies, least=least)
+    for _ in range(steps):
+        outputs = {}
+        for what in SCHEDULES[schedule].split():
+            number = int(what[1:])
+            if what[0] == "F":
+                outputs[number] = chunk(inputs(number), offload)
+            else:
+                output = outputs.pop(number)
+                output.backward(torch.full_like(output, number + 1))
+    return torch.cat([each.grad.flatten() for each in chunk.parameters()])
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    """Where nothing is large enough to leave."""
+    return {
+        schedule: gradients(HostCopies(), schedule=schedule, least=10**6) for schedule in SCHEDULES
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("copies", [LazyCopies, HostCopies])
+def test_gradients_are_those_of_tensors_that_stay(expected, copies, schedule):
+    assert torch.equal(gradients(copies(), schedule=schedule), expected[schedule])
+
+
+class Needed(LazyCopies):
+    """Which of its waits matter.
+
+    Not those for copies that were waited for, nor those in front of copies that nobody reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[int, Tensor] = {}
+        self._before: dict[int, int] = {}
+        self.idle: set[int] = set()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        super().copy(target, source)
+        self._written[id(target)] = target  # keeps the address
+        self._before[id(target)] = self.waits - 1
+        self.idle.add(self.waits - 1)
+        if id(source) in self._written:
+            self.idle -= {self.waits - 1, self._before[id(source)]}
+
+    def wait(self, mark: int) -> None:
+        if mark <= self._done:
+            self.idle.add(self.waits)
+        super().wait(mark)
+
+
+def needed_waits() -> list[int]:
+    copies = Needed()
+    gradients(copies)
+    assert len(copies.idle) < copies.waits / 5
+    return sorted(set(range(copies.waits)) - copies.idle)
+
+
+@pytest.mark.parametrize("forgotten", needed_waits())
+def test_without_any_of_its_waits_gradients_are_wrong(expected, forgotten):
+    assert not torch.equal(gradients(LazyCopies(forgotten=forgotten)), expected["pipeline"])
+
+
+class Noting(HostCopies):
+    """What travels, and when it is sent for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        super().copy(target, source)
+        self.events.append(f"{source.nbytes}")
+
+
+def test_named_storages_travel_once_and_others_stay():
+    """The norm's result [rows, width] and what two views have of [rows, 2 * width]."""
+    copies = Noting()
+    gradients(copies, schedule="backwards", steps=1)
+    one = ROWS * WIDTH * 4
+    assert set(copies.events) == {str(one), str(2 * one)}
+    # Out: all layers of all microbatches. Back: all but the last, which had not left.
+    passes = LAYERS * MICROBATCHES
+    assert len(copies.events) == 2 * (passes + passes - 1)
+    copies = Noting()
+    gradients(copies, schedule="backwards", steps=1, least=one + 1)
+    assert set(copies.events) == {str(2 * one)}
+
+
+def noted_orders(monkeypatch, schedule: str) -> list[list[tuple[str, int, int]]]:
+    """Of each step, what is sent for and what is used: pass and layer."""
+    steps: list[list[tuple[str, int, int]]] = []
+    places: dict[LayerTensors, tuple[int, int]] = {}
+    counts: dict[int, int] = {}
+    made, sent, brought = LayerTensors.__init__, LayerTensors.send_for, TensorOffload.bring
+
+    def noting_made(self, offload, number):
+        made(self, offload, number)
+        places[self] = number, counts.get(number, 0) % LAYERS
+        counts[number] = counts.get(number, 0) + 1
+
+    def noting_sent(self, copies):
+        if any(each.device is None for each in self._away):
+            steps[-1].append(("send", *places[self]))
+        sent(self, copies)
+
+    def noting_brought(self, layer, *, number):
+        if layer in self._open:
+            steps[-1].append(("use", *places[layer]))
+        brought(self, layer, number=number)
+
+    monkeypatch.setattr(LayerTensors, "__init__", noting_made)
+    monkeypatch.setattr(LayerTensors, "send_for", noting_sent)
+    monkeypatch.setattr(TensorOffload, "bring", noting_brought)
+    chunk = Chunk()
+    offload = TensorOffload(copies=HostCopies(), least=1)
+    for _ in range(2):
+        steps.append([])
+        outputs = {}
+        for what in SCHEDULES[schedule].split():
+            number = int(what[1:])
+            if what[0] == "F":
+                outputs[number] = chunk(inputs(number), offload)
+            else:
+                outputs.pop(number).sum().backward()
+    return steps
+
+
+@pytest.mark.parametrize("schedule", ["pipeline", "backwards"])
+def test_each_layer_is_sent_for_when_the_one_before_it_goes_backward(monkeypatch, schedule):
+    """In the first step but for each pass's first, in the second for all but the very first."""
+    first, second = noted_orders(monkeypatch, schedule)
+    for events, late in ((first, MICROBATCHES), (second, 1)):
+        uses = [event[1:] for event in events if event[0] == "use"]
+        assert len(uses) == LAYERS * MICROBATCHES
+        demanded = 0
+        for place, (what, *where) in enumerate(events):
+            if what != "send":
+                continue
+            users = [event for event in events[:place] if event[0] == "use"]
+            turn = uses.index(tuple(where))
+            assert len(users) in (turn, turn + 1)
+            demanded += len(users) == turn + 1  # sent for when it was used already
+        assert demanded <= late
+
+
+def test_no_more_than_two_layers_are_there_at_a_time(monkeypatch):
+    """Of what is named, in the backward of four microbatches that all went forward first."""
+    noted: dict[int, tuple[StorageWeakRef, int]] = {}
+    counts: list[int] = []
+    send_out, sent = LayerTensors.send_out, LayerTensors.send_for
+
+    def note(layer: LayerTensors) -> None:
+        for each in layer._away:
+            if each.device is not None:
+                storage = each.device.untyped_storage()
+                noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def resident() -> int:
+        return sum(nbytes for storage, nbytes in noted.values() if not storage.expired())
+
+    def noting_out(self, copies):
+        note(self)
+        counts.append(resident())
+        send_out(self, copies)
+
+    def noting_back(self, copies):
+        away = list(self._away)
+        sent(self, copies)
+        for each in away:
+            storage = each.device.untyped_storage()
+            noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        counts.append(resident())
+
+    monkeypatch.setattr(LayerTensors, "send_out", noting_out)
+    monkeypatch.setattr(LayerTensors, "send_for", noting_back)
+    gradients(HostCopies(), schedule="backwards", steps=2)
+    layer = 3 * ROWS * WIDTH * 4  # [rows, width] and [rows, 2 * width]
+    assert max(counts) == 2 * layer
+    assert resident() == 0
+
+
+def test_nothing_leaves_without_a_backward_to_come():
+    copies = Noting()
+    offload = TensorOffload(copies=copies, least=1)
+    with torch.no_grad():
+        Chunk()(inputs(0), offload)
+    assert copies.events == []
