@@ -71,7 +71,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
     ) -> None:
         """As :meth:`MultimodalModel.forward`; nothing is computed yet."""
         decoder = model.text_decoder
-        self._pass = None if offload is None else offload.begin_pass()
+        self._pass = None if offload is None else offload.begin_pass(in_nodes=True)
         super().__init__(
             decoder,
             input_ids,

@@ -1,6 +1,6 @@
 """Layers that let go of the activations that are named; how these are found in any layer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -8,19 +8,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.schedule.tensor_names import PLACES, Place
+from loongplug.schedule.tensor_names import PLACES
 from loongplug.schedule.tensor_offload import Pass, TensorOffload
 
 
-def offload_layers(chunk: MultimodalModel, offload: TensorOffload, *, names: Sequence[str]) -> None:
-    """From now on the decoder layers' forward lets go of the tensors with these ``names``.
+def offload_layers(chunk: MultimodalModel, offload: TensorOffload) -> None:
+    """From now on the decoder layers' forward lets go of the tensors that ``offload`` names.
 
     Raises:
         ValueError: no layer of the chunk has such a tensor.
     """
     decoder = chunk.text_decoder.decoder
-    for name in names:
-        watched = [_watch(layer, PLACES[name], offload) for layer in decoder.layers]
+    for name in sorted(offload.names):
+        watched = [_watch(layer, name, offload) for layer in decoder.layers]
         if watched and not any(watched):
             raise ValueError(
                 f"--offload-tensors {name}: no decoder layer has a tensor of that name (norms that "
@@ -37,16 +37,17 @@ def offload_layers(chunk: MultimodalModel, offload: TensorOffload, *, names: Seq
         layer.forward = _leaving(layer.forward, begun)
 
 
-def _watch(layer: nn.Module, place: Place, offload: TensorOffload) -> bool:
+def _watch(layer: nn.Module, name: str, offload: TensorOffload) -> bool:
+    place = PLACES[name]
     found = [*_found(layer, place.module)]
 
     def given(module: nn.Module, args: tuple[Any, ...]) -> None:
-        offload.name(args[0])
+        offload.name(name, args[0])
 
     def gives(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         assert isinstance(first, Tensor)
-        offload.name(first)
+        offload.name(name, first)
 
     for module in found:
         if place.given:

@@ -22,6 +22,7 @@ PLACES: dict[str, Place] = {
     "qkv": Place(module="self_attention.linear_qkv", given=False),  # [s, b, (q + k + v) / tp]
     "attention_output": Place(module="self_attention.linear_proj", given=True),  # [s, b, q / tp]
     "pre_mlp_layernorm_output": Place(module="pre_mlp_layernorm", given=False),  # [s, b, hidden]
+    "pre_mlp_layernorm_input": Place(module="pre_mlp_layernorm", given=True),  # [s, b, hidden]
     "dispatched_input": Place(module="mlp.experts", given=True),  # [e, hidden]
     "fc1_output": Place(module=".linear_fc1", given=False),  # [e, 2 * ffn]; of dense layers [s, b]
     "fc2_input": Place(module=".linear_fc2", given=True),  # [e, ffn]; of dense layers [s, b]

@@ -1,6 +1,6 @@
 """Large activations of decoder layers on the host between their forward and their backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from loongplug.platform import Platform
 from loongplug.platform.copies import Copies
 
 
@@ -35,9 +36,9 @@ class _Handle:
     def tensor(self) -> Tensor:
         assert self.storage.device is not None, "its layer was sent for"
         found = torch.empty(0, dtype=self.dtype, device=self.storage.where)
-        return found.set_(
-            self.storage.device.untyped_storage(), self.offset, self.size, self.stride
-        )
+        found.set_(self.storage.device.untyped_storage(), self.offset, self.size, self.stride)
+        _also_used_here(found)
+        return found
 
 
 class TensorOffload:
@@ -48,12 +49,14 @@ class TensorOffload:
     what a chunk's backward is followed by is taken from the step before, since each step has the
     same order. A layer whose backward comes before it has left stays.
 
-    Whole storages travel, each once, however many tensors of it were named or saved. What is not
-    named, or has fewer than ``least`` bytes, stays where it is.
+    Whole storages travel, each once, however many tensors of it were named or saved. What has
+    fewer than ``least`` bytes, or another name than those of ``names``, stays where it is.
     """
 
-    def __init__(self, *, copies: Copies, least: int) -> None:
-        self.copies = copies
+    def __init__(self, *, names: Collection[str], platform: Platform, least: int) -> None:
+        self.names = frozenset(names)
+        self.copies = platform.copies()
+        self.release = platform.release
         self.least = least
         self._now: LayerTensors | None = None
         self._leaving: LayerTensors | None = None
@@ -63,17 +66,21 @@ class TensorOffload:
         self._passes: dict[int, list[LayerTensors]] = {}  # with something away, by number
         self._followers: dict[int, int] = {}  # pass by pass, of the step before
 
-    def begin_pass(self) -> "Pass":
-        """A microbatch enters a chunk."""
+    def begin_pass(self, *, in_nodes: bool = False) -> "Pass":
+        """A microbatch enters a chunk.
+
+        ``in_nodes``: by nodes of a schedule, which keep what they were given for the place of its
+        gradient; its memory is given back under their hands.
+        """
         if not self._open:  # a new step; or the one before it in a step that goes one by one
             self._followers = dict(zip(self._order, self._order[1:], strict=False))
             self._begun, self._order, self._passes = 0, [], {}
         self._begun += 1
-        return Pass(self, self._begun - 1)
+        return Pass(self, self._begun - 1, in_nodes=in_nodes)
 
-    def name(self, tensor: Tensor) -> None:
-        """This one is to leave; said by the layer whose forward is under way, if one is."""
-        if self._now is not None:
+    def name(self, name: str, tensor: Tensor) -> None:
+        """What passes by in the forward that is under way, if one is."""
+        if self._now is not None and name in self.names:
             self._now.name(tensor)
 
     @contextmanager
@@ -120,29 +127,31 @@ class TensorOffload:
     def _let_go(self) -> None:
         if self._leaving is not None:
             self._leaving.wait(self.copies)
-            self._leaving.let_go()
+            self._leaving.let_go(self.release)
             self._leaving = None
 
 
 class Pass:
     """One microbatch's way through one chunk."""
 
-    def __init__(self, offload: TensorOffload, number: int) -> None:
+    def __init__(self, offload: TensorOffload, number: int, *, in_nodes: bool) -> None:
         self._offload = offload
         self._number = number
+        self._in_nodes = in_nodes
 
     def next_layer(self) -> "LayerTensors":
         """The layers come in their order."""
-        return LayerTensors(self._offload, self._number)
+        return LayerTensors(self._offload, self._number, in_nodes=self._in_nodes)
 
 
 class LayerTensors:
     """What one layer's forward for one microbatch has saved."""
 
-    def __init__(self, offload: TensorOffload, number: int) -> None:
+    def __init__(self, offload: TensorOffload, number: int, *, in_nodes: bool) -> None:
         self._mark: Any = None  # behind the copies under way that someone waits for
         self._offload = offload
         self._number = number
+        self._in_nodes = in_nodes
         # A weak reference keeps a storage's address from being another's.
         self._named: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, _Storage] = {}
@@ -179,9 +188,13 @@ class LayerTensors:
             copies.copy(each.host, each.device)
         self._mark = copies.mark()
 
-    def let_go(self) -> None:
+    def let_go(self, release: Callable[[torch.UntypedStorage], None]) -> None:
         """The copies are made: nothing here holds what they were made of."""
         for each in self._away:
+            assert each.device is not None
+            _also_used_here(each.device)
+            if self._in_nodes:
+                release(each.device.untyped_storage())
             each.device = None
 
     def send_for(self, copies: Copies) -> None:
@@ -223,6 +236,11 @@ class LayerTensors:
     def _unpack(self, packed: _Handle | Tensor) -> Tensor:
         self._offload.bring(self, number=self._number)
         return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def _also_used_here(tensor: Tensor) -> None:
+    """Its memory may be another stream's, which may not have it back before this one is done."""
+    tensor.record_stream(torch.cuda.current_stream())
 
 
 def _nbytes(saved: _Storage) -> int:

@@ -1,7 +1,6 @@
 """The model provider that Megatron's training loop calls, once per stage or virtual chunk."""
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,9 @@ def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload |
     """What ``--offload-tensors`` asks for."""
     if not args.offload_tensors:
         return None
-    return TensorOffload(copies=platform.copies(), least=args.min_offloaded_tensor_size)
+    return TensorOffload(
+        names=args.offload_tensors, platform=platform, least=args.min_offloaded_tensor_size
+    )
 
 
 class ModelProvider:
@@ -68,7 +69,6 @@ class ModelProvider:
         freezing: Freezing | None = None,
         hf_folder: Path | None = None,
         adapter_folder: Path | None = None,
-        offloaded: Sequence[str] = (),
         offload: TensorOffload | None = None,
         seed: int = 0,
     ) -> None:
@@ -79,7 +79,6 @@ class ModelProvider:
         self.freezing = freezing
         self.hf_folder = hf_folder
         self.adapter_folder = adapter_folder
-        self.offloaded = offloaded
         self.offload = offload
         self.seed = seed
         self.chunks: list[MultimodalModel] = []
@@ -116,7 +115,7 @@ class ModelProvider:
         )
         self.engine.attach(chunk)
         if self.offload is not None:
-            offload_layers(chunk, self.offload, names=self.offloaded)
+            offload_layers(chunk, self.offload)
         if config.overlap_moe_expert_parallel_comm:
             plan_schedules(chunk, offload=self.offload)
         self.chunks.append(chunk)

@@ -105,7 +105,6 @@ def run(
         freezing=freezing_of(args, parsed.model),
         hf_folder=Path(args.load_hf) if args.load_hf and from_folders else None,
         adapter_folder=Path(args.load_lora) if args.load_lora and from_folders else None,
-        offloaded=args.offload_tensors,
         offload=tensor_offload_of(args, platform=platform),
         seed=args.seed,
     )

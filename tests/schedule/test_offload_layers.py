@@ -1,19 +1,18 @@
 """Whole runs in which decoder layers let go of their activations: no bit differs, bytes do."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lazy_copies import LazyCopies
 from ranks import run_ranks
 from test_overlap_run import EP2, FULL, OVERLAP, TP2, VPP2, trained
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform.cpu import CpuPlatform
-from loongplug.schedule import named_tensors
-from loongplug.schedule.tensor_names import NAMES, PLACES, Place
+from loongplug.schedule.tensor_names import NAMES
 from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 
 pytestmark = pytest.mark.slow
@@ -34,7 +33,7 @@ class Watch:
         self.names: dict[int, str] = {}  # of storages
         self.most = 0  # bytes of what left, there at one time
         self.largest = 0  # bytes of one layer
-        self._there: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.there: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def out(self, layer: LayerTensors) -> None:
         sizes = [each.device.untyped_storage().nbytes() for each in layer._away]
@@ -42,23 +41,14 @@ class Watch:
         self.largest = max(self.largest, sum(sizes))
         self._note(each.device for each in layer._away)
 
-    def naming(self, name: str, offload: TensorOffload) -> Any:
-        """Stands before the offload where tensors of the name pass by."""
-
-        def note(tensor: Tensor) -> None:
-            self.names[tensor.untyped_storage()._cdata] = name
-            offload.name(tensor)
-
-        return SimpleNamespace(name=note)
-
     def back(self, storages: Any) -> None:
         self._note(each.device for each in storages)
 
     def _note(self, tensors: Any) -> None:
         for each in tensors:
             storage = each.untyped_storage()
-            self._there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        there = sum(nbytes for ref, nbytes in self._there.values() if not ref.expired())
+            self.there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        there = sum(nbytes for ref, nbytes in self.there.values() if not ref.expired())
         self.most = max(self.most, there)
 
 
@@ -76,14 +66,20 @@ def watched(rank: int, *, flags: list[str], late: bool) -> dict[str, Any]:
         send_for(self, copies)
         watch.back(away)
 
-    inner = named_tensors._watch
+    inner = TensorOffload.name
 
-    def noting_watch(layer: nn.Module, place: Place, offload: TensorOffload) -> bool:
-        (name,) = (name for name, each in PLACES.items() if each is place)
-        return inner(layer, place, watch.naming(name, offload))
+    def noting_name(self: TensorOffload, name: str, tensor: Tensor) -> None:
+        watch.names[tensor.untyped_storage()._cdata] = name
+        inner(self, name, tensor)
 
+    def noting_release(self: CpuPlatform, storage: torch.UntypedStorage) -> None:
+        watch.there.pop(storage._cdata)
+        release(self, storage)
+
+    release = CpuPlatform.release
+    CpuPlatform.release = noting_release
+    TensorOffload.name = noting_name
     LayerTensors.send_out, LayerTensors.send_for = noting_out, noting_back
-    named_tensors._watch = noting_watch
     if late:
         CpuPlatform.copies = lambda self: LazyCopies()
     found = trained(rank, flags=flags)

@@ -1,8 +1,10 @@
 """Named tensors of layers, on the host meanwhile: the same gradients, memory let go, in time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from lazy_copies import LazyCopies
+from lazy_copies import LazyCopies, poison
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -31,24 +33,25 @@ class Layer(nn.Module):
 
     def attend(self, hidden: Tensor, offload: TensorOffload) -> Tensor:
         normed = self.norm(hidden)
-        offload.name(normed)
+        offload.name("norm", normed)
         return self.first(normed) * torch.cat([normed, normed], dim=1).sin()
 
     def mix(self, both: Tensor, offload: TensorOffload) -> Tensor:
         left, right = both.chunk(2, dim=1)
-        offload.name(left)
-        offload.name(right)
+        offload.name("halves", left)
+        offload.name("halves", right)
         return self.second(left * right.tanh())
 
 
 class Chunk(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, in_nodes: bool = False) -> None:
         super().__init__()
+        self.in_nodes = in_nodes
         torch.manual_seed(5)
         self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
 
     def forward(self, hidden: Tensor, offload: TensorOffload) -> Tensor:
-        begun = offload.begin_pass()
+        begun = offload.begin_pass(in_nodes=self.in_nodes)
         for layer in self.layers:
             tensors = begun.next_layer()
             with tensors.forward():
@@ -59,16 +62,30 @@ class Chunk(nn.Module):
         return hidden
 
 
+def offload_by(copies: Copies, *, least: int = 1) -> TensorOffload:
+    platform = SimpleNamespace(copies=lambda: copies, release=poison_storage)
+    return TensorOffload(names=["norm", "halves"], platform=platform, least=least)
+
+
+def poison_storage(storage: torch.UntypedStorage) -> None:
+    poison(torch.empty(0, dtype=torch.uint8).set_(storage))
+
+
 def inputs(number: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
 def gradients(
-    copies: Copies, *, schedule: str = "pipeline", steps: int = 2, least: int = 1
+    copies: Copies,
+    *,
+    schedule: str = "pipeline",
+    steps: int = 2,
+    least: int = 1,
+    in_nodes: bool = False,
 ) -> Tensor:
     """Of all weights after ``steps``."""
-    chunk = Chunk()
-    offload = TensorOffload(copies=copies, least=least)
+    chunk = Chunk(in_nodes=in_nodes)
+    offload = offload_by(copies, least=least)
     for _ in range(steps):
         outputs = {}
         for what in SCHEDULES[schedule].split():
@@ -91,8 +108,10 @@ def expected() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("copies", [LazyCopies, HostCopies])
-def test_gradients_are_those_of_tensors_that_stay(expected, copies, schedule):
-    assert torch.equal(gradients(copies(), schedule=schedule), expected[schedule])
+@pytest.mark.parametrize("in_nodes", [False, True])
+def test_gradients_are_those_of_tensors_that_stay(expected, copies, schedule, in_nodes):
+    found = gradients(copies(), schedule=schedule, in_nodes=in_nodes)
+    assert torch.equal(found, expected[schedule])
 
 
 class Needed(LazyCopies):
@@ -165,8 +184,8 @@ def noted_orders(monkeypatch, schedule: str) -> list[list[tuple[str, int, int]]]
     counts: dict[int, int] = {}
     made, sent, brought = LayerTensors.__init__, LayerTensors.send_for, TensorOffload.bring
 
-    def noting_made(self, offload, number):
-        made(self, offload, number)
+    def noting_made(self, offload, number, *, in_nodes):
+        made(self, offload, number, in_nodes=in_nodes)
         places[self] = number, counts.get(number, 0) % LAYERS
         counts[number] = counts.get(number, 0) + 1
 
@@ -184,7 +203,7 @@ def noted_orders(monkeypatch, schedule: str) -> list[list[tuple[str, int, int]]]
     monkeypatch.setattr(LayerTensors, "send_for", noting_sent)
     monkeypatch.setattr(TensorOffload, "bring", noting_brought)
     chunk = Chunk()
-    offload = TensorOffload(copies=HostCopies(), least=1)
+    offload = offload_by(HostCopies())
     for _ in range(2):
         steps.append([])
         outputs = {}
@@ -253,7 +272,7 @@ def test_no_more_than_two_layers_are_there_at_a_time(monkeypatch):
 
 def test_nothing_leaves_without_a_backward_to_come():
     copies = Noting()
-    offload = TensorOffload(copies=copies, least=1)
+    offload = offload_by(copies)
     with torch.no_grad():
         Chunk()(inputs(0), offload)
     assert copies.events == []
