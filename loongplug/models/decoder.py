@@ -22,6 +22,7 @@ class DecoderConfig(TransformerConfig):
     """Megatron's transformer config plus what the deepstack layers need to know."""
 
     deepstack_features: int = 0  # decoder layer i < deepstack_features adds feature i
+    recompute_nodes: tuple[str, ...] = ()  # of schedule nodes, see loongplug.schedule
 
 
 class TextDecoder(GPTModel):

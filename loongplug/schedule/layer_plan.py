@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from loongplug.models.deepstack import (
@@ -13,6 +14,13 @@ from loongplug.models.deepstack import (
     take_features,
 )
 from loongplug.models.layers.experts import ExpertLayer
+from loongplug.schedule.node_recompute import (
+    ATTENTION,
+    EXPERTS,
+    POST_ATTENTION,
+    recomputed_before_dispatch,
+    recomputed_experts,
+)
 from loongplug.schedule.tensor_offload import LayerTensors
 
 # A node's function: the node, then what the node before it gave.
@@ -35,14 +43,26 @@ class LayerPlan(TransformerLayerSchedulePlan):
         layer = self.layer
         assert isinstance(layer.mlp, ExpertLayer), "every layer has experts"
         first, last = self.pre_dispatch_computation, self.moe_combine
-        first.submodule = _with_token_kinds(first.submodule, layer.mlp)
+        parts = layer.config.recompute_nodes
+        if ATTENTION in parts or POST_ATTENTION in parts:
+            first.submodule = recomputed_before_dispatch(layer, parts)
+        else:
+            first.submodule = _with_token_kinds(first.submodule, layer.mlp)
+        if EXPERTS in parts:
+            self.mlp.submodule = recomputed_experts(layer)
+            self.mlp.free_input = False  # they are computed of it once more
         travelling = layer.travelling if isinstance(layer, DeepstackTransformerLayer) else 0
         if travelling:
             first.submodule = _taking_features(first.submodule, travelling)
             last.submodule = _adding_feature(last.submodule)
+        if layer.config.sequence_parallel:
+            for node in (first, last):
+                node.submodule = _drawing_apart(node.submodule)
         if tensors is not None:
             for node in (first, self.moe_dispatch, self.mlp, last):
                 node.submodule = _within(tensors, node.submodule, ends=node is last)
+            if EXPERTS in parts:
+                self.mlp.submodule = _naming_input(tensors, self.mlp.submodule)
 
 
 def _within(tensors: LayerTensors, inner: Submodule, *, ends: bool) -> Submodule:
@@ -56,6 +76,26 @@ def _within(tensors: LayerTensors, inner: Submodule, *, ends: bool) -> Submodule
         return output
 
     return part
+
+
+def _drawing_apart(inner: Submodule) -> Submodule:
+    """Dropout differs between parts of a sequence: Megatron's decoder says so to all its layers."""
+
+    def part(node: Any, *inputs: Tensor) -> Any:
+        with get_cuda_rng_tracker().fork():
+            return inner(node, *inputs)
+
+    return part
+
+
+def _naming_input(tensors: LayerTensors, inner: Submodule) -> Submodule:
+    """What the experts are computed of twice is what dispatch gave, in its order."""
+
+    def experts(node: Any, dispatched: Tensor) -> Any:
+        tensors.passes("dispatched_input", dispatched)
+        return inner(node, dispatched)
+
+    return experts
 
 
 def _with_token_kinds(inner: Submodule, experts: ExpertLayer) -> Submodule:

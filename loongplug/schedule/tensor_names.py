@@ -1,4 +1,4 @@
-"""Which activations of a decoder layer can leave, by name, and where they pass by."""
+"""What of a decoder layer can leave or be computed twice, by name."""
 
 from dataclasses import dataclass
 
@@ -28,3 +28,6 @@ PLACES: dict[str, Place] = {
     "fc2_input": Place(module=".linear_fc2", given=True),  # [e, ffn]; of dense layers [s, b]
 }
 NAMES = tuple(PLACES)
+# What can be computed twice within its schedule node: the attention; the norm, the router and the
+# shared experts behind it; the experts.
+RECOMPUTED = ("a2a_overlap_attn", "a2a_overlap_post_attn", "a2a_overlap_mlp")

@@ -80,8 +80,8 @@ class TensorOffload:
 
     def name(self, name: str, tensor: Tensor) -> None:
         """What passes by in the forward that is under way, if one is."""
-        if self._now is not None and name in self.names:
-            self._now.name(tensor)
+        if self._now is not None:
+            self._now.passes(name, tensor)
 
     @contextmanager
     def within(self, layer: "LayerTensors") -> Iterator[None]:
@@ -174,10 +174,10 @@ class LayerTensors:
         if self._away:
             self._offload.leave(self, number=self._number)
 
-    def name(self, tensor: Tensor) -> None:
-        """Its storage is to leave, if something of it is saved and it is large enough."""
+    def passes(self, name: str, tensor: Tensor) -> None:
+        """Its storage is to leave, if it is named, saved and large enough."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() >= self._offload.least:
+        if name in self._offload.names and storage.nbytes() >= self._offload.least:
             self._named[storage._cdata] = StorageWeakRef(storage)
 
     def send_out(self, copies: Copies) -> None:

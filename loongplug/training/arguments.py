@@ -12,6 +12,7 @@ from typing import Any
 
 from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.registry import ArchitectureArgument, Family
+from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import ComposedModel, compose_model, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line, requested_device
@@ -84,6 +85,11 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
     args.tokenizer_type = MEGATRON_TOKENIZER
     args.dataloader_type = "external"  # Megatron's word for an iterator of ours, whatever it reads
     settle_step_sizes(args, dp=data_parallel_size(args))
+    # Megatron knows its own recompute modules only.
+    modules = args.recompute_modules or []
+    args.recompute_nodes = tuple(name for name in modules if name in RECOMPUTED)
+    if args.recompute_nodes:
+        args.recompute_modules = [name for name in modules if name not in RECOMPUTED]
     if args.offload_tensors:
         args.fine_grained_activation_offloading = False  # to Megatron: its own kind of it
     validate_with_megatron(args)

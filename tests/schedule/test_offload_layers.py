@@ -1,4 +1,4 @@
-"""Whole runs in which decoder layers let go of their activations: no bit differs, bytes do."""
+"""Whole runs in which decoder layers keep less: no bit differs, bytes do."""
 
 from collections import Counter
 from typing import Any
@@ -7,22 +7,29 @@ import pytest
 import torch
 from lazy_copies import LazyCopies
 from ranks import run_ranks
-from test_overlap_run import EP2, FULL, OVERLAP, TP2, VPP2, trained
+from test_overlap_run import BALANCED, EP2, FULL, OVERLAP, TP2, VPP2, trained
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from loongplug.models.layers.experts import ExpertLayer
 from loongplug.platform.cpu import CpuPlatform
-from loongplug.schedule.tensor_names import NAMES
-from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
+from loongplug.schedule.tensor_names import NAMES, RECOMPUTED
+from loongplug.schedule.tensor_offload import LayerTensors
 
 pytestmark = pytest.mark.slow
 
 LET_GO = ("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1")
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "plain": (1, ()),
-    "overlap-tp2-full": (2, (*EP2, *TP2, FULL, OVERLAP)),
-    "overlap-vpp2": (4, (*EP2, *VPP2, OVERLAP)),
+TWICE = ("--recompute-granularity", "selective", "--recompute-modules", *RECOMPUTED)
+DROPOUT = ("--hidden-dropout", "0.2", "--attention-dropout", "0.2")
+CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "plain": (1, (), ()),
+    "overlap-tp2-full": (2, (*EP2, *TP2, FULL), (OVERLAP,)),
+    "overlap-vpp2": (4, (*EP2, *VPP2), (OVERLAP,)),
+    "recompute-tp2": (2, (*EP2, *TP2, *BALANCED, *DROPOUT), (OVERLAP, *TWICE)),
+    "recompute-vpp2-full": (4, (*EP2, *VPP2, FULL, *DROPOUT), (OVERLAP, *TWICE)),
 }
+# Of what is computed twice, its inputs are kept.
+LEFT_TWICE = {"pre_mlp_layernorm_input", "dispatched_input"}
 
 
 class Watch:
@@ -66,24 +73,37 @@ def watched(rank: int, *, flags: list[str], late: bool) -> dict[str, Any]:
         send_for(self, copies)
         watch.back(away)
 
-    inner = TensorOffload.name
+    passes = LayerTensors.passes
 
-    def noting_name(self: TensorOffload, name: str, tensor: Tensor) -> None:
+    def noting_name(self: LayerTensors, name: str, tensor: Tensor) -> None:
         watch.names[tensor.untyped_storage()._cdata] = name
-        inner(self, name, tensor)
+        passes(self, name, tensor)
 
     def noting_release(self: CpuPlatform, storage: torch.UntypedStorage) -> None:
         watch.there.pop(storage._cdata)
         release(self, storage)
 
+    computed, compute = Counter[str](), ExpertLayer.routed_experts_compute
+
+    def counting(self: ExpertLayer, *inputs: Any) -> Any:
+        computed["experts"] += 1
+        return compute(self, *inputs)
+
+    ExpertLayer.routed_experts_compute = counting
     release = CpuPlatform.release
     CpuPlatform.release = noting_release
-    TensorOffload.name = noting_name
+    LayerTensors.passes = noting_name
     LayerTensors.send_out, LayerTensors.send_for = noting_out, noting_back
     if late:
         CpuPlatform.copies = lambda self: LazyCopies()
     found = trained(rank, flags=flags)
-    return {**found, "left": watch.left, "most": watch.most, "largest": watch.largest}
+    return {
+        **found,
+        "left": watch.left,
+        "most": watch.most,
+        "largest": watch.largest,
+        "computed": computed["experts"],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +117,16 @@ def flags(flags):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_differs_and_two_layers_are_there(flags, name):
-    ranks, layout = CASES[name]
+    ranks, layout, more = CASES[name]
     stays = run_ranks(watched, ranks, flags=[*flags, *layout], late=False, timeout=290.0)
-    given = [*flags, *layout, *LET_GO, "--offload-tensors", *NAMES]
+    given = [*flags, *layout, *more, *LET_GO, "--offload-tensors", *NAMES]
     left = run_ranks(watched, ranks, flags=given, late=True, timeout=290.0)
     for one, other in zip(stays, left, strict=True):
         assert other["numbers"] == one["numbers"]
         assert not one["left"]
-        assert other["left"].keys() == set(NAMES)
+        assert other["left"].keys() == (LEFT_TWICE if TWICE[0] in more else set(NAMES))
+        assert other["computed"] == one["computed"] * (2 if TWICE[0] in more else 1)
         # In the forward a layer that is done and the one before it, which leaves; in the backward
         # the one that is used and the next. Without overlap it is one or the other.
-        layers = 4 if OVERLAP in layout else 2
+        layers = 4 if OVERLAP in more else 2
         assert 0 < other["most"] <= layers * other["largest"]

@@ -11,7 +11,7 @@ from typing import Any
 from loongplug.training.rules import (
     batch,
     data,
-    decoder_offload,
+    decoder_memory,
     experts,
     freezing,
     hetero,
@@ -36,7 +36,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Model": model.RULES,
     "Experts": experts.RULES,
     "Overlap of experts' exchange": overlap.RULES,
-    "The decoder's activations": decoder_offload.RULES,
+    "The decoder's activations": decoder_memory.RULES,
     "Freezing": freezing.RULES,
     "LoRA and learning rates": lora.RULES,
     "Machine": machine.RULES,

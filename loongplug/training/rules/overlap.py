@@ -117,8 +117,8 @@ RULES: tuple[Rule, ...] = (
         check=overlap_recompute,
         reason="what is recomputed as a whole cannot be scheduled part by part, and would exchange "
         "its tokens once more",
-        cure="use --recompute-granularity selective with other --recompute-modules, such as "
-        "core_attn and layernorm",
+        cure="use --recompute-granularity selective with --recompute-modules a2a_overlap_attn "
+        "a2a_overlap_post_attn a2a_overlap_mlp",
     ),
     Rule(
         name="moe-overlap-once",

@@ -3,7 +3,7 @@
 from rule_cases import (
     batch,
     data,
-    decoder_offload,
+    decoder_memory,
     experts,
     freezing,
     hetero,
@@ -27,7 +27,7 @@ CASES: Cases = {
     **hetero.CASES,
     **experts.CASES,
     **overlap.CASES,
-    **decoder_offload.CASES,
+    **decoder_memory.CASES,
     **freezing.CASES,
     **machine.CASES,
     **lora.CASES,
@@ -36,7 +36,7 @@ CASES: Cases = {
 WITH_EXPERTS: Cases = {
     **experts.WITH_EXPERTS,
     **overlap.WITH_EXPERTS,
-    **decoder_offload.WITH_EXPERTS,
+    **decoder_memory.WITH_EXPERTS,
 }
 # The same when the encoder has a layout of its own; without one, all of them are valid.
 OWN_LAYOUT: Cases = hetero.OWN_LAYOUT

@@ -1,8 +1,9 @@
-"""Activations of the decoder's layers on the host."""
+"""Activations of the decoder's layers: on the host, or computed twice."""
 
 from argparse import Namespace
 from typing import Any
 
+from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.rules.rule import Rule
 
 _FLAG = "--fine-grained-activation-offloading"
@@ -44,6 +45,22 @@ def experts(args: Namespace, model: Any) -> str | None:
     return f"--offload-tensors {' '.join(found)}" if found and not args.num_experts else None
 
 
+def nodes(args: Namespace, model: Any) -> str | None:
+    """Parts that are schedule nodes are recomputed where there are such nodes."""
+    given = [name for name in args.recompute_modules or () if name in RECOMPUTED]
+    lacks = [
+        *([] if args.overlap_moe_expert_parallel_comm else ["--overlap-moe-expert-parallel-comm"]),
+        *(
+            []
+            if args.recompute_granularity == "selective"
+            else ["--recompute-granularity selective"]
+        ),
+    ]
+    if not given or not lacks:
+        return None
+    return f"--recompute-modules {' '.join(given)} without {' and '.join(lacks)}"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="decoder-offload",
@@ -75,5 +92,14 @@ RULES: tuple[Rule, ...] = (
         check=experts,
         reason="nothing is dispatched there",
         cure="name fc1_output or fc2_input instead",
+    ),
+    Rule(
+        name="decoder-recompute-nodes",
+        refuses="`--recompute-modules` "
+        + ", ".join(f"`{name}`" for name in RECOMPUTED)
+        + " without `--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
+        check=nodes,
+        reason="these are parts of the overlap's schedule",
+        cure="add both, or use --recompute-granularity full",
     ),
 )

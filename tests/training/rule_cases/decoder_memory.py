@@ -1,4 +1,4 @@
-"""Cases of the rules in rules/decoder_offload.py."""
+"""Cases of the rules in rules/decoder_memory.py."""
 
 from rule_cases.kinds import Cases
 
@@ -28,6 +28,18 @@ CASES: Cases = {
     ),
 }
 
+NODES = {"recompute_modules": ["a2a_overlap_attn"], "recompute_granularity": "selective"}
+OVERLAP = {
+    "overlap_moe_expert_parallel_comm": True,
+    "bf16": True,
+    "expert_model_parallel_size": 2,
+    "world_size": 2,
+}
+
 WITH_EXPERTS: Cases = {
+    "decoder-recompute-nodes": (
+        [NODES, {**OVERLAP, "recompute_modules": ["a2a_overlap_mlp", "core_attn"]}],
+        [{**OVERLAP, **NODES}],
+    ),
     "decoder-offload-experts": ([], [{**NAMED, "offload_tensors": ["dispatched_input"]}]),
 }
