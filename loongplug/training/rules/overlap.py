@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
         reason="what is recomputed as a whole cannot be scheduled part by part, and would exchange "
         "its tokens once more",
         cure="use --recompute-granularity selective with other --recompute-modules, such as "
-        "core_attn and layernorm",
+        "core_attn",
     ),
     Rule(
         name="moe-overlap-once",
