@@ -9,6 +9,7 @@ import torch
 from full_state import Kept, State, read_state, run_and_keep_state
 from ranks import RankError, run_ranks
 
+from loongplug.checkpoint import same_rates
 from loongplug.checkpoint.same_rates import check_known, check_rates
 from loongplug.parallel.parameter_groups import SavedRates, groups_to_load
 
@@ -115,11 +116,7 @@ def test_groups_are_found_by_module_and_then_by_rates():
 
 @pytest.mark.quick
 def test_a_module_s_rate_is_told_where_the_run_s_is_the_same():
-    now = dict.fromkeys(
-        "max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd "
-        "wd_incr_steps wd_incr_style".split(),
-        1.0,
-    )
+    now = dict.fromkeys(same_rates._MEANS, 1.0)
     fits = SavedRates(module="text_decoder", own=(1.0, 0.1), saved=(1.0, 0.1))
     other = SavedRates(module="image_encoder", own=(1.0, 0.1), saved=(2.0, 0.1))
     unknown = SavedRates(module="image_projector", own=(1.0, 0.1), saved=None)
@@ -132,5 +129,5 @@ def test_a_module_s_rate_is_told_where_the_run_s_is_the_same():
     with pytest.raises(ValueError, match=r"max_lr was 2\.0, is 1\.0 \(--lr\)\. Give") as said:
         check_rates(now | {"max_lr": 2.0}, now, [other])
     check_known([fits, other])
-    with pytest.raises(ValueError, match="learning rate of image_projector: .*--override-opt"):
+    with pytest.raises(ValueError, match=r"learning rate of image_projector: .*--override-opt"):
         check_known([fits, unknown])
