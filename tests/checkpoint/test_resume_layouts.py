@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from full_state import Kept, read_state, run_and_keep_state
+from full_state import WEIGHTS, Kept, read_state, run_and_keep_state
 from ranks import run_ranks
+from safetensors.torch import load_file
+
+from loongplug.convert.rank import convert
 
 pytestmark = pytest.mark.slow
 
@@ -45,12 +48,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 class Journey:
     """A model's checkpoint, saved in the first layout and handed on from each to the next.
 
-    With ``trained_on``, two more steps in the last layout have the losses of the first one.
+    With ``trained_on``, two more steps in the last layout have the losses of the first one. With
+    ``converted``, the last checkpoint becomes folders of the same model.
     """
 
     layouts: tuple[str, ...]
     flags: tuple[str, ...] = ()
     trained_on: bool = False
+    converted: bool = False
 
 
 # Four groups of keys and values, for TP 4.
@@ -85,6 +90,7 @@ JOURNEYS = {
             *(*MODEL, "--bf16", "--freeze-parameters", "text_decoder.decoder.layers.[01].*"),
             *("*word_embeddings*", "image_encoder.blocks.layers.1.*", "*.bias"),
         ),
+        converted=True,
     ),
     "adapters": Journey(
         layouts=(
@@ -95,6 +101,7 @@ JOURNEYS = {
             *(*MODEL, *LORA, DISTRIBUTED, "--bf16"),
             "--distrib-optim-fully-reshardable-mem-efficient",
         ),
+        converted=True,
     ),
     "only-adapters": Journey(
         layouts=("full-pp2-vpp2", "full-ep2-tp2", "full-pp2-vpp2", "ep2-tp2"),
@@ -149,6 +156,40 @@ def test_another_layout_has_the_same_state(run_flags, tmp_path, name):
         )
         assert len(losses) == 2
         assert again == pytest.approx(losses, rel=2e-5)
+    if journey.converted:
+        assert_converted(run_flags, journey, load, expected[WEIGHTS], folder=tmp_path)
+
+
+def assert_converted(run_flags, journey, load, expected, *, folder):
+    """The adapters alone are the checkpoint's; merged, they are in the weights of their linears."""
+    processor = run_flags[run_flags.index("--tokenizer-model") + 1]
+    settings = [each for each in journey.flags if "model." in each]
+    adapted = any("lora" in each for each in settings)
+    flags = ["--model-name", "qwen3_vl_tiny", "--device", "cpu", "--tokenizer-model", processor]
+    flags += [*settings, TP, "2", *load, "--save-hf", str(folder / "merged")]
+    flags += ["--save-lora", str(folder / "alone")] if adapted else []
+    run_ranks(converted, 2, flags=flags, timeout=120.0)
+    alone = load_file(folder / "alone" / "adapter_model.safetensors") if adapted else {}
+    merged = load_file(folder / "merged" / "model.safetensors")
+    assert merged.keys() | alone.keys() == expected.keys()
+    assert len(alone) > 20 or not adapted
+    for name, tensor in alone.items():
+        assert torch.equal(tensor, expected[name]), name
+    changed = 0
+    for name, tensor in merged.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        a, b = (expected.get(f"{prefix}{each}.weight") for each in "AB")
+        if a is None:
+            assert torch.equal(tensor, expected[name]), name
+        else:
+            sum_ = (expected[name].float() + b.float() @ a.float()).to(tensor.dtype)
+            torch.testing.assert_close(tensor, sum_, rtol=1e-2, atol=1e-6)
+            changed += not torch.equal(tensor, expected[name])
+    assert changed > 20 or not adapted
+
+
+def converted(rank, *, flags):
+    convert(flags)
 
 
 def assert_meaningful(state):
