@@ -43,23 +43,15 @@ def slow_saves(rank: int, **kwargs: Any) -> tuple[Kept, int]:
     return run_and_keep_state(rank, **kwargs), len(released)
 
 
-def test_saves_beside_an_encoder_that_leaves(run_flags, tmp_path):
-    flags = [*run_flags, *LAYOUT, "--train-iters", "3"]
-
-    def ran(name: str, *more: str, function: Any = run_and_keep_state) -> Any:
-        given = {"flags": [*flags, *more], "folder": tmp_path / name, "timeout": 240.0}
-        return run_ranks(function, 4, **given)
-
-    plain = ran("plain")
-    save = ("--save", str(tmp_path / "saved"))
-    for kept, released in ran("offloaded", *OFFLOAD, *save, function=slow_saves):
-        assert released > 20
-        assert kept.losses == plain[0].losses
-    # What was saved behind the first and the second step, each before more of them.
-    load = ("--load", str(tmp_path / "saved"), "--ckpt-step")
-    for step in ("1", "2"):
-        assert ran(step, *load, step)[0].losses == plain[0].losses[int(step) :]
-    expected = read_state(tmp_path / "plain")
-    for name in ("offloaded", "1", "2"):
-        for kind, tensors in read_state(tmp_path / name).items():
-            assert all(torch.equal(tensors[each], expected[kind][each]) for each in expected[kind])
+def test_what_is_saved_is_what_the_run_went_on_with(run_flags, tmp_path):
+    given = {"timeout": 240.0, "flags": [*run_flags, *LAYOUT, "--train-iters", "3"]}
+    saved, resumed = tmp_path / "saved", tmp_path / "resumed"
+    save = [*given["flags"], *OFFLOAD, "--save", str(saved)]
+    offloaded = run_ranks(slow_saves, 4, **given | {"flags": save}, folder=saved)
+    assert all(released > 20 for _, released in offloaded)
+    load = [*given["flags"], "--load", str(saved), "--ckpt-step", "1"]
+    found = run_ranks(run_and_keep_state, 4, **given | {"flags": load}, folder=resumed)
+    assert all(kept.losses == offloaded[0][0].losses[1:] for kept in found)
+    expected = read_state(saved)
+    for kind, tensors in read_state(resumed).items():
+        assert all(torch.equal(tensors[each], expected[kind][each]) for each in expected[kind])

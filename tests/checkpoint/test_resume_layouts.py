@@ -27,7 +27,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-pp2": (4, (TP, "2", PP, "2")),
     "pp2-vpp2": (2, (PP, "2", "--num-virtual-stages-per-pipeline-rank", "2")),
     "tp2-dp2": (4, (TP, "2", "--sequence-parallel")),
-    "tp4": (4, (TP, "4")),
     "tp4-encoder2": (4, (TP, "4", f"{ENCODER_TP}=2")),
     "tp4-encoder1": (4, (TP, "4", "--sequence-parallel", f"{ENCODER_TP}=1")),
     "tp2-pp2-encoder1": (4, (TP, "2", PP, "2", f"{ENCODER_TP}=1")),
@@ -35,10 +34,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp-tp4-encoder2": (4, (TP, "4", f"{ENCODER_TP}=2", DP)),
     "full-pp2-vpp2": (2, (PP, "2", "--num-virtual-stages-per-pipeline-rank", "2", FULL)),
     "full-tp2-pp2": (4, (TP, "2", PP, "2", FULL)),
-    "full-pp2-dp2": (4, (PP, "2", FULL)),
     "full-tp2-pp2-encoder4": (4, (TP, "2", PP, "2", f"{ENCODER_TP}=4", FULL)),
     "full-ep2-tp2": (4, (EP, "2", TP, "2", "--sequence-parallel", FULL)),
-    "ep2": (2, (EP, "2")),
     "ep2-tp2": (4, (EP, "2", TP, "2", "--sequence-parallel")),
     "ep4-pp2": (8, (EP, "4", PP, "2")),
 }
@@ -67,15 +64,14 @@ JOURNEYS = {
     "trained": Journey(
         layouts=(
             *("tp2-pp2", "tp4-encoder1", "single", "dp-tp4-encoder2"),
-            *("pp2-vpp2", "full-tp2-pp2-encoder4"),
+            *("tp2-dp2", "full-tp2-pp2-encoder4"),
         ),
         flags=(*MODEL, DISTRIBUTED),
-        trained_on=True,
     ),
     "frozen-encoder": Journey(
-        layouts=("full-pp2-dp2", "tp4", "full-pp2-vpp2", "tp2-pp2-encoder1", "dp-tp2"),
+        layouts=("full-ep2-tp2", "ep4-pp2", "full-pp2-vpp2", "tp2-pp2-encoder1", "dp-tp2"),
         flags=(
-            *(*MODEL, DISTRIBUTED, "model.foundation.tie_word_embeddings=true"),
+            *(*EXPERTS, DISTRIBUTED, "model.foundation.tie_word_embeddings=true"),
             "+model.image_encoder.freeze=True",
         ),
         trained_on=True,
@@ -108,11 +104,7 @@ JOURNEYS = {
         flags=(*EXPERTS, *LORA, "+model.image_projector.lora.rank=2"),
         trained_on=True,
     ),
-    "experts-distributed": Journey(
-        layouts=("ep2", "ep2-tp2", "ep4-pp2"), flags=(*EXPERTS, DISTRIBUTED)
-    ),
-    "experts-plain": Journey(layouts=("ep2-tp2", "single"), flags=EXPERTS),
-    "plain-bf16": Journey(layouts=("tp2-dp2", "pp2-vpp2", "dp2"), flags=(*MODEL, "--bf16")),
+    "plain-bf16": Journey(layouts=("ep2-tp2", "dp2", "pp2-vpp2"), flags=(*EXPERTS, "--bf16")),
 }
 
 

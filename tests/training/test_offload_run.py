@@ -189,11 +189,10 @@ def flags(flags, demo):
     return [*flags, *full, *evaluation, "--eval-interval", "2"]
 
 
-def test_tp2_pp2_vpp2(flags, tmp_path):
+def test_tp2_pp2_vpp2(flags):
     """Each flag alone: four ranks, eight microbatches whose images one rank consumes.
 
     They stand in the first half of the sequence, which is one rank's with sequence parallelism.
-    What is saved while the state comes and goes is what the run without it goes on from.
     """
     layout = [*flags, *TP2, "--sequence-parallel", *PP2, *VPP2, *OVERLAP]
     plain = run_ranks(trained, 4, flags=layout, timeout=120.0)
@@ -218,17 +217,10 @@ def test_tp2_pp2_vpp2(flags, tmp_path):
         for step in trains:
             assert step["kept"] == 0
 
-    save = ("--save", str(tmp_path), "--save-interval", "2")
-    found = run_ranks(trained, 4, flags=[*layout, STATE, *save], late=True, timeout=120.0)
+    found = run_ranks(trained, 4, flags=[*layout, STATE], late=True, timeout=120.0)
     assert numbers(found) == numbers(plain)
     for rank in found:
         assert rank["away"] == rank["state"] > 0
-    load = ("--load", str(tmp_path), "--ckpt-step", "2")
-    resumed = run_ranks(trained, 4, flags=[*layout, *load], timeout=120.0)
-    for (steps, digest), (all_steps, expected) in zip(
-        numbers(resumed), numbers(plain), strict=True
-    ):
-        assert (steps, digest) == (all_steps[2:], expected)
 
 
 @pytest.mark.parametrize(
