@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 LAYOUT = (
     *("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer", "--sequence-parallel"),
     *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
-    *("--expert-model-parallel-size", "2", "--enable-full-hetero-dp"),
+    *("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"),
+    "--enable-full-hetero-dp",
     "model.image_encoder.tensor_model_parallel_size=4",
     *("+model.image_encoder.lora.rank=2", "+model.foundation.lora.rank=2"),
 )
