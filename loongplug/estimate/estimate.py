@@ -197,4 +197,5 @@ class _Step:
             trains=self._trains,
             copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )
-        return side_of(self._mode, encoding, state=self._encoder_state)
+        last = self._rank.stage == self._args.pipeline_model_parallel_size - 1
+        return side_of(self._mode, encoding, state=self._encoder_state, last_stage=last)

@@ -23,6 +23,12 @@ RECOMPUTE = (
     *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
     *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
 )
+LORA = ("+model.foundation.lora.rank=8",)
+LORA_ONLY = ("+model.image_encoder.lora.rank=4", "model.image_projector.freeze=true")
+OFFLOAD = (
+    "--full-hetero-dp-cpu-offload",
+    *("--offload-encoder-activations", "--offload-encoder-state"),
+)
 FROZEN = "+model.image_encoder.freeze=True"
 # What encoders keep on the host for grids that they have met counts as theirs on the CPU.
 HOST_TABLES = 30_000
@@ -36,6 +42,24 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "full-pp2-recompute": (2, (FULL, PP, "2", SHARDED, *RECOMPUTE)),
     "full-tp2-pp2-sp": (4, (FULL, TP, "2", PP, "2", SP, SHARDED)),
     "full-bf16": (2, (FULL, SHARDED, "--bf16")),
+    "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
+    "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),
+    "experts-allgather-lora-packed": (
+        2,
+        (
+            *EXPERTS,
+            EP,
+            "2",
+            "--moe-token-dispatcher-type",
+            "allgather",
+            *LORA,
+            "--packing",
+            "--micro-batch-size",
+            "1",
+            "--seq-length",
+            "160",
+        ),
+    ),
 }
 
 
@@ -53,6 +77,12 @@ def test_a_step_holds_what_was_estimated(flags, name):
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
     found = run_ranks(measure, ranks, flags=run, apart=DP in more or FULL in more, timeout=180.0)
     for stage in stages:
+        if __import__("os").environ.get("SHOW"):
+            real = found[stage.rank]
+            print(stage.rank, name, "total", stage.total, real.total, stage.when, stage.parts)
+            for part in sorted({*stage.most, *real.most, *real.state}):
+                print("   ", part, stage.most.get(part), real.state.get(part, real.most.get(part)))
+            continue
         real, most = found[stage.rank], dict(stage.most)
         for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
             assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
