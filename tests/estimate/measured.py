@@ -165,6 +165,7 @@ class _Watch:
         around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
         # The fullest moments of these are not at a pass of the decoder's.
         around(Exchange, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
+        around(KeptOnDevice, "bring", before=lambda *_: self._note(FEATURES))
         around(KeptOnHost, "bring", behind=lambda: self._note(FEATURES))
         around(EncoderOfStep, "payload", behind=lambda: self._note(ENCODER))
         around(SavedOnHost, "bring", behind=lambda: self._note(ENCODER))

@@ -1,5 +1,8 @@
 """The estimate against real runs on CPU ranks, whose live tensors are counted."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from measured import measure
@@ -32,6 +35,13 @@ OFFLOAD = (
 FROZEN = "+model.image_encoder.freeze=True"
 # What encoders keep on the host for grids that they have met counts as theirs on the CPU.
 HOST_TABLES = 30_000
+COLUMNS = {
+    "weights, gradients, optimizer state": (WEIGHTS, GRADIENTS, OPTIMIZER),
+    "encoder activations": (ENCODER,),
+    "decoder activations": (DECODER,),
+    "features": (FEATURES,),
+    "all, at the fullest": ("total",),
+}
 # Ranks and flags.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "uniform-pp2": (2, (PP, "2")),
@@ -70,20 +80,40 @@ def estimated(rank, *, flags, ranks):
     return estimate(parsed, units_of_data(parsed.args, parsed.model, step=1))
 
 
+@pytest.fixture(scope="module")
+def table():
+    """Rows for the table of docs/memory.md, which goes to the file that MEMORY_TABLE names."""
+    rows = []
+    yield rows
+    if "MEMORY_TABLE" in os.environ:
+        head = ["| " + " | ".join(("run", "stage", *COLUMNS)) + " |"]
+        head.append("| --- | --- |" + " ---: |" * len(COLUMNS))
+        Path(os.environ["MEMORY_TABLE"]).write_text("\n".join([*head, *rows, ""]))
+
+
+def row(name, stage, real):
+    """Estimated and measured, in MB."""
+    found = {**stage.most, "total": stage.total}
+    found[DECODER] = found.get(DECODER, 0) + found.get(PIPELINE, 0)
+    seen = {**real.most, **real.state, "total": real.total}
+    cells = (
+        " / ".join(
+            f"{sum(each.get(part, 0) for part in parts) / 1e6:.2f}" for each in (found, seen)
+        )
+        for parts in COLUMNS.values()
+    )
+    return f"| {name} | {stage.stage} | " + " | ".join(cells) + " |"
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_holds_what_was_estimated(flags, name):
+def test_a_step_holds_what_was_estimated(flags, name, table):
     ranks, more = CASES[name]
     run = [*flags, *more, "--train-iters", "2"]
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
     found = run_ranks(measure, ranks, flags=run, apart=DP in more or FULL in more, timeout=180.0)
     for stage in stages:
-        if __import__("os").environ.get("SHOW"):
-            real = found[stage.rank]
-            print(stage.rank, name, "total", stage.total, real.total, stage.when, stage.parts)
-            for part in sorted({*stage.most, *real.most, *real.state}):
-                print("   ", part, stage.most.get(part), real.state.get(part, real.most.get(part)))
-            continue
         real, most = found[stage.rank], dict(stage.most)
+        table.append(row(name, stage, real))
         for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
             assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
         # What stages send each other is among what the real decoder's passes made.
