@@ -1,7 +1,7 @@
 """What a mode's timing has in memory for the encoder, around the decoder's passes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,7 +37,8 @@ class Encoding:
 
     ``cost`` is that of a unit of ``traced`` patches, ``blank`` of the smallest one, which stands in
     for no images; what lies between them grows with the patches.
-    ``payload`` and ``pixels`` are the bytes of a visual token's features and of a patch.
+    ``payload`` and ``pixels`` are the bytes of a visual token's features and of a patch;
+    ``blank_pixels`` those that the backward of a unit without images keeps.
     """
 
     placement: Placement
@@ -51,12 +52,14 @@ class Encoding:
     traced: int
     payload: int
     pixels: int
+    blank_pixels: int
     trains: bool
     copies_shares: bool  # a share is of several pieces, which are put together to travel
 
     def of_unit(self, patches: int) -> Cost:
-        """Of a unit of so many; without images, of the blank one."""
-        return between(self.blank, self.cost, patches, smallest=self.merge, largest=self.traced)
+        """Of a unit of so many; without images, of the blank one, whose pixels are its own."""
+        cost = between(self.blank, self.cost, patches, smallest=self.merge, largest=self.traced)
+        return cost if patches else replace(cost, encoder=cost.encoder + self.blank_pixels)
 
     def features(self, unit: int) -> int:
         """Bytes of all of a unit's features."""
