@@ -80,6 +80,8 @@ def attempt(
     options = {"flags": flags, "folder": folder, "draw": draw, "save": save, "prepared": prepared}
     options["agent"] = agent.environment() if agent else {}
     numbers = range(layout.ranks)
+    for rank in numbers:
+        (folder / f"{rank}.said").touch()
     details = ""
     try:
         with mock.patch.object(ranks, "GRACE_SECONDS", ENDING_SECONDS):
@@ -133,6 +135,7 @@ def life(
     world_size = dist.get_world_size()
     store = lambda timeout: dist.FileStore(str(folder / "board"), world_size)  # noqa: E731
     if agent:
+        dist.barrier()  # a group that goes takes its sockets from those that still connect
         dist.destroy_process_group()  # the run makes its own
         os.environ.update(agent)
     with failure.failure_board(None if agent else store):

@@ -141,29 +141,30 @@ class Extra:
     flags: tuple[str, ...]
     odds: int
     needs: str = ""  # ranks, tp, full: more than one rank, TP above 1, full separation
+    brings: tuple[str, ...] = ()  # other extras that it takes
 
 
-_OVERLAP = ("--overlap-grad-reduce",)
 EXTRAS: dict[str, Extra] = {
     "distributed optimizer": Extra(flags=("--use-distributed-optimizer",), odds=2),
-    "overlap": Extra(flags=_OVERLAP, odds=2, needs="ranks"),
+    "overlap": Extra(flags=("--overlap-grad-reduce",), odds=2, needs="ranks"),
     "gather ahead": Extra(
-        flags=("--use-distributed-optimizer", *_OVERLAP, "--overlap-param-gather"),
+        flags=("--overlap-param-gather",),
         odds=4,
         needs="ranks",
+        brings=("distributed optimizer", "overlap"),
     ),
     "async save": Extra(flags=("--async-save",), odds=5),
     "sequence parallel": Extra(flags=("--sequence-parallel",), odds=3, needs="tp"),
     "features away": Extra(flags=("--full-hetero-dp-cpu-offload",), odds=3, needs="full"),
     "activations away": Extra(flags=("--offload-encoder-activations",), odds=4, needs="full"),
     "state away": Extra(flags=("--offload-encoder-state",), odds=3, needs="full"),
-    "encoder recomputed": Extra(flags=("model.image_encoder.recompute=True",), odds=6),
+    "encoder recomputed": Extra(flags=("model.image_encoder.recompute=True",), odds=8),
     "decoder recomputed": Extra(
         flags=(
             *("--recompute-granularity", "full", "--recompute-method", "uniform"),
             *("--recompute-num-layers", "1"),
         ),
-        odds=6,
+        odds=8,
     ),
 }
 

@@ -110,18 +110,13 @@ class Draw:
 
 def drawn(choose: Choose, *, large: bool = False) -> Draw:
     """A draw; ``large``: four ranks as often as one or two. The simplest options come first."""
-    model = choose((*["dense"] * 4, *MODELS))
+    model = choose((*["dense"] * 5, *MODELS))
     layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
     mode = choose(modes_of(layout))
     trains = choose((*COMMON, *COMMON, *TRAINS))
     fault = _fault(choose, layout, mode)
     rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
-    extras = tuple(
-        name
-        for name, extra in EXTRAS.items()
-        if can_have(name, layout, mode) and choose((False,) * (extra.odds - 1) + (True,))
-    )
-    restart = fault.kind in RESTARTED and choose((False, False, True))
+    restart = fault.kind in RESTARTED and choose((False, False, False, True))
     resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
     return Draw(
         layout=layout,
@@ -130,7 +125,7 @@ def drawn(choose: Choose, *, large: bool = False) -> Draw:
         rows=rows,
         damage=damage,
         trains=trains,
-        extras=extras,
+        extras=_extras(choose, layout, mode),
         micro_batch=choose((2, 1)),
         fault=fault,
         resume=resume,
@@ -139,9 +134,21 @@ def drawn(choose: Choose, *, large: bool = False) -> Draw:
     )
 
 
+def _extras(choose: Choose, layout: Layout, mode: str) -> tuple[str, ...]:
+    found = [
+        name
+        for name, extra in EXTRAS.items()
+        if can_have(name, layout, mode) and choose((False,) * (extra.odds - 1) + (True,))
+    ]
+    # Also where the run goes on in a layout that cannot have the one that brings them: optimizer
+    # state is of one kind.
+    found += [brought for name in found for brought in EXTRAS[name].brings]
+    return tuple(dict.fromkeys(found))
+
+
 def _resume(choose: Choose, model: str, layout: Layout) -> tuple[Layout, str]:
     """A layout and a mode to go on in: mostly the single rank, which costs least."""
-    if not choose((False, False, True)):
+    if not choose((False, False, False, True)):
         return ALONE, "uniform"
     two = layouts_of(model, 2)
     resume = choose((ALONE, *two) if layout.ranks == 1 else (layout, *two))

@@ -40,11 +40,11 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory(prefix="loongplug-fuzz-", ignore_cleanup_errors=True) as name:
         world = World(Path(name))
+        if options.draw:
+            sys.exit(_one(world, Draw.from_json(options.draw)))
         with redirect_stdout(sys.stderr):
             for model in MODELS:
                 world.weights(model)
-        if options.draw:
-            sys.exit(_one(world, Draw.from_json(options.draw)))
         sys.exit(_many(world, options))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from attempts import FAILED, TERMINATED, WHOLE, Ending
 from drawn_options import EXTRAS, MODELS, MODES, ROWS, TRAINS
 from draws import HAPPENINGS, Draw
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 # So many draws come to everything that there is.
@@ -66,13 +67,12 @@ class Tally:
 
     def table(self) -> Table:
         """Of each fault at each place: how many were drawn, how many happened, how runs ended."""
-        table = Table("fault", "at", "drawn", "happened", *ENDS)
+        table = Table("fault", "at", "drawn", "happened", *ENDS, box=SIMPLE_HEAD)
         for kind, places in HAPPENINGS.items():
             for place in places:
                 ends = (self.ended[kind, place, end] for end in ENDS)
                 counts = (self.drawn[kind, place], self.happened[kind, place], *ends)
                 table.add_row(kind, place, *(str(count or "") for count in counts))
-            table.add_section()
         return table
 
     def drawn_options(self) -> str:
