@@ -94,7 +94,7 @@ def _many(world: World, options: argparse.Namespace) -> int:
     console.print(
         f"{tally.total} draws of seed {options.seed} in {seconds:.0f} s; {tally.wrong} wrong"
     )
-    failures = shortcomings(tally, whole=options.draws >= ENOUGH and not until) + stalled
+    failures = shortcomings(tally, whole=tally.total >= ENOUGH) + stalled
     for failure in failures:
         console.print(f"fuzz: error: {failure}", markup=False, highlight=False)
     return 1 if failures else 0

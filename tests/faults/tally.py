@@ -67,7 +67,8 @@ class Tally:
 
     def table(self) -> Table:
         """Of each fault at each place: how many were drawn, how many happened, how runs ended."""
-        table = Table("fault", "at", "drawn", "happened", *ENDS, box=SIMPLE_HEAD)
+        heads = ("fault", "at", "drawn", "happened", *ENDS)
+        table = Table(*heads, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for kind, places in HAPPENINGS.items():
             for place in places:
                 ends = (self.ended[kind, place, end] for end in ENDS)
