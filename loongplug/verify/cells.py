@@ -92,9 +92,14 @@ class Cell:
         return self.tp * self.pp // self.encoder_tp
 
     @property
-    def reference(self) -> str:
-        """Names the single rank's run that it is held against, and the weights of both."""
+    def weights(self) -> str:
+        """Names the model that it trains, and its weights."""
         return f"{self.model}-{self.layers}{'-tied' if self.tied else ''}"
+
+    @property
+    def reference(self) -> str:
+        """Names the single rank's run that it is held against."""
+        return self.weights
 
     @property
     def name(self) -> str:
@@ -105,6 +110,10 @@ class Cell:
         marks += ["sp"] if self.sequence_parallel else []
         marks += ["tied"] if self.tied else []
         return "-".join([*marks, *(["balance"] if self.balance else [])])
+
+    def shared_flags(self) -> list[str]:
+        """What the single rank is given, too, beside the model."""
+        return []
 
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
@@ -200,8 +209,8 @@ def pairs(cell: Cell) -> set[tuple[int, object, int, object]]:
     }
 
 
-def all_cells() -> list[Cell]:
-    """The whole matrix."""
+def layout_cells() -> list[Cell]:
+    """Those of all models."""
     return [cell for model in MODELS for cell in matrix(model)]
 
 

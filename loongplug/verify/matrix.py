@@ -9,24 +9,41 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from loongplug.observe.bars import threadless_bars
-from loongplug.verify.cells import BATCH, Cell, all_cells, sample
+from loongplug.verify.cells import BATCH, Cell, layout_cells, sample
+from loongplug.verify.parity_page import layouts_page, savings_page
 from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.results import Result, as_result, outcome
 from loongplug.verify.runs import preload, record
+from loongplug.verify.saving_cells import saving_cells
 
 STEPS = 2
 # The longest sample just fits, so that images lie in several parts of a split sequence.
 LENGTH, SAMPLES = 44, 64
 _SECONDS = 300.0  # for one run
 _LARGEST = 4  # any size of the axes divides it
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cells with a page of their own; ``text`` is given results, the number of all, the code."""
+
+    page: str
+    cells: Callable[[], Sequence[Cell]]
+    text: Callable[[Sequence[Result], int, str], str]
+
+
+PARTS = {
+    "layouts": Part("parity.md", layout_cells, layouts_page),
+    "savings": Part("parity_savings.md", saving_cells, savings_page),
+}
 
 
 class Matrix:
@@ -95,14 +112,11 @@ class Matrix:
 
     def base(self, cell: Cell) -> list[str]:
         """The flags that a cell shares with its reference; data, model and weights are there."""
-        prepared = self._folder / "prepared" / self._code / cell.reference
-        done = prepared / "done"
-        if not done.is_file():
-            _in_child(
-                lambda: prepare(cell, prepared, demo=self._folder / "demo"),
-                folder=self._folder / "child",
-            )
-            done.touch()
+        prepared = self._folder / "prepared" / self._code / cell.weights
+        self._once(prepared, lambda: prepare(cell, prepared, demo=self._folder / "demo"))
+        adapters = prepared.with_name(f"{cell.reference}-adapters")
+        shared = cell.shared_flags()
+        self._once(adapters, lambda: prepare_adapters(shared, prepared, folder=adapters))
         return [
             *("--device", "cpu", "--config-file", str(prepared / "model.yaml")),
             *("--tokenizer-model", str(prepared / "processor")),
@@ -111,8 +125,16 @@ class Matrix:
             *("--seq-length", str(LENGTH), "--micro-batch-size", "1"),
             *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
-            *("--rerun-mode", "disabled"),
+            *("--rerun-mode", "disabled", *shared),
+            *(("--load-lora", str(adapters / "lora")) if (adapters / "lora").is_dir() else ()),
         ]
+
+    def _once(self, folder: Path, make: Callable[[], None]) -> None:
+        """Let a process of its own ``make`` a folder, unless it was made before."""
+        done = folder / "done"
+        if not done.is_file():
+            _in_child(make, folder=self._folder / "child")
+            done.touch()
 
 
 def _in_child(function: Callable[[], Any], *, folder: Path) -> Any:
@@ -155,6 +177,25 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
         composed.config, tokenizer, special_tokens=composed.family.special_tokens
     )
     write_random_weights(folder / "weights", composed.family.load_hugging_face(model), seed=SEED)
+
+
+def prepare_adapters(flags: Sequence[str], prepared: Path, *, folder: Path) -> None:
+    """Write random adapters for the prepared model, if ``flags`` give any of its modules some."""
+    import shutil
+
+    from loongplug.models.lora.mapping import adapter_table
+    from loongplug.training.config import compose_model
+    from loongplug.training.flags import read_command_line
+    from loongplug.verify.weights import write_random_adapters
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    composed = compose_model(
+        config_file=prepared / "model.yaml", overrides=read_command_line(flags).overrides
+    )
+    table = adapter_table(composed.config, composed.family.load_hugging_face(composed.config))
+    if table is not None:
+        write_random_adapters(folder / "lora", table, seed=SEED)
 
 
 def code_digest() -> str:
@@ -223,33 +264,43 @@ def _run_jobs(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the matrix, or a sample of it, and write the page; 1 when a cell does not agree."""
+    """Run the matrix, or a sample of it, and write its pages; 1 when a cell does not agree."""
     parser = argparse.ArgumentParser(prog="parity_matrix.sh", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N cells")
+    parser.add_argument("--part", choices=PARTS, help="only one of the two pages' cells")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N cells of each part")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="N cells at a time (1)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
     parser.add_argument("--folder", type=Path, default=Path("runs/parity"), help="runs/parity")
-    parser.add_argument("--page", type=Path, default=Path("docs/parity.md"), help="docs/parity.md")
+    parser.add_argument("--pages", type=Path, default=Path("docs"), help="the pages' folder (docs)")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}: expected 1 or more")
     preload("cpu")
-    from loongplug.verify.parity_page import page
-
-    whole = all_cells()
-    cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
-    console = Console(stderr=True)
-    results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
-    options.page.write_text(page(results, whole=len(whole), code=code_digest()), encoding="utf-8")
+    wrong, results = 0, []
+    for name in PARTS if options.part is None else [options.part]:
+        found = _run_part(PARTS[name], options)
+        wrong += sum(not result.agrees for result in found)
+        results += found
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
             json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8"
         )
-    wrong = [result for result in results if not result.agrees]
-    print(f"{len(results)} cells, {len(wrong)} do not agree; {options.page}")
     return 1 if wrong else 0
+
+
+def _run_part(part: Part, options: argparse.Namespace) -> list[Result]:
+    """Run the part's cells, or a sample of them, and write its page."""
+    whole = part.cells()
+    cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
+    console = Console(stderr=True)
+    results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
+    page = options.pages / part.page
+    page.write_text(part.text(results, len(whole), code_digest()), encoding="utf-8")
+    wrong = sum(not result.agrees for result in results)
+    print(f"{len(results)} cells, {wrong} do not agree; {page}", flush=True)
+    return results
 
 
 if __name__ == "__main__":

@@ -1,25 +1,71 @@
-"""``docs/parity.md``, made of the matrix's results."""
+"""``docs/parity.md`` and ``docs/parity_savings.md``, made of the matrix's results."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from loongplug.verify.cells import MODES, MOST_RANKS
+from loongplug.verify.cells import MODES, MOST_RANKS, Cell
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
 from loongplug.verify.published import TABLE_A8, PublishedLayout
 from loongplug.verify.results import Result
+from loongplug.verify.saving_cells import AWAY, TRAINED, SavingCell
 
 _FIGURES = ("gradients", "norm", "loss", "parameters")
-_HEAD = (
-    *("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP"),
-    *("SP", "recompute", "tied", "optimizer", "balance", *_FIGURES, "verdict"),
-)
-_ALIGNED = ["---", *["---:"] * 6, *["---"] * 5, *["---:"] * 4, "---"]
+_LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
+_OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
+_SAVINGS = ("trains", "away in phase 2")
 
 
-def page(results: Sequence[Result], *, whole: int, code: str) -> str:
-    """The page for ``results`` of some ``code``, of a matrix of ``whole`` cells."""
-    agree = sum(result.agrees for result in results)
+def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of every layout, of ``whole`` cells; the results are those of some ``code``."""
+    groups = _modes(results)
+    groups["uniform, encoder TP below TP"] = [
+        each for each in groups[MODES[0]] if each.cell.heterogeneous
+    ]
+    groups["full-hetero-dp with balance"] = [each for each in results if each.cell.balance]
     lines = [
-        "# Parity matrix",
+        *_head("Parity matrix", results, whole=whole, code=code),
+        f"Every layout of encoder TP x TP x PP x VPP x DP x EP over 1, 2 and 4 that fits "
+        f"{MOST_RANKS} ranks is a cell in every mode that is another one there (heterogeneous DP "
+        "takes a TP above the encoder's), with one choice of the other columns; every value of a "
+        "column meets every value of every other that it can be with. Heterogeneous TP is the "
+        "uniform mode with an encoder TP below TP. An encoder TP above TP is of several stages.",
+        "",
+        *_by_group("mode", groups | {"all": list(results)}),
+        "",
+        *_published(results),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of cells in which something is frozen, adapted or away."""
+    trained = {
+        name: [each for each in results if _saving(each).trained == name] for name in TRAINED
+    }
+    away = {name: [each for each in results if _saving(each).away == name] for name in AWAY}
+    lines = [
+        *_head("Parity of freeze, LoRA and offload", results, whole=whole, code=code),
+        "The single rank trains the same parameters; what is frozen may not move. *Trains* says "
+        "which (adapters start at random values), *away in phase 2* what leaves the device while "
+        "the decoder works, in full separation (on the CPU: into other memory). The other columns "
+        f"are those of [parity.md](parity.md), over layouts of 2 to {MOST_RANKS} ranks with sizes "
+        "of 1 and 2; every value of a column meets every value of every other that it can be "
+        "with.",
+        "",
+        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        "",
+        *_by_group("trains", trained),
+        "",
+        *_by_group("away in phase 2", away),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(title: str, results: Sequence[Result], *, whole: int, code: str) -> Iterable[str]:
+    agree = sum(result.agrees for result in results)
+    return [
+        f"# {title}",
         "",
         "Made by `./scripts/parity_matrix.sh`; do not edit. Each row is one layout of a small "
         "model on CPU ranks, held against a single rank on the same weights and samples for two "
@@ -32,33 +78,16 @@ def page(results: Sequence[Result], *, whole: int, code: str) -> str:
         f"of the gradient norm (limit {NORM_LIMIT:.0e}), of any microbatch's loss, and of any "
         "parameter.",
         "",
-        f"Every layout of encoder TP x TP x PP x VPP x DP x EP over 1, 2 and 4 that fits "
-        f"{MOST_RANKS} ranks is a cell in every mode that is another one there (heterogeneous DP "
-        "takes a TP above the encoder's), with one choice of the other columns; every value of a "
-        "column meets every value of every other that it can be with. Heterogeneous TP is the "
-        "uniform mode with an encoder TP below TP. An encoder TP above TP is of several stages.",
-        "",
-        *_by_mode(results),
-        "",
-        *_published(results),
     ]
-    for model in dict.fromkeys(result.cell.model for result in results):
-        mine = [result for result in results if result.cell.model == model]
-        lines += ["", f"## {model}", "", *_table(mine)]
-    return "\n".join(lines) + "\n"
 
 
-def _by_mode(results: Sequence[Result]) -> Iterable[str]:
-    """A line for each mode, and for what is worth a look of its own."""
-    groups = {mode: [each for each in results if each.cell.mode == mode] for mode in MODES}
-    groups |= {
-        "uniform, encoder TP below TP": [
-            each for each in groups[MODES[0]] if each.cell.heterogeneous
-        ],
-        "full-hetero-dp with balance": [each for each in results if each.cell.balance],
-        "all": list(results),
-    }
-    yield _line(["mode", "cells", "agree", *(f"largest error: {name}" for name in _FIGURES)])
+def _modes(results: Sequence[Result]) -> dict[str, list[Result]]:
+    return {mode: [each for each in results if each.cell.mode == mode] for mode in MODES}
+
+
+def _by_group(head: str, groups: Mapping[str, Sequence[Result]]) -> Iterable[str]:
+    """A line for each group of what is worth a look of its own."""
+    yield _line([head, "cells", "agree", *(f"largest error: {name}" for name in _FIGURES)])
     yield _line(["---", *["---:"] * 6])
     for name, mine in groups.items():
         agree = sum(each.agrees for each in mine)
@@ -95,25 +124,38 @@ def _published_row(layout: PublishedLayout, results: Sequence[Result]) -> list[s
     ]
 
 
+def _models(results: Sequence[Result]) -> Iterable[str]:
+    for model in dict.fromkeys(result.cell.model for result in results):
+        mine = [result for result in results if result.cell.model == model]
+        yield from ("", f"## {model}", "", *_table(mine))
+
+
 def _table(results: Sequence[Result]) -> Iterable[str]:
-    yield _line(_HEAD)
-    yield _line(_ALIGNED)
+    savings = _SAVINGS if isinstance(results[0].cell, SavingCell) else ()
+    yield _line([*_LAYOUT, *_OPTIONS, *savings, *_FIGURES, "verdict"])
+    texts = ["---"] * (len(_OPTIONS) + len(savings))
+    yield _line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
     order = {mode: place for place, mode in enumerate(MODES)}
     for each in sorted(results, key=lambda result: (order[result.cell.mode], result.cell)):
-        cell = each.cell
-        yield _line(
-            [
-                cell.mode,
-                *(str(n) for n in (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep)),
-                "yes" if cell.sequence_parallel else "",
-                cell.recompute,
-                "yes" if cell.tied else "",
-                cell.optimizer,
-                "yes" if cell.balance else "",
-                *("" if each.loss is None else f"{figure:.1e}" for figure in _figures(each)),
-                _verdict(each),
-            ]
-        )
+        figures = ("" if each.loss is None else f"{figure:.1e}" for figure in _figures(each))
+        yield _line([*_columns(each.cell), *figures, _verdict(each)])
+
+
+def _columns(cell: Cell) -> Iterable[str]:
+    yield cell.mode
+    yield from map(str, (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep))
+    yield "yes" if cell.sequence_parallel else ""
+    yield cell.recompute
+    yield "yes" if cell.tied else ""
+    yield cell.optimizer
+    yield "yes" if cell.balance else ""
+    if isinstance(cell, SavingCell):
+        yield from (cell.trained, cell.away)
+
+
+def _saving(result: Result) -> SavingCell:
+    assert isinstance(result.cell, SavingCell), "the page of the savings is of such cells"
+    return result.cell
 
 
 def _figures(result: Result) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loongplug.verify.cells import Cell
+from loongplug.verify.saving_cells import SavingCell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class Result:
 
 def as_result(line: dict[str, Any]) -> Result:
     """A result of a line of JSON."""
-    return Result(**line | {"cell": Cell(**line["cell"])})
+    kind = SavingCell if "trained" in line["cell"] else Cell
+    return Result(**line | {"cell": kind(**line["cell"])})
 
 
 def outcome(result: Result) -> str:

@@ -13,7 +13,7 @@ from loongplug.data.workers import IN_PROCESS
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
-from loongplug.verify.cells import BATCH, Cell, all_cells
+from loongplug.verify.cells import BATCH, Cell, layout_cells
 from loongplug.verify.matrix import LENGTH, STEPS, Matrix
 
 # The third has the encoder of qwen3_vl_tiny.
@@ -84,7 +84,7 @@ def matrix(tmp_path_factory):
 @pytest.mark.parametrize("model", MODELS)
 def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
     """In a step of theirs at least, in every shape of units and encoder replicas."""
-    cells = [cell for cell in all_cells() if cell.balance and cell.model == model]
+    cells = [cell for cell in layout_cells() if cell.balance and cell.model == model]
     shapes = {(cell.dp, cell.encoder_replicas): cell for cell in cells}
     assert set(shapes) == {(1, 2), (1, 4), (2, 2)}
     # What decides the owners, without what takes several references.

@@ -15,8 +15,8 @@ from loongplug.verify.cells import (
     MOST_RANKS,
     SIZES,
     Cell,
-    all_cells,
     choices,
+    layout_cells,
     layouts,
     matrix,
     pairs,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture(scope="module")
 def cells():
-    return all_cells()
+    return layout_cells()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,17 +7,18 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from loongplug.verify.cells import ENCODER_DP, FULL, MODES, Cell, all_cells, sample
-from loongplug.verify.matrix import Matrix, main, run_cells
-from loongplug.verify.parity_page import page
+from loongplug.verify.cells import ENCODER_DP, FULL, MODELS, MODES, Cell, layout_cells, sample
+from loongplug.verify.matrix import PARTS, Matrix, main, run_cells
+from loongplug.verify.parity_page import layouts_page, savings_page
 from loongplug.verify.ranks import RankError
 from loongplug.verify.results import Result, outcome
+from loongplug.verify.saving_cells import TRAINED, SavingCell, saving_cells
 
 SEED, CELLS, MOST = 6, 3, 4
 SCRIPT_SEED = 10
@@ -34,7 +35,7 @@ CELL = Cell(model="qwen3_vl_tiny", encoder_tp=1, tp=2)
 @pytest.mark.slow
 def test_sampled_cells_agree(tmp_path, demo):
     """A cell of each model and mode, of those that few ranks are enough for."""
-    small = [cell for cell in all_cells() if 1 < cell.ranks <= MOST]
+    small = [cell for cell in layout_cells() if 1 < cell.ranks <= MOST]
     cells = sample(small, CELLS, seed=SEED)
     assert len({cell.model for cell in cells}) == CELLS
     assert {cell.mode for cell in cells} == set(MODES)
@@ -48,6 +49,20 @@ def test_sampled_cells_agree(tmp_path, demo):
     assert {name: result.agrees for name, result in known.items()} == {
         cell.name: True for cell in cells
     }
+
+
+@pytest.mark.slow
+def test_sampled_savings_agree(tmp_path, demo):
+    """One cell with adapters, one with something frozen, one with all three away."""
+    few = [cell for cell in saving_cells() if cell.ranks == 2]
+    cells = [
+        next(cell for cell in few if cell.trained == "LoRA of all modules"),
+        next(cell for cell in few if cell.trained == "all but the decoder"),
+        next(cell for cell in few if cell.away == "all three"),
+    ]
+    results = run_cells(cells, folder=tmp_path, console=Console(stderr=True), jobs=2)
+    assert all(result.agrees for result in results), results
+    assert all(result.gradients for result in results), "something was compared"
 
 
 @pytest.mark.slow
@@ -65,10 +80,13 @@ def test_the_script_runs_a_cell_and_writes_the_page(tmp_path):
     (programs / "python").chmod(0o755)
     wanted = hashlib.sha256((tmp_path / "pyproject.toml").read_bytes()).hexdigest()
     (programs.parent / ".loongplug-demo").write_text(f"{wanted}  -\n")
-    (cell,) = sample(all_cells(), 1, seed=SCRIPT_SEED)
+    (cell,) = sample(layout_cells(), 1, seed=SCRIPT_SEED)
     assert cell.ranks <= 4
     ran = subprocess.run(
-        [tmp_path / "scripts" / "parity_matrix.sh", "--sample", "1", "--seed", str(SCRIPT_SEED)],
+        [
+            tmp_path / "scripts" / "parity_matrix.sh",
+            *("--part", "layouts", "--sample", "1", "--seed", str(SCRIPT_SEED)),
+        ],
         cwd=tmp_path / "scripts",  # the script goes to its checkout
         timeout=150,
         capture_output=True,
@@ -77,7 +95,8 @@ def test_the_script_runs_a_cell_and_writes_the_page(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 cells, 0 do not agree; docs/parity.md" in ran.stdout
     assert (
-        f"1 of {len(all_cells())} cells: 1 agree" in (tmp_path / "docs" / "parity.md").read_text()
+        f"1 of {len(layout_cells())} cells: 1 agree"
+        in (tmp_path / "docs" / "parity.md").read_text()
     )
     (line,) = (tmp_path / "runs" / "parity" / "results.jsonl").read_text().splitlines()
     assert json.loads(line)["cell"] == asdict(cell)
@@ -119,7 +138,7 @@ class TestWithoutRuns:
             return figures(cell, loss=float(os.getpid()))
 
         monkeypatch.setattr(Matrix, "_run", run)
-        cells = sample(all_cells(), 12, seed=0)
+        cells = sample(layout_cells(), 12, seed=0)
         results = run_cells(cells, folder=tmp_path, console=Console(quiet=True), jobs=3)
         assert [result.cell for result in results] == cells
         assert len({result.loss for result in results}) == 3
@@ -135,20 +154,33 @@ class TestWithoutRuns:
         with pytest.raises(RankError, match="not foreseen"):
             run_cells([CELL], folder=tmp_path, console=Console(quiet=True), jobs=2)
 
-    def test_the_command_writes_page_and_json_and_tells_of_what_differs(
+    def test_the_command_writes_pages_and_json_and_tells_of_what_differs(
         self, tmp_path, monkeypatch
     ):
         monkeypatch.setattr(
             Matrix, "_run", lambda self, cell, job: figures(cell, agrees=cell.tp == 1)
         )
         monkeypatch.setattr("loongplug.verify.matrix.preload", lambda device: None)
-        flags = ["--folder", str(tmp_path / "runs"), "--page", str(tmp_path / "parity.md")]
+        savings = [
+            SavingCell(model=model, tp=tp, trained=trained)
+            for model in MODELS
+            for tp in (1, 2)
+            for trained in TRAINED
+        ]
+        part = replace(PARTS["savings"], cells=lambda: savings)
+        monkeypatch.setitem(PARTS, "savings", part)
+        flags = ["--folder", str(tmp_path / "runs"), "--pages", str(tmp_path)]
         code = main([*flags, "--sample", "12", "--json", str(tmp_path / "results.json")])
         written = json.loads((tmp_path / "results.json").read_text())
-        assert len(written) == 12
+        assert len(written) == 24
         assert code == 1
         assert not all(each["agrees"] for each in written)
+        assert f"12 of {len(layout_cells())} cells" in (tmp_path / "parity.md").read_text()
+        page = (tmp_path / "parity_savings.md").read_text()
+        assert f"12 of {len(savings)} cells" in page
+        main([*flags, "--sample", "2", "--part", "savings"])
         assert "12 of" in (tmp_path / "parity.md").read_text()
+        assert "2 of" in (tmp_path / "parity_savings.md").read_text()
 
     def test_the_page_shows_every_outcome(self):
         full = {"mode": FULL, "encoder_tp": 2, "tp": 4, "dp": 2}
@@ -159,7 +191,7 @@ class TestWithoutRuns:
             figures(Cell(model="qwen3_vl_tiny", **full, balance=True), gradients=5e-6),
             figures(Cell(model="qwen3_vl_tiny", **full, recompute="both"), agrees=False),
         ]
-        text = page(results, whole=9, code="abc")
+        text = layouts_page(results, 9, "abc")
         assert "5 of 9 cells: 2 agree, 3 do not. The code had the digest `abc`." in text
         assert text.count("| agrees |") == 2
         assert text.count("| **differs** |") == 2
@@ -187,7 +219,23 @@ class TestWithoutRuns:
             "failed: KeyError: 'a'",
         ]
 
-    def test_a_result_survives_the_file(self, tmp_path, monkeypatch):
+    def test_the_page_of_savings_shows_what_trains_and_what_is_away(self):
+        cell = SavingCell(model="qwen3_vl_tiny", mode=FULL, pp=2, away="state")
+        frozen = replace(cell, trained="the decoder", away="nothing")
+        results = [figures(cell), figures(frozen, agrees=False, gradients=3e-2)]
+        text = savings_page(results, 5, "abc")
+        for line in (
+            "2 of 5 cells: 1 agree, 1 do not. The code had the digest `abc`.",
+            "| all | 1 | 1 | 2.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+            "| the decoder | 1 | 0 | 3.0e-02 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+            "| state | 1 | 1 | 2.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 |",
+            "| full-hetero-dp | 1 | 1 | 2 | 1 | 1 | 1 |  | none |  | plain |  | all | state |"
+            " 2.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 | agrees |",
+        ):
+            assert f"{line}\n" in text
+
+    @pytest.mark.parametrize("cell", [CELL, SavingCell(model="qwen3_vl_tiny", trained="all")])
+    def test_a_result_survives_the_file(self, tmp_path, monkeypatch, cell):
         monkeypatch.setattr(Matrix, "_run", lambda self, cell, job: figures(cell, failed="why"))
-        ran = Matrix(tmp_path).run(CELL)
-        assert asdict(Matrix(tmp_path).known()[CELL.name]) == asdict(ran)
+        ran = Matrix(tmp_path).run(cell)
+        assert Matrix(tmp_path).known()[cell.name] == ran
