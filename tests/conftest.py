@@ -30,8 +30,14 @@ with warnings.catch_warnings():
 pytest_plugins = ["demo_fixtures", "shared_files"]
 
 
+SLOW_SECONDS = 1200.0  # of several whole runs, each of which has a bound of its own
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU on a machine without one."""
+    """Give slow tests more time, and skip what needs a GPU on a machine without one."""
+    for item in items:
+        if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -43,6 +43,8 @@ def checked_rates(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
         elif not self.override_opt_param_scheduler:
             check_rates(state_dict, {name: getattr(self, name) for name in _MEANS}, modules)
         original(self, state_dict)
+        # Upstream has set the groups' weight decay before it took the checkpoint's.
+        self.step(increment=0)
 
     return load_state_dict
 

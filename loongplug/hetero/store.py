@@ -33,6 +33,7 @@ class KeptOnDevice:
     def __init__(self, features: dict[int, Tensor]) -> None:
         """Takes ``features`` over: the dictionary is empty afterwards."""
         self._features = {unit: _by_itself(features.pop(unit)) for unit in sorted(features)}
+        self._waits_for = set(self._features)  # units whose gradients have not come
         self._gradients: dict[int, Tensor] = {}
 
     def bring(self, unit: int) -> Tensor:
@@ -41,10 +42,12 @@ class KeptOnDevice:
 
     def keep_gradient(self, unit: int, gradient: Tensor) -> None:
         """Keep it as it is."""
+        self._waits_for.remove(unit)
         self._gradients[unit] = gradient
 
     def gradients(self) -> dict[int, Tensor]:
         """Let them go, too."""
+        assert not self._waits_for, f"no gradient came for units {sorted(self._waits_for)}"
         gradients, self._gradients = self._gradients, {}
         return gradients
 

@@ -40,6 +40,7 @@ class Ending:
     losses: list[Losses]
     said: list[str]
     fired: bool  # whether the draw's fault has happened
+    fired_in: int = 0  # the last step in which it has, counted from 1
     details: str = ""
 
 
@@ -93,11 +94,14 @@ def attempt(
         ways = [found.get(rank, WHOLE) for rank in numbers]
     said = [(folder / f"{rank}.said").read_text(errors="replace") for rank in numbers]
     ways = [_way(way) for way in ways]
+    # A rank that is killed may leave an empty file.
+    fired = [int(file.read_text() or 0) for file in folder.glob("*.fired")]
     return Ending(
         ways=ways,
         losses=[_losses(folder / f"{rank}.losses") for rank in numbers],
         said=said,
-        fired=any((folder / f"{rank}.fired").exists() for rank in numbers),
+        fired=bool(fired),
+        fired_in=max(fired, default=0),
         details=details + "\n".join(f"--- rank {r}\n{said[r][-4000:]}" for r in numbers),
     )
 

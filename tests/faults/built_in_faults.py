@@ -42,7 +42,7 @@ class BuiltIn:
     """A draw's fault in one rank. ``step`` is told each step that has begun."""
 
     def __init__(self, draw: Draw, *, rank: int, save: Path, fired: Path) -> None:
-        """``fired`` is the file that says that it has happened."""
+        """``fired`` is the file that says in which step it has happened."""
         self._fault = draw.fault
         self._save = save
         self._fired = fired
@@ -66,7 +66,7 @@ class BuiltIn:
         if self._fault.place == "build" or self._step >= due:
             self._seen += 1
             if self._seen == self._fault.at:
-                self._fired.touch()
+                self._fired.write_text(str(self._step))
                 return True
         return False
 

@@ -73,12 +73,10 @@ def _one(world: World, draw: Draw) -> int:
 
 
 def _many(world: World, options: argparse.Namespace) -> int:
-    numbers, results = FORK.Queue(), FORK.Queue()
-    for number in range(options.draws):
-        numbers.put(number)
+    taken, results = FORK.Value("i", 0), FORK.Queue()
     until = time.monotonic() + 60 * options.minutes if options.minutes else None
     workers = [
-        FORK.Process(target=_work, args=(world, slot, numbers, results, options, until))
+        FORK.Process(target=_work, args=(world, slot, taken, results, options, until))
         for slot in range(options.jobs)
     ]
     console, begun, tally = Console(), time.monotonic(), Tally()
@@ -95,6 +93,8 @@ def _many(world: World, options: argparse.Namespace) -> int:
         f"{tally.total} draws of seed {options.seed} in {seconds:.0f} s; {tally.wrong} wrong"
     )
     failures = shortcomings(tally, whole=tally.total >= ENOUGH) + stalled
+    if tally.total < options.draws and not (options.minutes or failures):
+        failures = [f"{tally.total} of {options.draws} draws have a result"]
     for failure in failures:
         console.print(f"fuzz: error: {failure}", markup=False, highlight=False)
     return 1 if failures else 0
@@ -143,7 +143,7 @@ def shortcomings(tally: Tally, *, whole: bool) -> list[str]:
 def _work(
     world: World,
     slot: int,
-    numbers: Any,
+    taken: Any,
     results: Any,
     options: argparse.Namespace,
     until: float | None,
@@ -152,9 +152,10 @@ def _work(
     world = world.beside(slot)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         while until is None or time.monotonic() < until:
-            try:
-                number = numbers.get_nowait()
-            except Empty:
+            with taken.get_lock():
+                number = taken.value
+                taken.value += 1
+            if number >= options.draws:
                 break
             draw = drawn(random.Random(f"{options.seed} {number}").choice, large=options.large)
             ending, error = None, None

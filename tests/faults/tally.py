@@ -120,4 +120,6 @@ def happened(draw: Draw, ending: Ending) -> bool:
     """Whether a run met what its draw has in store: for none, that it came to its end."""
     if draw.fault.kind == "none":
         return end_of(ending) == WHOLE
+    if draw.fault.kind == "sigterm":
+        return ending.fired and end_of(ending) == TERMINATED
     return ending.fired or (draw.fault.kind == "bad sample" and end_of(ending) == FAILED)

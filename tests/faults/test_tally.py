@@ -4,8 +4,9 @@ import random
 
 import pytest
 from attempts import FAILED, TERMINATED, WHOLE, Ending
-from draws import Draw, drawn
+from draws import STEPS, Draw, drawn
 from fuzz_runs import shortcomings
+from fuzzed_run import WrongEndError, judge
 from tally import ENOUGH, Tally
 
 pytestmark = pytest.mark.quick
@@ -68,3 +69,21 @@ def test_a_wrong_draw_fails_the_fuzz_and_counts_as_no_fault():
     found.add(draw, None)
     assert shortcomings(found, whole=False) == ["1 draws end otherwise than they have to"]
     assert "the fault kill" in found.never()
+
+
+def test_a_run_that_does_not_mind_sigterm_is_wrong():
+    """But in the last step, behind whose end nobody asks."""
+    draw = next(each for each in first(ENOUGH) if each.fault.kind == "sigterm")
+    expected = dict.fromkeys(range(1, STEPS + 1), 2.0)
+
+    def whole(step: int) -> Ending:
+        return Ending(ways=[WHOLE], losses=[expected], said=[""], fired=True, fired_in=step)
+
+    judge(draw, whole(STEPS), expected)
+    with pytest.raises(WrongEndError, match="as if there were no sigterm"):
+        judge(draw, whole(STEPS - 1), expected)
+    unheard = Tally()
+    for each in first(ENOUGH):
+        heard = each.fault.kind != "sigterm"
+        unheard.add(each, ending(each) if heard else whole(STEPS))
+    assert "200 draws have never come to the fault sigterm" in shortcomings(unheard, whole=True)

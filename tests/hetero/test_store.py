@@ -138,8 +138,11 @@ def test_what_stays_is_let_go_unit_by_unit():
     assert found[4].data_ptr() == payload.data_ptr()
 
 
-def test_a_gradient_that_did_not_come_is_missed():
-    store = KeptOnHost(made([1, 2]), copies=HostCopies(), device=CPU)
+@pytest.mark.parametrize(
+    "kept", [KeptOnDevice, lambda features: KeptOnHost(features, copies=HostCopies(), device=CPU)]
+)
+def test_a_gradient_that_did_not_come_is_missed(kept):
+    store = kept(made([1, 2]))
     store.keep_gradient(1, torch.zeros(2, WIDTH))
     with pytest.raises(AssertionError, match=r"no gradient came for units \[0\]"):
         store.gradients()

@@ -21,6 +21,7 @@ from loongplug.verify.state import single_optimizers
 pytestmark = pytest.mark.slow
 
 PP = ("--pipeline-model-parallel-size", "2")
+TP = ("--tensor-model-parallel-size", "2")
 VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
 MODULES = {
     "image_encoder": "model.image_encoder.freeze=true",
@@ -172,18 +173,25 @@ TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "decoder": (("text_decoder",), ()),
     "all but the decoder": (("image_encoder", "image_projector"), ()),
     "adapters": ((), tuple(ADAPTED)),
+    "the decoder's adapters": ((), ("text_decoder",)),
     "projector and the decoder's adapters": (("image_projector",), ("text_decoder",)),
 }
 LAYOUTS = {
     "uniform": PP,
+    "hetero-dp": (*TP, "--enable-encoder-hetero-dp"),
     "full": (*PP, *VPP, "--enable-full-hetero-dp", "--use-distributed-optimizer", "--bf16"),
 }
 IN_UNIFORM = ("all but the encoder", "all but the decoder", "adapters")
+IN_HETERO_DP = ("all but the encoder", "adapters")
 
 
 @pytest.mark.parametrize(
     ("trained", "layout"),
-    [*((each, "full") for each in TRAINED), *((each, "uniform") for each in IN_UNIFORM)],
+    [
+        *((each, "full") for each in TRAINED),
+        *((each, "uniform") for each in IN_UNIFORM),
+        *((each, "hetero-dp") for each in IN_HETERO_DP),
+    ],
 )
 def test_what_is_frozen_costs_no_gradients_no_state_no_activations(flags, trained, layout):
     full = layout == "full"
@@ -215,9 +223,12 @@ def test_what_is_frozen_costs_no_gradients_no_state_no_activations(flags, traine
         has_vision = seen.chunks[0].numel["image_encoder"] > 0
         assert bool(seen.kept["image_encoder"]) == ("image_encoder" in vision and has_vision)
         assert bool(seen.kept["image_projector"]) == (bool(vision) and has_vision)
-        # One exchange each way in full separation; none back when nobody wants the gradients.
-        assert seen.features_forward == full
-        assert seen.sent_back == (full and bool(vision))
+        # In full separation one exchange each way, in heterogeneous DP one for each group; none
+        # back when nobody wants the gradients.
+        exchanges = {"uniform": 0, "full": 1, "hetero-dp": seen.features_forward}[layout]
+        assert seen.features_forward == exchanges
+        assert seen.sent_back == exchanges * bool(vision)
+        assert bool(exchanges) == (layout != "uniform")
 
     def held(seen: Seen, part: str) -> int:
         return sum(of(chunk, part) for chunk in seen.chunks)

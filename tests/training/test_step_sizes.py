@@ -187,3 +187,14 @@ def test_other_rates_than_the_checkpoint_s_are_refused_unless_one_is_chosen() ->
     as_saved = scheduler(**longer, use_checkpoint_opt_param_scheduler=True)
     load(as_saved, saved)
     assert as_saved.lr_decay_steps == 80
+
+
+def test_the_checkpoint_s_weight_decay_is_that_of_the_first_step() -> None:
+    """Upstream sets the groups' before it has read it."""
+    load = checked_rates(OptimizerParamScheduler.load_state_dict)
+    saved = scheduler(start_wd=0.2, end_wd=0.2).state_dict() | {"num_steps": 8}
+    for use, decay in ((True, 0.2), (False, 0.1)):
+        flags = {f"{'use_checkpoint' if use else 'override'}_opt_param_scheduler": True}
+        found = scheduler(start_wd=0.1, end_wd=0.1, **flags)
+        load(found, saved)
+        assert {group["weight_decay"] for group in found.optimizer.param_groups} == {decay}
