@@ -1,8 +1,10 @@
 """The check that a resumed run goes on with the rates of its checkpoint: learning, weight decay."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
+
+from loongplug.parallel.parameter_groups import SavedRates
 
 _ITERATIONS = "in samples: the iterations of {}, times the batch size"
 # What Megatron compares, by its name in the scheduler's state.
@@ -19,19 +21,35 @@ _MEANS = {
 }
 
 
+_FLAGS = (
+    "Give --override-opt-param-scheduler to go on with this run's flags, or "
+    "--use-checkpoint-opt-param-scheduler to go on as the checkpoint's run would have."
+)
+
+
 def checked_rates(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Megatron's loading of the scheduler, with the check. All ranks load the same state."""
+    """Megatron's loading of the scheduler, with the check, after that of the optimizer.
+
+    Modules' own learning rates go by the same flags. All ranks load the same state.
+    """
 
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        if not (self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler):
-            check_rates(state_dict, {name: getattr(self, name) for name in _MEANS})
+        modules = getattr(self.optimizer, "saved_rates", ())
+        if self.use_checkpoint_opt_param_scheduler:
+            check_known(modules)
+            if modules:
+                self.optimizer.use_saved_rates()
+        elif not self.override_opt_param_scheduler:
+            check_rates(state_dict, {name: getattr(self, name) for name in _MEANS}, modules)
         original(self, state_dict)
 
     return load_state_dict
 
 
-def check_rates(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_rates(
+    saved: Mapping[str, Any], now: Mapping[str, Any], modules: Sequence[SavedRates] = ()
+) -> None:
     """Refuse another course of the learning rate or the weight decay than the checkpoint's.
 
     Raises:
@@ -42,10 +60,36 @@ def check_rates(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for name, means in _MEANS.items()
         if name in saved and saved[name] != now[name]
     ]
+    rates = [(name, saved.get(name, now[name]), now[name]) for name in ("max_lr", "min_lr")]
+    if all(before == after for _, before, after in rates):  # else modules follow
+        differences += dict.fromkeys(
+            f"{name} of {each.module} was {_told(each.saved, which)}, is {each.own[which]} "
+            "(its lr_mult, or --decoupled-lr)"
+            for each in modules
+            for which, (name, *_) in enumerate(rates)
+            if each.saved is None or each.saved[which] != each.own[which]
+        )
     if differences:
         raise ValueError(
             "The course of the learning rate or weight decay is not the checkpoint's: "
-            f"{'; '.join(differences)}. Give --override-opt-param-scheduler to go on with this "
-            "run's flags, or --use-checkpoint-opt-param-scheduler to go on as the checkpoint's run "
-            "would have."
+            f"{'; '.join(differences)}. {_FLAGS}"
         )
+
+
+def check_known(modules: Sequence[SavedRates]) -> None:
+    """Refuse to go on with the checkpoint's rates where it does not tell them.
+
+    Raises:
+        ValueError: with the modules.
+    """
+    unknown = dict.fromkeys(each.module for each in modules if each.saved is None)
+    if unknown:
+        raise ValueError(
+            f"The checkpoint does not tell the learning rate of {', '.join(unknown)}: its groups "
+            "of parameters have several rates, or other weight decay. Give "
+            "--override-opt-param-scheduler to go on with this run's."
+        )
+
+
+def _told(saved: tuple[float, float] | None, which: int) -> Any:
+    return "not told" if saved is None else saved[which]

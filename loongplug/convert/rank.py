@@ -40,6 +40,7 @@ from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
 from loongplug.training.rules.lora import OWN_FOLDER, shared_lora_folder
+from loongplug.training.rules.start import HF_OWN_FOLDER, within_hf_folder
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -161,6 +162,8 @@ def _check_ends(given: Namespace) -> None:
         )
     if shared := shared_lora_folder(given):
         raise ValueError(f"{shared}: {OWN_FOLDER}")
+    if within := within_hf_folder(given):
+        raise ValueError(f"{within}: {HF_OWN_FOLDER}")
     if given.load and given.load_lora:
         raise ValueError(
             "--load and --load-lora both have adapters; give --load-hf DIR with --load-lora DIR"

@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from loongplug.estimate.tape import Answer, Tape
 from loongplug.platform.replacements import Replacement, ReplacementTable
@@ -16,7 +20,9 @@ _META = torch.device("meta")
 _aten = torch.ops.aten
 
 
-def answers(visual_tokens: int, *, share: int, experts_per_token: int) -> dict[Any, Answer]:
+def answers(
+    visual_tokens: int, *, share: int, experts_per_token: int, experts: int
+) -> dict[Any, Answer]:
     """For a microbatch of so many visual tokens, ``share`` of them on this rank."""
 
     def nonzero(mask: Tensor) -> Tensor:
@@ -27,8 +33,8 @@ def answers(visual_tokens: int, *, share: int, experts_per_token: int) -> dict[A
             return NotImplemented
         return values.new_empty(share, *values.shape[1:])
 
-    def masked_select(values: Tensor, mask: Tensor) -> Tensor:  # mask: [experts, tokens]
-        return values.new_empty(mask.shape[1] * experts_per_token)
+    def masked_select(values: Tensor, mask: Tensor) -> Tensor:  # mask: [some experts, tokens]
+        return values.new_empty(mask.numel() * experts_per_token // experts)
 
     return {
         _aten.nonzero.default: nonzero,
@@ -43,6 +49,8 @@ def spread_tokens_evenly(module: nn.Module) -> None:
         dispatcher = getattr(layer, "token_dispatcher", None)
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
             dispatcher.preprocess = _even_split(dispatcher)
+        elif isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+            dispatcher.dispatch_postprocess = _even_counts(dispatcher)
 
 
 def _even_split(dispatcher: Any) -> Callable[[Tensor], Tensor]:
@@ -64,6 +72,33 @@ def _even_split(dispatcher: Any) -> Callable[[Tensor], Tensor]:
         return mine * tp * ep
 
     return preprocess
+
+
+def _even_counts(dispatcher: Any) -> Callable[[Tensor, Tensor], Any]:
+    dispatch = type(dispatcher).dispatch_postprocess
+
+    def dispatch_postprocess(hidden: Tensor, probs: Tensor) -> Any:
+        """``hidden`` [all ranks' tokens, hidden], ``probs`` [all ranks' tokens, experts]."""
+        tokens = hidden.shape[0] * dispatcher.router_topk // probs.shape[1]
+        with _OnHost(torch.full((dispatcher.num_local_experts,), tokens)):
+            return dispatch(dispatcher, hidden, probs)
+
+    return dispatch_postprocess
+
+
+class _OnHost(TorchFunctionMode):
+    """Has ``values`` be what is copied from the meta device to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As torch, but for ``Tensor.cpu``."""
+        if func is Tensor.cpu and args[0].is_meta:
+            assert args[0].shape == self._values.shape
+            return self._values
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

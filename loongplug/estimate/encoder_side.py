@@ -1,9 +1,8 @@
 """What a mode's timing has in memory for the encoder, around the decoder's passes."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Protocol
 
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, Ledger
@@ -38,7 +37,8 @@ class Encoding:
 
     ``cost`` is that of a unit of ``traced`` patches, ``blank`` of the smallest one, which stands in
     for no images; what lies between them grows with the patches.
-    ``payload`` and ``pixels`` are the bytes of a visual token's features and of a patch.
+    ``payload`` and ``pixels`` are the bytes of a visual token's features and of a patch;
+    ``blank_pixels`` those that the backward of a unit without images keeps.
     """
 
     placement: Placement
@@ -52,12 +52,14 @@ class Encoding:
     traced: int
     payload: int
     pixels: int
+    blank_pixels: int
     trains: bool
-    copies_shares: bool  # a share is of several rows, so that it is no view
+    copies_shares: bool  # a share is of several pieces, which are put together to travel
 
     def of_unit(self, patches: int) -> Cost:
-        """Of a unit of so many; without images, of the blank one."""
-        return between(self.blank, self.cost, patches, smallest=self.merge, largest=self.traced)
+        """Of a unit of so many; without images, of the blank one, whose pixels are its own."""
+        cost = between(self.blank, self.cost, patches, smallest=self.merge, largest=self.traced)
+        return cost if patches else replace(cost, encoder=cost.encoder + self.blank_pixels)
 
     def features(self, unit: int) -> int:
         """Bytes of all of a unit's features."""
@@ -72,12 +74,14 @@ class Encoding:
             return self.features(unit)
         return shares[self.placement.consumers.index(self.rank)] * self.payload
 
-    def moved(self, transfers: Sequence[Transfer]) -> "Moved":
-        """What an exchange of these sends from here, and what comes here."""
+    def moved(self, transfers: Callable[..., Sequence[Transfer]], members: range) -> "Moved":
+        """What an exchange of these units sends from here, and what comes here."""
+        owners = self.owners[members.start : members.stop]
         sent = received = 0
-        for each in transfers:
-            shares = self.units[each.unit].shares
-            nbytes = self.features(each.unit)
+        for each in transfers(self.placement, owners, shared=self.shared):
+            unit = members.start + each.unit  # transfers count units from 0
+            shares = self.units[unit].shares
+            nbytes = self.features(unit)
             if each.share is not None and shares is not None:
                 nbytes = shares[each.share] * self.payload
             if each.source == each.target:
@@ -85,6 +89,27 @@ class Encoding:
             sent += nbytes if each.source == self.rank else 0
             received += nbytes if each.target == self.rank else 0
         return Moved(sent=sent, received=received)
+
+    def mine(self, members: range) -> list[int]:
+        """Those of these units that this rank encodes."""
+        return [unit for unit in members if self.owners[unit] == self.group]
+
+    def gathered(self, members: range, *, copied: bool) -> int:
+        """The most that it takes to bring these units' features here, beside their own payloads.
+
+        What arrives is one piece of memory, what leaves another. With ``copied``, each unit's
+        features then get memory of their own, but for whole payloads.
+        """
+        moved = self.moved(feature_transfers, members)
+        shares = sum(self.consumed(unit) for unit in self.mine(members)) if self.shared else 0
+        taken = moved.sent + shares if self.copies_shares else 0
+        return moved.received + max(moved.sent + taken, moved.received + shares if copied else 0)
+
+    def scattered(self, members: range) -> int:
+        """The most that it takes to bring these units' gradients to their owners."""
+        moved = self.moved(gradient_transfers, members)
+        whole = sum(self.features(unit) for unit in self.mine(members)) if self.shared else 0
+        return moved.received + max(moved.sent, whole)
 
     @property
     def shared(self) -> bool:
@@ -111,8 +136,12 @@ class Side(Protocol):
         """Before the first chunk's forward of a microbatch."""
         ...
 
+    def before_backward(self, ledger: Ledger, unit: int) -> None:
+        """Before the first chunk's backward of a microbatch."""
+        ...
+
     def backward(self, ledger: Ledger, unit: int) -> None:
-        """Behind the first chunk's backward of a microbatch."""
+        """Behind it."""
         ...
 
     def end(self, ledger: Ledger) -> None:
@@ -129,6 +158,9 @@ class NoSide:
     def forward(self, ledger: Ledger, unit: int) -> None:
         """Nothing."""
 
+    def before_backward(self, ledger: Ledger, unit: int) -> None:
+        """Nothing."""
+
     def backward(self, ledger: Ledger, unit: int) -> None:
         """Nothing."""
 
@@ -140,7 +172,8 @@ class Separated:
     """Full separation: as :class:`~loongplug.hetero.three_phases.ThreePhases`.
 
     With ``features_on_host`` and ``activations_on_host`` two units' are on the device. ``away`` is
-    what of the encoder's state is not there in phase 2, by its name.
+    what of the encoder's state is not there in phase 2, by its name; ``beside`` as that of
+    :class:`~loongplug.hetero.encoder_state.StateAway`.
     """
 
     def __init__(
@@ -150,12 +183,15 @@ class Separated:
         features_on_host: bool = False,
         activations_on_host: bool = False,
         away: Mapping[str, int] | None = None,
+        beside: bool = False,
     ) -> None:
         self._of = encoding
-        self._mine = [unit for unit, owner in enumerate(encoding.owners) if owner == encoding.group]
+        self._all = range(len(encoding.units))
+        self._mine = encoding.mine(self._all)
         self._features_on_host = features_on_host
         self._activations_on_host = activations_on_host
         self._away = away or {}
+        self._beside = beside and len(self._all) > 1
 
     def begin(self, ledger: Ledger) -> None:
         """Phase 1: all units are encoded, then exchanged."""
@@ -171,52 +207,66 @@ class Separated:
             ledger.add(ENCODER, cost.encoder)
             ledger.work("phase 1", cost.forward - cost.encoder)
             ledger.add(FEATURES, each // of.merge * of.payload)
-        if self._activations_on_host:
+        if self._activations_on_host and self._mine:
             ledger.clear(ENCODER)
-        moved = of.moved(feature_transfers(of.placement, of.owners, shared=of.shared))
-        ledger.work("exchange of features", moved.sent + moved.received)
+        on_host = self._features_on_host
+        ledger.work("exchange of features", of.gathered(self._all, copied=not on_host))
         ledger.clear(FEATURES)
-        if self._features_on_host:
-            ledger.add(FEATURES, self._two_units())
-        else:
-            ledger.add(FEATURES, sum(of.consumed(unit) for unit in range(len(of.units))))
-        for name, nbytes in self._away.items():
-            ledger.take(name, nbytes)
+        there = self._all[:1] if on_host else self._all
+        ledger.add(FEATURES, sum(of.consumed(unit) for unit in there))
+        if not self._beside:
+            self._leaves(ledger)
 
     def forward(self, ledger: Ledger, unit: int) -> None:
-        """The features are there."""
+        """Its features are used up before the forward has all that it leaves; more come."""
+        of = self._of
+        if unit == 1 and self._beside:
+            self._leaves(ledger)
+        if self._features_on_host and unit + 1 in self._all:
+            ledger.add(FEATURES, of.consumed(unit + 1))
+        ledger.take(FEATURES, of.consumed(unit))
+
+    def before_backward(self, ledger: Ledger, unit: int) -> None:
+        """With the last one, the state comes back."""
+        if unit == self._all[-1] and self._beside:
+            self._comes_back(ledger)
 
     def backward(self, ledger: Ledger, unit: int) -> None:
-        """The decoder has left its gradient."""
+        """The decoder has left its gradient; on the host, the one before has left."""
         of = self._of
-        if of.trains:
-            ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
-            most = self._two_units()
-            if self._features_on_host and ledger.live[FEATURE_GRADIENTS] > most:
-                ledger.take(FEATURE_GRADIENTS, ledger.live[FEATURE_GRADIENTS] - most)
+        if not of.trains:
+            return
+        ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
+        if self._features_on_host and unit > 0:
+            ledger.take(FEATURE_GRADIENTS, of.consumed(unit - 1))
 
     def end(self, ledger: Ledger) -> None:
         """Phase 3: gradients are exchanged, then all units go backward."""
         of = self._of
-        for name, nbytes in self._away.items():
-            ledger.add(name, nbytes)
+        if not self._beside:
+            self._comes_back(ledger)
         if of.trains:
             ledger.clear(FEATURE_GRADIENTS)
-            every = sum(of.consumed(unit) for unit in range(len(of.units)))
-            ledger.add(FEATURE_GRADIENTS, every)
-            moved = of.moved(gradient_transfers(of.placement, of.owners, shared=of.shared))
-            ledger.work("exchange of gradients", moved.sent + moved.received)
+            ledger.add(FEATURE_GRADIENTS, sum(of.consumed(unit) for unit in self._all))
+            ledger.work("exchange of gradients", of.scattered(self._all))
             ledger.clear(FEATURE_GRADIENTS)
-            ledger.clear(FEATURES)
             ledger.add(FEATURE_GRADIENTS, sum(of.features(unit) for unit in self._mine))
             self._backward(ledger)
-        for name in (ENCODER, FEATURES, FEATURE_GRADIENTS, PIXELS):
+        for name in (ENCODER, FEATURE_GRADIENTS, PIXELS):
             ledger.clear(name)
+
+    def _leaves(self, ledger: Ledger) -> None:
+        for name, nbytes in self._away.items():
+            ledger.take(name, nbytes)
+
+    def _comes_back(self, ledger: Ledger) -> None:
+        for name, nbytes in self._away.items():
+            ledger.add(name, nbytes)
 
     def _backward(self, ledger: Ledger) -> None:
         of = self._of
         costs = [of.of_unit(of.units[unit].patches) for unit in self._mine]
-        if self._activations_on_host:
+        if self._activations_on_host and costs:
             ledger.clear(ENCODER)
             ledger.add(ENCODER, sum(cost.encoder for cost in costs[:1]))
         for number, (unit, cost) in enumerate(zip(self._mine, costs, strict=True)):
@@ -225,11 +275,6 @@ class Separated:
             ledger.work("phase 3", cost.backward)
             ledger.take(ENCODER, cost.encoder)
             ledger.take(FEATURE_GRADIENTS, of.features(unit))
-
-    def _two_units(self) -> int:
-        """The most features of two units that follow each other."""
-        sizes = [self._of.consumed(unit) for unit in range(len(self._of.units))]
-        return max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))
 
 
 class Ahead:
@@ -245,11 +290,7 @@ class Ahead:
         of = self._of
         if of.group is None:
             return
-        own = [
-            unit.patches
-            for unit, owner in zip(of.units, of.owners, strict=True)
-            if owner == of.group
-        ]
+        own = [of.units[unit].patches for unit in of.mine(range(len(of.units)))]
         ledger.add(PIXELS, sum(own) * of.pixels)
 
     def forward(self, ledger: Ledger, unit: int) -> None:
@@ -263,43 +304,43 @@ class Ahead:
             cost = of.of_unit(self._own_patches(number))
             ledger.add(ENCODER, cost.encoder)
             ledger.work("encoding of a group", cost.forward - cost.encoder)
-            moved, kept = self._features(number)
-            ledger.work("exchange of features", moved.sent + kept)
-            ledger.add(FEATURES, kept)
+            own = self._own_patches(number) // of.merge * of.payload
+            ledger.work("exchange of features", own + of.gathered(members, copied=True))
+            ledger.add(FEATURES, sum(of.consumed(member) for member in members))
+        # Used up before the forward has all that it leaves.
+        ledger.take(FEATURES, of.consumed(unit))
         if not of.trains:
-            self._passed(ledger, number)
+            self._passed(ledger, unit)
+
+    def before_backward(self, ledger: Ledger, unit: int) -> None:
+        """Nothing."""
 
     def backward(self, ledger: Ledger, unit: int) -> None:
         """The last of a group has the encoder go backward."""
-        of, number = self._of, unit // self._size
+        of = self._of
         if of.group is None or not of.trains:
             return
         ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
-        self._passed(ledger, number)
+        self._passed(ledger, unit)
 
     def end(self, ledger: Ledger) -> None:
         """All groups have gone."""
         ledger.clear(PIXELS)
 
-    def _passed(self, ledger: Ledger, number: int) -> None:
+    def _passed(self, ledger: Ledger, unit: int) -> None:
+        of, number = self._of, unit // self._size
         self._pending[number] -= 1
         if self._pending[number]:
             return
-        of, members = self._of, self._members(number)
+        members = self._members(number)
         cost = of.of_unit(self._own_patches(number))
         if of.trains:
-            owners = tuple(of.owners[unit] for unit in members)
-            transfers = [
-                _shifted(each, by=members[0])
-                for each in gradient_transfers(of.placement, owners, shared=of.shared)
-            ]
-            moved = of.moved(transfers)
             whole = self._own_patches(number) // of.merge * of.payload
-            ledger.work("exchange of gradients", moved.sent + moved.received + whole)
-            ledger.work("encoder's backward", whole * (2 if of.shared else 1) + cost.backward)
-            ledger.take(FEATURE_GRADIENTS, sum(of.consumed(unit) for unit in members))
+            ledger.work("exchange of gradients", of.scattered(members))
+            ledger.take(FEATURE_GRADIENTS, sum(of.consumed(member) for member in members))
+            # The decoder's backward, within which this happens, holds its last gradient.
+            ledger.work("encoder's backward", of.consumed(unit) + whole + cost.backward)
         ledger.take(ENCODER, cost.encoder)
-        ledger.take(FEATURES, self._features(number)[1])
         del self._pending[number]
 
     def _members(self, number: int) -> range:
@@ -308,43 +349,17 @@ class Ahead:
 
     def _own_patches(self, number: int) -> int:
         of = self._of
-        return sum(
-            of.units[unit].patches for unit in self._members(number) if of.owners[unit] == of.group
-        )
-
-    def _features(self, number: int) -> tuple[Moved, int]:
-        """What an exchange sends, and what stays of it and of the rank's own unit."""
-        of, members = self._of, self._members(number)
-        owners = tuple(of.owners[unit] for unit in members)
-        transfers = [
-            _shifted(each, by=members[0])
-            for each in feature_transfers(of.placement, owners, shared=of.shared)
-        ]
-        moved = of.moved(transfers)
-        own = self._own_patches(number) // of.merge * of.payload
-        copied = 0
-        if of.copies_shares:
-            copied = sum(of.consumed(unit) for unit in members if of.owners[unit] == of.group)
-        return moved, own + moved.received + copied
+        return sum(of.units[unit].patches for unit in of.mine(self._members(number)))
 
 
-def _shifted(transfer: Transfer, *, by: int) -> Transfer:
-    """Of a unit counted within a group, as one of the step."""
-    return Transfer(
-        unit=transfer.unit + by,
-        source=transfer.source,
-        target=transfer.target,
-        share=transfer.share,
-    )
-
-
-def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int]) -> Side:
+def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int], last_stage: bool) -> Side:
     """What goes with a mode's timing; ``state`` is what the encoder holds between steps."""
     timing: Any = mode.timing
     options: dict[str, Any] = {}
     if isinstance(timing, partial):
         timing, options = timing.func, dict(timing.keywords)
     if timing is ThreePhases:
-        return Separated(encoding, **options, away=state if mode.state_away else None)
+        away = state if mode.state_away else None
+        return Separated(encoding, **options, away=away, beside=not last_stage)
     assert timing is GroupAhead, timing
     return Ahead(encoding)

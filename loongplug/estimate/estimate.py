@@ -175,6 +175,15 @@ class _Step:
 
         return cost_of
 
+    def _embeds_with_gradient(self) -> bool:
+        """Whether the encoder's first linear trains, whose backward takes the pixels."""
+        encoder = self._rank.chunks[0].image_encoder
+        return encoder is not None and any(
+            parameter.requires_grad
+            for name, parameter in encoder.named_parameters()
+            if name.startswith("patch_embed")
+        )
+
     def _side(self, rank: int) -> Side:
         if not self._apart:
             return NoSide()
@@ -182,6 +191,7 @@ class _Step:
         groups = place.placement.groups
         config = self._rank.chunks[0].text_decoder.config
         streams = 1 + getattr(config, "deepstack_features", 0)
+        pixels = patch_values(model.image_encoder) * _PIXEL_BYTES
         encoding = Encoding(
             placement=place.placement,
             rank=rank,
@@ -193,8 +203,10 @@ class _Step:
             blank=self._blank,
             traced=self._shapes.patches,
             payload=streams * config.hidden_size * config.params_dtype.itemsize,
-            pixels=patch_values(model.image_encoder) * _PIXEL_BYTES,
+            pixels=pixels,
+            blank_pixels=self._merge * pixels if self._embeds_with_gradient() else 0,
             trains=self._trains,
             copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )
-        return side_of(self._mode, encoding, state=self._encoder_state)
+        last = self._rank.stage == self._args.pipeline_model_parallel_size - 1
+        return side_of(self._mode, encoding, state=self._encoder_state, last_stage=last)

@@ -42,6 +42,8 @@ def follow(
             ledger.add(DECODER, cost.decoder)
             ledger.work("forward", cost.forward - cost.encoder - cost.decoder)
             continue
+        if each.chunk == 0:
+            side.before_backward(ledger, each.microbatch)
         ledger.work("backward", cost.backward)
         ledger.take(ENCODER, cost.encoder)
         ledger.take(DECODER, cost.decoder)

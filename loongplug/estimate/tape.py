@@ -85,6 +85,10 @@ class Tape(TorchDispatchMode):
 
         self._known[key] = (weakref.ref(storage, gone), region, nbytes)
         self.live[region] = self.live.get(region, 0) + nbytes
+        self.look()
+
+    def look(self) -> None:
+        """Take note of the peak, where this is one."""
         if self.total > self.most:
             self.peak = dict(self.live)
 

@@ -189,7 +189,10 @@ class Tracer:
         tape = Tape(
             region=region,
             answers=answers(
-                self._tokens, share=self._share, experts_per_token=self._args.moe_router_topk
+                self._tokens,
+                share=self._share,
+                experts_per_token=self._args.moe_router_topk,
+                experts=self._args.num_experts or 1,
             ),
         )
         spread_tokens_evenly(chunk)

@@ -140,9 +140,10 @@ class StateAway:
 
     Where the schedule has several microbatches in flight (``beside``), the state leaves beside the
     first forward and comes back beside the last backward, when most activations are not there yet
-    or any more. On the last stage, or without a pipeline, one microbatch in flight is all there
-    ever is: to take less memory, the state has to be gone before the first forward and come back
-    after the last backward. A last stage waits for the others then anyway.
+    or any more. On the last stage, without a pipeline, or in a step of one microbatch, one
+    microbatch in flight is all there ever is: to take less memory, the state has to be gone before
+    the first forward and come back after the last backward. A last stage waits for the others
+    then anyway.
     """
 
     def __init__(self, timing: Timing, *, platform: Platform, beside: bool) -> None:
@@ -162,7 +163,7 @@ class StateAway:
         assert self._state is not None
         self._timing.begin(chunk, microbatches, training=training)
         self._state.leave()
-        if not self._beside:
+        if not self._moves_beside(len(microbatches)):
             self._state.let_go()
 
     def features(self, number: int) -> VisionFeatures:
@@ -177,8 +178,6 @@ class StateAway:
 
     def around(self, schedule: Schedule) -> Schedule:
         """``schedule`` with the transfers beside it."""
-        if not self._beside:
-            return schedule
 
         def forward_backward(
             *,
@@ -188,17 +187,21 @@ class StateAway:
             **options: Any,
         ) -> Any:
             assert self._state is not None
-            chunks = len(model) if isinstance(model, list) else 1
+            if self._moves_beside(num_microbatches):
+                chunks = len(model) if isinstance(model, list) else 1
+                steps = num_microbatches * chunks
+                forward_step_func = _Watched(forward_step_func, self._state, steps=steps)
             return schedule(
-                forward_step_func=_Watched(
-                    forward_step_func, self._state, steps=num_microbatches * chunks
-                ),
+                forward_step_func=forward_step_func,
                 model=model,
                 num_microbatches=num_microbatches,
                 **options,
             )
 
         return forward_backward
+
+    def _moves_beside(self, microbatches: int) -> bool:
+        return self._beside and microbatches > 1
 
 
 class _Watched:

@@ -1,30 +1,59 @@
 """Heterogeneous DP: one group of microbatches is encoded when its first is needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Exchange, Units
 from loongplug.hetero.placement import Placement
-from loongplug.hetero.timing import Arrived, EncoderOfStep, units_of
+from loongplug.hetero.store import KeptOnDevice, from_store
+from loongplug.hetero.timing import EncoderOfStep, units_of
 from loongplug.models.features import VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 
 
-@dataclass
-class _Group:
-    """Microbatches that the encoder's replicas encode at one time, one each."""
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """What is left of this rank's own unit of a group, or of no images, when it has travelled.
 
-    first: int  # its number in the step
-    units: Units
-    payload: Tensor  # of this rank's unit, or of no images
-    mine: int | None  # this rank's unit, counted within the group
-    arrived: Arrived
-    pending: int  # units whose gradients have not come
+    ``root`` is its graph's end, None where nothing trains.
+    """
+
+    unit: int | None  # counted within the group
+    root: GradientEdge | None
+    no_rows: Tensor  # [0, width]
+
+
+class _Group(KeptOnDevice):
+    """Microbatches that the encoder's replicas encode at one time, one each: their features."""
+
+    def __init__(
+        self,
+        features: dict[int, Tensor],
+        *,
+        first: int,
+        units: Units,
+        own: _Encoded,
+        came_back: Callable[["_Group"], None],
+    ) -> None:
+        """``first``: its number in the step. ``came_back`` is called with the last gradient."""
+        super().__init__(features)
+        self.first = first
+        self.units = units
+        self.own = own
+        self.pending = len(units.owners)  # whose gradients have not come
+        self._came_back = came_back
+
+    def keep_gradient(self, unit: int, gradient: Tensor) -> None:
+        """Keep it as it is, or send it on with all others."""
+        super().keep_gradient(unit, gradient)
+        self.pending -= 1
+        if self.pending == 0:
+            self._came_back(self)
 
 
 class GroupAhead:
@@ -69,13 +98,14 @@ class GroupAhead:
         if number // size not in self._groups:
             self._groups[number // size] = self._encoded(number // size * size)
         group = self._groups[number // size]
-        features = group.arrived.features(number - group.first)
         assert self._encoder is not None
+        assert self._model is not None
+        rows = from_store(group, number - group.first, trains=self._encoder.trains)
         if not self._encoder.trains:
             group.pending -= 1
             if group.pending == 0:
                 del self._groups[number // size]
-        return features
+        return VisionFeatures.unpacked(rows, hidden=self._model.text_decoder.config.hidden_size)
 
     def end(self) -> None:
         """All groups have gone backward within the schedule."""
@@ -90,35 +120,24 @@ class GroupAhead:
         units = units_of(microbatches, model=self._model, patches_per_token=self._block)
         mine = units.owners.index(self._mine) if self._mine in units.owners else None
         payload = self._encoder.payload(None if mine is None else microbatches[mine])
-        arrived = Arrived(
-            self._exchange.gather_variable_shape_embeddings(
-                {} if mine is None else {mine: payload}, units
-            ),
-            hidden=self._model.text_decoder.config.hidden_size,
-            trains=self._encoder.trains,
+        own = _Encoded(
+            unit=mine,
+            root=get_gradient_edge(payload) if self._encoder.trains else None,
+            no_rows=payload.new_zeros(0, units.width),
         )
-        group = _Group(first, units, payload, mine, arrived, pending=len(microbatches))
-        if self._encoder.trains:
-            for leaf in arrived.leaves.values():
-                leaf.register_post_accumulate_grad_hook(lambda _: self._came_back(group))
-        return group
+        arrived = self._exchange.gather_variable_shape_embeddings(
+            {} if mine is None else {mine: payload}, units
+        )
+        return _Group(arrived, first=first, units=units, own=own, came_back=self._came_back)
 
     def _came_back(self, group: _Group) -> None:
-        """One of the group's units has its gradient; with the last one, all go to their owners."""
-        group.pending -= 1
-        if group.pending:
-            return
+        """All of a group's units have their gradients, which go to their owners."""
         assert self._encoder is not None
         size = len(self._placement.groups)
-        gradients = self._exchange.scatter_variable_shape_embeddings(
-            group.arrived.gradients(), group.units
-        )
-        gradient = torch.zeros_like(group.payload)
-        if group.mine is not None:
-            gradient = gradients[group.mine]
+        gradients = self._exchange.scatter_variable_shape_embeddings(group.gradients(), group.units)
+        own = group.own
+        assert own.root is not None
+        gradient = own.no_rows if own.unit is None else gradients[own.unit]
         # Within the last microbatch's backward, in which Megatron lets reductions start.
-        self._encoder.backward(group.payload, gradient, more=False)
+        self._encoder.backward(own.root, gradient, more=False)
         del self._groups[group.first // size]
-        # A leaf's hook knows the group, and neither would ever be freed: torch does not show such
-        # hooks to Python's collector.
-        group.arrived.leaves.clear()

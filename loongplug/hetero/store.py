@@ -13,7 +13,8 @@ class FeatureStore(Protocol):
     """Units' features on a rank that consumes them, and what comes back for them.
 
     Features are [tokens, width]; gradients are as their features. A unit is asked for once, in
-    the order of the numbers, and is the caller's from then on.
+    the order of the numbers, and is the caller's from then on: its memory is free when the
+    caller has let go of it.
     """
 
     def bring(self, unit: int) -> Tensor:
@@ -27,14 +28,15 @@ class FeatureStore(Protocol):
 
 
 class KeptOnDevice:
-    """Features stay where they arrived until they are used."""
+    """Features stay on the device until they are used."""
 
     def __init__(self, features: dict[int, Tensor]) -> None:
-        self._features = dict(features)
+        """Takes ``features`` over: the dictionary is empty afterwards."""
+        self._features = {unit: _by_itself(features.pop(unit)) for unit in sorted(features)}
         self._gradients: dict[int, Tensor] = {}
 
     def bring(self, unit: int) -> Tensor:
-        """The same tensor that was given."""
+        """In memory of its own."""
         return self._features.pop(unit)
 
     def keep_gradient(self, unit: int, gradient: Tensor) -> None:
@@ -45,6 +47,13 @@ class KeptOnDevice:
         """Let them go, too."""
         gradients, self._gradients = self._gradients, {}
         return gradients
+
+
+def _by_itself(features: Tensor) -> Tensor:
+    """A part of a larger memory (what came in one exchange, a share) would keep all of it."""
+    if features.untyped_storage().nbytes() == features.nbytes:
+        return features
+    return features.clone()
 
 
 class KeptOnHost:
@@ -72,6 +81,7 @@ class KeptOnHost:
         features.clear()
         self._coming: tuple[int, Tensor, Any] | None = None
         self._leaving: tuple[Tensor, Any] | None = None
+        self._waits_for = set(self._host)  # units whose gradients have not come
         self._send_for_next()
 
     def bring(self, unit: int) -> Tensor:
@@ -87,12 +97,14 @@ class KeptOnHost:
         """It leaves; the one before it has left."""
         if self._leaving is not None:
             self._copies.wait(self._leaving[1])
+        self._waits_for.remove(unit)
         self._copies.follow()
         self._copies.copy(self._host[unit], gradient)
         self._leaving = gradient, self._copies.mark()
 
     def gradients(self) -> dict[int, Tensor]:
         """All come back."""
+        assert not self._waits_for, f"no gradient came for units {sorted(self._waits_for)}"
         back = {unit: self._beside(host) for unit, host in self._host.items()}
         self._copies.follow()
         for unit, gradient in back.items():

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Units
 from loongplug.hetero.sequence_shares import sequence_shares
-from loongplug.models.features import FeatureSource, VisionFeatures
+from loongplug.models.features import FeatureSource
 from loongplug.models.multimodal import MultimodalModel
 
 _PART = "image_encoder"  # of a chunk's data parallel wrapper
@@ -59,25 +59,6 @@ class EncoderOfStep:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
         with self._chunk.parts[_PART].no_sync() if more else nullcontext():
             torch.autograd.backward(payload, gradient)
-
-
-class Arrived:
-    """The rows of units' payloads that a consumer needs, as the leaves of its decoder's graphs."""
-
-    def __init__(self, payloads: dict[int, Tensor], *, hidden: int, trains: bool) -> None:
-        self._hidden = hidden
-        self.leaves = {unit: each.requires_grad_(trains) for unit, each in payloads.items()}
-
-    def features(self, unit: int) -> VisionFeatures:
-        """As the decoder takes them."""
-        return VisionFeatures.unpacked(self.leaves[unit], hidden=self._hidden)
-
-    def gradients(self) -> dict[int, Tensor]:
-        """What the decoder's backwards have left; zero for a unit that none came to."""
-        return {
-            unit: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for unit, leaf in self.leaves.items()
-        }
 
 
 def units_of(

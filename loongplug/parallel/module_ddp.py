@@ -1,24 +1,18 @@
 """Data parallelism per module: one chunk whose modules have buffers and groups of their own."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
-from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
-from loongplug.parallel.learning_rates import rate_overrides
 from loongplug.parallel.module_state import ModulePart
 
 
@@ -50,7 +44,9 @@ class ModuleDataParallel(DistributedDataParallel):
         self.ddp_config = ddp_config
         parts: tuple[ModulePart, ...] = get_attr_wrapped_model(module, "parallel_parts")()
         self.states = {part.name: part.state for part in parts}
-        self.lr_mults = {part.name: part.lr_mults for part in parts}
+        self.lr_mults = {
+            part.name: {**dict.fromkeys(part.modules, 1.0), **part.lr_mults} for part in parts
+        }
         self.parts = {
             part.name: _wrapped(
                 part, config, ddp_config=ddp_config, disable_bucketing=disable_bucketing
@@ -160,79 +156,3 @@ def _layout(
         ddp_config,
         expert_data_parallel_world_size=groups.intra_expt_dp.size(),
     )
-
-
-class OptimizerPerModule(ChainedOptimizer):
-    """The optimizers of all parts, of which those where every rank is frozen have no state.
-
-    Upstream's chain asks each of them for its state. Here they keep their numbers, by which
-    checkpoints know optimizers, and are passed over.
-    """
-
-    def __init__(self, of_part: dict[str, list[Any]]) -> None:
-        super().__init__([each for optimizers in of_part.values() for each in optimizers])
-        self.of_part = of_part
-
-    def _with_state(self) -> dict[int, Any]:
-        return {
-            number: optimizer
-            for number, optimizer in enumerate(self.chained_optimizers)
-            if not optimizer.is_stub_optimizer
-        }
-
-    def _synchronize_steps(self) -> Any:
-        return ChainedOptimizer._synchronize_steps(
-            SimpleNamespace(chained_optimizers=list(self._with_state().values()))
-        )
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
-    ) -> dict[int, Any]:
-        """As upstream's, by number. Collective over each part's groups."""
-        self._synchronize_steps()
-        metadata = kwargs.get("metadata") or {}
-        kind = metadata.get("distrib_optim_sharding_type")
-        formats = (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats)
-        named = kind in formats and metadata.get("chained_optim_avoid_prefix", False)
-        states: dict[int, Any] = {}
-        for number, optimizer in self._with_state().items():
-            states[number] = optimizer.sharded_state_dict(
-                model_sharded_state_dict, is_loading, **kwargs
-            )
-            if not named:
-                add_prefix_for_sharding(states[number], f"chained_{number}.")
-        return states
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Each optimizer's own by its number; those of parts that are frozen now are left out."""
-        for number, optimizer in self._with_state().items():
-            optimizer.load_state_dict(state_dict[number])
-        self._synchronize_steps()
-
-
-def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``get_megatron_optimizer``: one chain of the optimizers of all parts.
-
-    Each part's optimizers are built in its state, so that they shard over its groups. Every
-    rank has the same optimizers in the same order, also where a part has no module, since
-    checkpoints number them. The chain's gradient norm is the root of the sum of the squares of
-    all parts; each is reduced over its own model parallel group (over all ranks with the
-    distributed optimizer), where a parameter that several ranks hold counts once, so it is the
-    same on every rank.
-    """
-
-    def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
-        of_part: dict[str, list[Any]] = {}
-        for name, state in model_chunks[0].states.items():
-            overrides = {
-                **(kwargs.get("config_overrides") or get_standard_config_overrides(config)),
-                **rate_overrides(config, model_chunks[0].lr_mults[name]),
-            }
-            rated = {**kwargs, "config_overrides": overrides}
-            with state.entered():
-                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **rated)
-            assert type(chain) is ChainedOptimizer, type(chain)
-            of_part[name] = chain.chained_optimizers
-        return OptimizerPerModule(of_part)
-
-    return get_megatron_optimizer

@@ -17,6 +17,8 @@ from loongplug.platform.replacements import Replacement, ReplacementTable
 from loongplug.platform.restart import in_own_store
 from loongplug.platform.safe_reading import METADATA_PICKLE, weights_only
 
+PARAMETER_GROUP = "module"  # the key of an optimizer's groups that says whose parameters they have
+
 
 def _prebuilt_helpers(original: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(original)
@@ -416,6 +418,14 @@ def per_module_data_parallel_table(
                 "dump_param_to_param_group_map: Optional[str] = None) -> "
                 "megatron.core.optimizer.optimizer.MegatronOptimizer",
                 reason="shards all parameters of a chunk over one data parallel group",
+            ),
+            *(
+                Replacement(  # no function: a tuple of names, which the second has a copy of
+                    target=f"megatron.core.optimizer.{file}.param_group_identifier_keys",
+                    wrapper=lambda names: (PARAMETER_GROUP, *names),
+                    reason="knows groups by their settings, which two modules may share",
+                )
+                for file in ("optimizer", "distrib_optimizer")
             ),
         ),
         importers=(),  # the training loop's own names only

@@ -93,7 +93,8 @@ class DatasetProvider:
         train = open_dataset(train_files, flag="--train-data-path", split="train")
         assert train is not None, "the start-up rules ask for training data"
         self.train = train
-        self._valid = open_dataset(args.valid_data_path, flag="--valid-data-path", split="val")
+        evaluated = args.valid_data_path if args.eval_iters else None
+        self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
         blend = parse_blend(train_files, flag="--train-data-path")
         self.fingerprint = fingerprint(
             [rows if isinstance(rows, EnergonRows) else rows.path for rows in train.sources],

@@ -20,7 +20,8 @@ from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.observe.tracing import traced
-from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
+from loongplug.parallel.module_ddp import ModuleDataParallel
+from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import (

@@ -233,7 +233,9 @@ def run_cells(
         def on_cell(line: str) -> None:
             result = known[line] = matrix.known()[line]
             if not console.is_terminal or not result.agrees:
-                console.print(f"{line}: {outcome(result)}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"{line}: {outcome(result)}", highlight=False, markup=False, soft_wrap=True
+                )
             bars.advance(task)
             bars.refresh()
 

@@ -16,5 +16,6 @@ def run_flags(tmp_path_factory):
         *("--train-data-path", str(demo / "train.jsonl")),
         *("--seq-length", "80", "--micro-batch-size", "1", "--global-batch-size", "4"),
         *("--lr", "1e-3", "--lr-decay-style", "constant", "--train-iters", "2"),
-        *("--log-interval", "1", "--eval-iters", "0"),
+        *("--log-interval", "1", "--eval-iters", "0"),  # nothing is evaluated, files or not
+        *("--valid-data-path", str(demo / "test.jsonl")),
     ]

@@ -7,7 +7,7 @@ sharded checkpoints: a wrong offset there cannot cancel out here.
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,20 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 State = dict[str, torch.Tensor]
 
 
-def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[float]:
-    """Run in this rank; leave its final state in ``folder``; returns the optimizer's steps."""
+class Kept(NamedTuple):
+    """What a rank's optimizers and reports say after a run.
+
+    ``steps`` are Adam's; ``rates`` the highest, least and next learning rate of each group of
+    parameters, by its module and the multiple of its weight decay.
+    """
+
+    steps: list[float]
+    rates: dict[tuple[str, float], tuple[float, float, float]]
+    losses: list[float]
+
+
+def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> Kept:
+    """Run in this rank, and leave its final state in ``folder``."""
     from megatron.training import training
 
     made: dict[str, Any] = {}
@@ -62,15 +74,20 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> list[flo
         if any(".lora." in each for each in flags)
         else ()
     )
-    run([*flags, "--save-hf", str(folder / "unused"), *lora])
-    return sorted(
-        {
-            float(state["step"])
-            for optimizer in _optimizers(made["optimizer"])
-            for parameter, state in optimizer.optimizer.state.items()
-            if isinstance(parameter, torch.Tensor)  # else what a rank without any says
-        }
-    )
+    reports = run([*flags, "--save-hf", str(folder / "unused"), *lora])
+    optimizers = _optimizers(made["optimizer"])
+    steps = {
+        float(state["step"])
+        for optimizer in optimizers
+        for parameter, state in optimizer.optimizer.state.items()
+        if isinstance(parameter, torch.Tensor)  # else what a rank without any says
+    }
+    rates = {
+        (group["module"], group["wd_mult"]): (group["max_lr"], group["min_lr"], group["lr"])
+        for optimizer in optimizers
+        for group in optimizer.optimizer.param_groups
+    }
+    return Kept(steps=sorted(steps), rates=rates, losses=[report.loss for report in reports])
 
 
 def read_state(folder: Path) -> dict[str, State]:
@@ -85,7 +102,8 @@ def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in chain if not each.is_stub_optimizer]  # else frozen on all ranks
 
 
 def _show(kind: str, chunks: Sequence[nn.Module], optimizer: Any) -> None:

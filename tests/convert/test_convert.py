@@ -267,6 +267,7 @@ def test_training_starts_from_a_converted_checkpoint(flags, folder, tmp_path):
         (("--load", "a", "--load-hf", "b", "--save", "x"), "give one source"),
         (("--load-hf", "b"), "give a target"),
         (("--load-hf", "b", "--save-hf", "x", "--save-lora", "x/y"), "a folder beside the others"),
+        (("--load-hf", "b", "--save-hf", "x", "--save", "x/y"), "give the export a folder of its"),
         (("--load", "a", "--save", "x"), "give --save-hf DIR"),
         (("--load", "a", "--save-hf", "x"), "--load a has no checkpoint"),
     ],

@@ -111,11 +111,21 @@ def test_other_adapters_are_refused(folders, table, tmp_path, tensors, config, s
 def test_what_peft_writes_of_plain_adapters_is_plain(folders, table, tmp_path):
     """All that it knows, at its defaults, and first values that leave the model's weights alone."""
     ours = json.loads((folders[1] / "adapter_config.json").read_text())
+    values = load_file(folders[1] / "adapter_model.safetensors")
     for number, init in enumerate((True, False, "gaussian", "orthogonal")):
         theirs = LoraConfig(**ours | {"init_lora_weights": init, "task_type": "CAUSAL_LM"})
         theirs.save_pretrained(tmp_path / str(number))
         shutil.copy(folders[1] / "adapter_model.safetensors", tmp_path / str(number))
-        AdapterReader(tmp_path / str(number), table)
+        reader = AdapterReader(tmp_path / str(number), table)
+        read = {
+            name: table.to_file(source, reader._whole(source))
+            for bundle in table.mapping.bundles()
+            for source in bundle.sources
+            for name in table.file_names(bundle, source)
+        }
+        assert read.keys() == values.keys()
+        for name, tensor in values.items():
+            assert torch.equal(read[name], tensor), name
 
 
 def changed_folder(start: Path, where: Path, *, tensors: dict, config: dict) -> Path:

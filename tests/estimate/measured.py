@@ -1,10 +1,13 @@
 """What a rank of a real run holds, counted from its live tensors, for one training step."""
 
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
@@ -14,14 +17,19 @@ from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES
 from loongplug.estimate.tape import Tape
 from loongplug.estimate.trace import DECODER, ENCODER
+from loongplug.hetero.activations import SavedOnHost
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.group_ahead import GroupAhead
-from loongplug.hetero.store import KeptOnDevice
+from loongplug.hetero.store import KeptOnDevice, KeptOnHost
 from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import Arrived
+from loongplug.hetero.timing import EncoderOfStep
 from loongplug.models.features import VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.platform.copies import HostCopies
+from loongplug.platform.cpu import CpuPlatform
 from loongplug.training.run import run
+
+AWAY = "encoder's state on the host"  # counts below zero
 
 
 @dataclass
@@ -41,8 +49,7 @@ class _Watch:
         self.apart = apart
         self.found = Measured()
         self.steps = 0
-        self.arrived: list[weakref.ref[Arrived]] = []
-        self.stored: list[weakref.ref[KeptOnDevice]] = []
+        self.stored: list[weakref.ref[KeptOnDevice | KeptOnHost]] = []
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
@@ -95,7 +102,6 @@ class _Watch:
     def _name_regions(self) -> None:
         tape = self.tape
         encode, packed = MultimodalModel.encode, VisionFeatures.packed
-        arrived = Arrived.__init__
 
         def encode_counted(model: Any, vision: Any) -> Any:
             with tape.region(ENCODER):
@@ -114,13 +120,8 @@ class _Watch:
 
             return exchanged
 
-        def arrived_noted(made: Any, *args: Any, **kwargs: Any) -> None:
-            arrived(made, *args, **kwargs)
-            self.arrived.append(weakref.ref(made))
-
-        def stored_noted(made: Any, *args: Any, **kwargs: Any) -> None:
-            stored(made, *args, **kwargs)
-            self.stored.append(weakref.ref(made))
+        def stored(store: Any, *_: Any, **__: Any) -> None:
+            self.stored.append(weakref.ref(store))
 
         def begin_counted(self: Any, chunk: Any, microbatches: Any, *, training: bool) -> None:
             with tape.region(PIXELS):
@@ -140,43 +141,82 @@ class _Watch:
         MultimodalModel.encode = encode_counted
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
             setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
-        Arrived.__init__ = arrived_noted
-        stored, KeptOnDevice.__init__ = KeptOnDevice.__init__, stored_noted
+        for store in (KeptOnDevice, KeptOnHost):
+            around(store, "__init__", before=stored, inside=lambda: tape.region(FEATURES))
         if self.apart:
             VisionFeatures.packed = packed_counted
         for name in ("forward_step", "backward_step"):
-            setattr(schedules, name, self._sampled(getattr(schedules, name)))
+            around(schedules, name, before=self._sample)
+        self._follow_offload()
 
-    def _sampled(self, function: Any) -> Any:
-        def sampled(*args: Any, **kwargs: Any) -> Any:
-            self._sample()
-            return function(*args, **kwargs)
+    def _follow_offload(self) -> None:
+        """What moves is named for what it is; the host's memory is none of the device's."""
+        tape = self.tape
 
-        return sampled
+        def moved(nbytes: int) -> None:
+            tape.live[AWAY] = tape.live.get(AWAY, 0) + nbytes
+            tape.look()
 
-    def _sample(self) -> None:
+        around(HostCopies, "host_like", inside=_disable_current_modes)
+        around(KeptOnHost, "_send_for_next", inside=lambda: tape.region(FEATURES))
+        around(KeptOnHost, "gradients", inside=lambda: tape.region(FEATURE_GRADIENTS))
+        around(SavedOnHost, "_send_for_next", inside=lambda: tape.region(ENCODER))
+        around(CpuPlatform, "release", before=lambda _, storage: moved(-storage.nbytes()))
+        around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
+        # The fullest moments of these are not at a pass of the decoder's.
+        around(Exchange, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
+        around(KeptOnDevice, "bring", before=lambda *_: self._note(FEATURES))
+        around(KeptOnHost, "bring", behind=lambda: self._note(FEATURES))
+        around(EncoderOfStep, "payload", behind=lambda: self._note(ENCODER))
+        around(SavedOnHost, "bring", behind=lambda: self._note(ENCODER))
+
+    def _note(self, region: str) -> None:
+        nbytes = self.tape.live.get(region, 0)
+        self.found.most[region] = max(self.found.most.get(region, 0), nbytes)
+
+    def _sample(self, *_: Any, **__: Any) -> None:
         state = {key for each in self._state().values() for key in each}
         live: dict[str, int] = {}
         for key, (_, region, nbytes) in self.tape._known.items():
             if key not in state:
                 live[region] = live.get(region, 0) + nbytes
         gradients = [
-            leaf.grad
-            for arrived in self.arrived
-            if (each := arrived()) is not None
-            for leaf in each.leaves.values()
-            if leaf.grad is not None
-        ]
-        gradients += [
             gradient
             for stored in self.stored
             if (kept := stored()) is not None
-            for gradient in kept._gradients.values()
+            for gradient in _gradients_of(kept)
         ]
         live[FEATURE_GRADIENTS] = sum(each.untyped_storage().nbytes() for each in gradients)
         live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
         for name, nbytes in live.items():
             self.found.most[name] = max(self.found.most.get(name, 0), nbytes)
+
+
+def _gradients_of(store: KeptOnDevice | KeptOnHost) -> list[Tensor]:
+    if isinstance(store, KeptOnDevice):
+        return list(store._gradients.values())
+    return [] if store._leaving is None else [store._leaving[0]]
+
+
+def around(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., None] = lambda *_: None,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    behind: Callable[[], None] = lambda: None,
+) -> None:
+    """Put these around a function; ``before`` is told what it is called with."""
+    function = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        with inside():
+            result = function(*args, **kwargs)
+        behind()
+        return result
+
+    setattr(owner, name, called)
 
 
 def measure(rank: int, *, flags: list[str], apart: bool) -> Measured:

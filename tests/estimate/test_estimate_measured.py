@@ -1,5 +1,8 @@
 """The estimate against real runs on CPU ranks, whose live tensors are counted."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from measured import measure
@@ -17,15 +20,31 @@ pytestmark = pytest.mark.slow
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 EP, EXPERTS = "--expert-model-parallel-size", ("--model-name", "qwen3_vl_moe_tiny")
+# Every token goes to all ranks, and experts get about equally many, which the estimate supposes.
+ALLGATHER = ("--moe-token-dispatcher-type", "allgather", "--moe-router-force-load-balancing")
+PACKED = ("--packing", "--micro-batch-size", "1", "--seq-length", "160")
 VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
 SHARDED = "--use-distributed-optimizer"
 RECOMPUTE = (
     *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
     *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
 )
+LORA = ("+model.foundation.lora.rank=8",)
+LORA_ONLY = ("+model.image_encoder.lora.rank=4", "model.image_projector.freeze=true")
+OFFLOAD = (
+    "--full-hetero-dp-cpu-offload",
+    *("--offload-encoder-activations", "--offload-encoder-state"),
+)
 FROZEN = "+model.image_encoder.freeze=True"
 # What encoders keep on the host for grids that they have met counts as theirs on the CPU.
 HOST_TABLES = 30_000
+COLUMNS = {
+    "weights, gradients, optimizer state": (WEIGHTS, GRADIENTS, OPTIMIZER),
+    "encoder activations": (ENCODER,),
+    "decoder activations": (DECODER,),
+    "features": (FEATURES,),
+    "all, at the fullest": ("total",),
+}
 # Ranks and flags.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "uniform-pp2": (2, (PP, "2")),
@@ -33,9 +52,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "uniform-experts": (2, (*EXPERTS, EP, "2", SHARDED)),
     "hetero-dp-tp2-frozen": (2, (DP, TP, "2", SHARDED, FROZEN)),
     "hetero-dp-tp2-sp": (2, (DP, TP, "2", SP)),
-    "full-pp2-recompute": (2, (FULL, PP, "2", SHARDED, *RECOMPUTE)),
     "full-tp2-pp2-sp": (4, (FULL, TP, "2", PP, "2", SP, SHARDED)),
     "full-bf16": (2, (FULL, SHARDED, "--bf16")),
+    "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
+    "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),
+    "experts-allgather-lora-packed": (2, (*EXPERTS, *ALLGATHER, EP, "2", *LORA, *PACKED)),
 }
 
 
@@ -46,14 +67,40 @@ def estimated(rank, *, flags, ranks):
     return estimate(parsed, units_of_data(parsed.args, parsed.model, step=1))
 
 
+@pytest.fixture(scope="module")
+def table():
+    """Rows for the table of docs/memory.md, which goes to the file that MEMORY_TABLE names."""
+    rows = []
+    yield rows
+    if "MEMORY_TABLE" in os.environ:
+        head = ["| " + " | ".join(("run", "stage", *COLUMNS)) + " |"]
+        head.append("| --- | --- |" + " ---: |" * len(COLUMNS))
+        Path(os.environ["MEMORY_TABLE"]).write_text("\n".join([*head, *rows, ""]))
+
+
+def row(name, stage, real):
+    """Estimated and measured, in MB."""
+    found = {**stage.most, "total": stage.total}
+    found[DECODER] = found.get(DECODER, 0) + found.get(PIPELINE, 0)
+    seen = {**real.most, **real.state, "total": real.total}
+    cells = (
+        " / ".join(
+            f"{sum(each.get(part, 0) for part in parts) / 1e6:.2f}" for each in (found, seen)
+        )
+        for parts in COLUMNS.values()
+    )
+    return f"| {name} | {stage.stage} | " + " | ".join(cells) + " |"
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_holds_what_was_estimated(flags, name):
+def test_a_step_holds_what_was_estimated(flags, name, table):
     ranks, more = CASES[name]
     run = [*flags, *more, "--train-iters", "2"]
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
     found = run_ranks(measure, ranks, flags=run, apart=DP in more or FULL in more, timeout=180.0)
     for stage in stages:
         real, most = found[stage.rank], dict(stage.most)
+        table.append(row(name, stage, real))
         for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
             assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
         # What stages send each other is among what the real decoder's passes made.

@@ -13,8 +13,10 @@ from unittest import mock
 import ranks
 import torch.distributed as dist
 from built_in_faults import BuiltIn
-from draws import Draw, Layout
+from drawn_options import Layout
+from draws import Draw
 from prepared import Prepared
+from torch.distributed import TCPStore
 
 from loongplug.parallel import failure
 from loongplug.training.run import run
@@ -41,6 +43,24 @@ class Ending:
     details: str = ""
 
 
+class Agent:
+    """What torchrun's agent is to the ranks that it starts: a store, the same for each attempt."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._attempts = 0
+
+    def environment(self) -> dict[str, str]:
+        """Of the ranks of the next attempt."""
+        self._attempts += 1
+        return {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempts - 1),
+        }
+
+
 def attempt(
     folder: Path,
     layout: Layout,
@@ -49,12 +69,19 @@ def attempt(
     prepared: Prepared,
     draw: Draw | None = None,
     save: Path | None = None,
+    agent: Agent | None = None,
 ) -> Ending:
-    """Run ``flags`` on ``layout``, with the fault of ``draw`` where there is one."""
+    """Run ``flags`` on ``layout``, with the fault of ``draw`` where there is one.
+
+    With an ``agent``, ranks find each other through its store, as torchrun's do.
+    """
     prepared.model(flags)
     folder.mkdir(parents=True)
     options = {"flags": flags, "folder": folder, "draw": draw, "save": save, "prepared": prepared}
+    options["agent"] = agent.environment() if agent else {}
     numbers = range(layout.ranks)
+    for rank in numbers:
+        (folder / f"{rank}.said").touch()
     details = ""
     try:
         with mock.patch.object(ranks, "GRACE_SECONDS", ENDING_SECONDS):
@@ -83,6 +110,7 @@ def life(
     draw: Draw | None,
     save: Path | None,
     prepared: Prepared,
+    agent: dict[str, str],
 ) -> str:
     """A rank's, as ``loongplug/train.py`` has it."""
     said = os.open(folder / f"{rank}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -106,7 +134,11 @@ def life(
 
     world_size = dist.get_world_size()
     store = lambda timeout: dist.FileStore(str(folder / "board"), world_size)  # noqa: E731
-    with failure.failure_board(store):
+    if agent:
+        dist.barrier()  # a group that goes takes its sockets from those that still connect
+        dist.destroy_process_group()  # the run makes its own
+        os.environ.update(agent)
+    with failure.failure_board(None if agent else store):
         try:
             run(flags, on_report=note)
         except SystemExit as ended:

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from draws import Draw
+from draws import Draw, exchanges_features
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -134,9 +134,9 @@ class _Full(io.FileIO):
 
 def exchange_of(draw: Draw) -> tuple[Any, str]:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
-    if draw.mode in ("uniform", "hetero-tp"):
-        return P2PCommunicator, "_communicate"
-    return Exchange, "_move"
+    if exchanges_features(draw.mode):
+        return Exchange, "_move"
+    return P2PCommunicator, "_communicate"
 
 
 def before(owner: Any, name: str, act: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a fuzzed run is: layout, mode, data, freeze, and what goes wrong in it. Pure.
+"""What a fuzzed run is: a choice of options, and what goes wrong in it. Pure.
 
 ``drawn`` makes a draw out of choices. Whoever calls it brings the choices: hypothesis in the
 tests, a seeded generator in ``fuzz_runs.py``. A draw is written and read as one line of JSON.
@@ -9,13 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from drawn_options import (
+    ALONE,
+    COMMON,
+    DAMAGES,
+    EXTRAS,
+    MODELS,
+    ROWS,
+    TRAINS,
+    Layout,
+    can_have,
+    is_full,
+    layouts_of,
+    modes_of,
+)
+
 Choose = Callable[[Sequence[Any]], Any]  # one of them
 
 STEPS = 4
 SAVE_INTERVAL = 2
 GLOBAL_BATCH = 8
-ROWS = ("text", "mixed", "many", "lone")  # how many images rows have
-DAMAGES = ("pixels", "media", "row")  # of one row, which the third step meets
 DAMAGED_STEP = 3
 
 PLACES = (
@@ -23,83 +36,27 @@ PLACES = (
     *("save", "saved"),
 )
 WAYS = ("open", "write", "flush")  # where a full disk shows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Of the decoder; data parallel is what is left of ``ranks``."""
-
-    ranks: int = 1
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-
-    def flags(self) -> list[str]:
-        """As the command line has them."""
-        flags = []
-        if self.tp > 1:
-            flags += ["--tensor-model-parallel-size", str(self.tp)]
-        if self.pp > 1:
-            flags += ["--pipeline-model-parallel-size", str(self.pp)]
-        if self.vpp > 1:
-            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
-        return flags
-
-
-ALONE = Layout()
-# By the number of ranks. Most draws have one or two: a draw costs what its ranks cost.
-LAYOUTS = {
-    1: (ALONE,),
-    2: (
-        Layout(ranks=2),
-        Layout(ranks=2, tp=2),
-        Layout(ranks=2, pp=2),
-        Layout(ranks=2, pp=2, vpp=2),
-    ),
-    4: (
-        Layout(ranks=4, tp=2),
-        Layout(ranks=4, pp=2),
-        Layout(ranks=4, tp=2, pp=2),
-        Layout(ranks=4, tp=2, pp=2, vpp=2),
-        Layout(ranks=4, tp=4),
-        Layout(ranks=4, pp=4),
-    ),
+# What can happen: each kind, with the places (ways, damages) that it is drawn at. A signal before
+# training is set up ends a process in the ordinary way: that is a kill.
+HAPPENINGS: dict[str, tuple[str, ...]] = {
+    "none": ("",),
+    "exception": PLACES,
+    "kill": PLACES,
+    "full disk": WAYS,
+    "sigterm": PLACES[1:],
+    "bad sample": DAMAGES,
 }
-
-# Flags of each mode; ``MODES_OF`` says which a layout can have.
-MODES: dict[str, tuple[str, ...]] = {
-    "uniform": (),
-    "hetero-tp": ("model.image_encoder.tensor_model_parallel_size=1",),
-    "hetero-dp": ("--enable-encoder-hetero-dp",),
-    "full": ("--enable-full-hetero-dp",),
-    "full-balanced": (
-        *("--enable-full-hetero-dp", "--use-vit-dp-balance"),
-        *("--dp-balance-trigger-threshold-vit", "0"),
-    ),
-}
-FREEZES: dict[str, tuple[str, ...]] = {
-    "nothing": (),
-    "encoder": ("+model.image_encoder.freeze=True",),
-    "encoder and projector": (
-        *("+model.image_encoder.freeze=True", "+model.image_projector.freeze=True"),
-    ),
-}
-# What may be added to a run and leaves its losses as they are; each is there in some draws.
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "distributed optimizer": ("--use-distributed-optimizer",),
-    "overlap": ("--overlap-grad-reduce",),
-    "async save": ("--async-save",),
-}
+# After these torchrun starts a run again.
+RESTARTED = ("exception", "kill", "full disk")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What goes wrong, where and when.
 
-    ``kind``: none, exception, kill, full disk, sigterm, bad sample. ``ranks``: those that it
-    happens to. It happens at the ``at``-th time, counted from the beginning of ``step`` (for
-    the disk, from the save after it), that a rank comes to ``place`` (or meets the disk in
-    ``way``).
+    ``kind``: one of HAPPENINGS. ``ranks``: those that it happens to. It happens at the ``at``-th
+    time, counted from the beginning of ``step`` (for the disk, from the save after it), that a
+    rank comes to ``place`` (or meets the disk in ``way``).
     """
 
     kind: str = "none"
@@ -112,18 +69,29 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One fuzzed run. ``resume`` is the layout in which it goes on afterwards."""
+    """One fuzzed run. ``resume`` is the layout in which it goes on afterwards.
+
+    ``restart``: the same command line goes on, as torchrun has it, from a checkpoint or without
+    one.
+    """
 
     layout: Layout
     mode: str
+    model: str = "dense"
     rows: str
     damage: str  # "" for none; met with --bad-sample skip, unless that is the fault
-    freeze: str
+    trains: str
     extras: tuple[str, ...]
     micro_batch: int
     fault: Fault
     resume: Layout
     resume_mode: str
+    restart: bool = False
+
+    @property
+    def where(self) -> str:
+        """Of HAPPENINGS, what its kind happens at."""
+        return self.damage if self.fault.kind == "bad sample" else self.fault.place + self.fault.way
 
     def to_json(self) -> str:
         """One line."""
@@ -142,43 +110,60 @@ class Draw:
 
 def drawn(choose: Choose, *, large: bool = False) -> Draw:
     """A draw; ``large``: four ranks as often as one or two. The simplest options come first."""
-    layout = choose(LAYOUTS[choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))])
+    model = choose((*["dense"] * 5, *MODELS))
+    layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
     mode = choose(modes_of(layout))
+    trains = choose((*COMMON, *COMMON, *TRAINS))
     fault = _fault(choose, layout, mode)
-    damage = choose(DAMAGES) if fault.kind == "bad sample" else choose(("", "", "", *DAMAGES))
-    rows = choose(ROWS if damage in ("", "row") else ("mixed", "many"))
-    extras = tuple(name for name in EXTRAS if _has(choose, name, layout))
-    resume, resume_mode = ALONE, "uniform"
-    if choose((False, False, True)):
-        resume = choose(LAYOUTS[choose((1, 2))] if layout.ranks == 1 else (layout, *LAYOUTS[2]))
-        resume_mode = choose(modes_of(resume))
+    rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
+    restart = fault.kind in RESTARTED and choose((False, False, False, True))
+    resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
     return Draw(
         layout=layout,
         mode=mode,
+        model=model,
         rows=rows,
         damage=damage,
-        freeze=choose(tuple(FREEZES)),
-        extras=extras,
+        trains=trains,
+        extras=_extras(choose, layout, mode),
         micro_batch=choose((2, 1)),
         fault=fault,
         resume=resume,
         resume_mode=resume_mode,
+        restart=restart,
     )
 
 
-def modes_of(layout: Layout) -> tuple[str, ...]:
-    """Those that a layout can have."""
-    if layout.tp > 1:
-        return tuple(MODES)
-    return ("uniform", "full", "full-balanced")
+def _extras(choose: Choose, layout: Layout, mode: str) -> tuple[str, ...]:
+    found = [
+        name
+        for name, extra in EXTRAS.items()
+        if can_have(name, layout, mode) and choose((False,) * (extra.odds - 1) + (True,))
+    ]
+    # Also where the run goes on in a layout that cannot have the one that brings them: optimizer
+    # state is of one kind.
+    found += [brought for name in found for brought in EXTRAS[name].brings]
+    return tuple(dict.fromkeys(found))
 
 
-def _has(choose: Choose, extra: str, layout: Layout) -> bool:
-    if extra == "overlap" and layout.ranks == 1:
-        return False
-    return bool(
-        choose((False, False, False, False, True) if extra == "async save" else (True, False))
-    )
+def _resume(choose: Choose, model: str, layout: Layout) -> tuple[Layout, str]:
+    """A layout and a mode to go on in: mostly the single rank, which costs least."""
+    if not choose((False, False, False, True)):
+        return ALONE, "uniform"
+    two = layouts_of(model, 2)
+    resume = choose((ALONE, *two) if layout.ranks == 1 else (layout, *two))
+    return resume, choose(modes_of(resume))
+
+
+def _data(choose: Choose, fault: Fault, *, common: bool) -> tuple[str, str]:
+    """Rows, and what is wrong with one of them. What is not ``common`` meets fewer of both."""
+    if fault.kind == "bad sample":
+        damage = choose(DAMAGES)
+    else:
+        damage = choose(("", "", "", *DAMAGES)) if common else ""
+    if damage in ("pixels", "media"):  # there is an image to damage
+        return choose(("mixed", "many") if common else ("mixed",)), damage
+    return choose(ROWS if common else ("mixed", "lone")), damage
 
 
 def _fault(choose: Choose, layout: Layout, mode: str) -> Fault:
@@ -201,8 +186,7 @@ def _fault(choose: Choose, layout: Layout, mode: str) -> Fault:
             step=choose((4, 2)),
             at=choose((1, 2, 3, 4, 5)),
         )
-    # A signal before training is set up ends a process in the ordinary way: that is a kill.
-    place = choose(places_of(layout, mode)[1:] if kind == "sigterm" else places_of(layout, mode))
+    place = choose([each for each in HAPPENINGS[kind] if comes_to(each, layout, mode)])
     step = choose((4, 2)) if place in ("save", "saved") else choose((3, 3, 4, 2, 1))
     return Fault(
         kind=kind,
@@ -213,19 +197,23 @@ def _fault(choose: Choose, layout: Layout, mode: str) -> Fault:
     )
 
 
-def places_of(layout: Layout, mode: str) -> tuple[str, ...]:
-    """Where a run of this layout comes to."""
-    exchanges = mode in ("hetero-dp", "full", "full-balanced") or layout.pp > 1
-    return tuple(place for place in PLACES if place != "exchange" or exchanges)
+def exchanges_features(mode: str) -> bool:
+    """Whether features travel between ranks; else, only hidden states between stages do."""
+    return is_full(mode) or mode == "hetero-dp"
+
+
+def comes_to(place: str, layout: Layout, mode: str) -> bool:
+    """Whether a run of this layout comes to ``place``."""
+    return place != "exchange" or layout.pp > 1 or exchanges_features(mode)
 
 
 def ranks_at(place: str, layout: Layout, mode: str) -> tuple[int, ...]:
     """The ranks that come to ``place``."""
     on_first_stage = layout.ranks // layout.pp
-    if mode not in ("full", "full-balanced"):
-        if place == "encoder" or (place == "exchange" and mode == "hetero-dp"):
-            return tuple(range(on_first_stage))
-        if place == "unit":
-            apart = 1 if mode == "hetero-dp" else layout.tp
-            return tuple(range(0, on_first_stage, apart))
-    return tuple(range(layout.ranks))
+    if place == "unit":
+        # The first of each group that encodes together; those all have one on the first stage.
+        apart = 1 if mode == "hetero-dp" else layout.tp
+        everywhere = mode in ("full", "full-balanced")
+        return tuple(range(layout.ranks) if everywhere else range(0, on_first_stage, apart))
+    encodes = place == "encoder" or (place == "exchange" and mode == "hetero-dp")
+    return tuple(range(on_first_stage if encodes and not is_full(mode) else layout.ranks))

@@ -24,6 +24,8 @@ MODEL = (
     *("model.image_encoder.num_layers=2", "model.image_encoder.deepstack_layers=[0]"),
 )
 
+EXPERTS = ("model.foundation.num_experts=4", "model.foundation.expert_ffn_hidden_size=24")
+
 
 def place_of_damage() -> int:
     """The row that the third step meets, in the middle of its batch."""
@@ -52,13 +54,14 @@ def write_rows(folder: Path, *, rows: str, damage: str) -> Path:
     return file
 
 
-def base_flags(folder: Path) -> list[str]:
-    """Of every fuzzed run, less its data."""
+def base_flags(folder: Path, *, model: str = "qwen3_vl_tiny") -> list[str]:
+    """Of every fuzzed run of a model, less its data."""
     processor = folder / "processor"
     if not processor.exists():
         write_processor(processor)
     return [
-        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu", *MODEL),
+        *("--model-name", model, "--training-phase", "sft", "--device", "cpu", *MODEL),
+        *(EXPERTS if "moe" in model else ()),
         *("--tokenizer-model", str(processor), "--seq-length", "64"),
         *("--micro-batch-size", "2", "--global-batch-size", str(GLOBAL_BATCH)),
         *("--lr", "1e-2", "--lr-decay-style", "constant", "--train-iters", str(STEPS)),

@@ -7,13 +7,15 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
+from attempts import ENDING_SECONDS, RUN_SECONDS
+from drawn_options import MODELS
 from draws import Draw, drawn
 from fuzzed_run import World, WrongEndError
 from rich.console import Console
@@ -25,19 +27,24 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from tally import ENOUGH, Tally
 
 FORK = multiprocessing.get_context("fork")
+# A draw is up to three runs: its reference, itself, and the run that goes on.
+DRAW_SECONDS = 4 * (RUN_SECONDS + ENDING_SECONDS)
+WRONG_ENOUGH = 10  # to look at; when all runs hang, more would take hours
 
 
 def main() -> None:
     """Exits with 1 when a draw ends otherwise than it has to."""
     options = _options()
-    with tempfile.TemporaryDirectory(prefix="loongplug-fuzz-") as name:
+    with tempfile.TemporaryDirectory(prefix="loongplug-fuzz-", ignore_cleanup_errors=True) as name:
         world = World(Path(name))
-        with redirect_stdout(sys.stderr):
-            world.weights()
         if options.draw:
             sys.exit(_one(world, Draw.from_json(options.draw)))
+        with redirect_stdout(sys.stderr):
+            for model in MODELS:
+                world.weights(model)
         sys.exit(_many(world, options))
 
 
@@ -74,32 +81,63 @@ def _many(world: World, options: argparse.Namespace) -> int:
         FORK.Process(target=_work, args=(world, slot, numbers, results, options, until))
         for slot in range(options.jobs)
     ]
-    console, begun = Console(), time.monotonic()
-    seen: Counter[str] = Counter()
-    wrong = 0
+    console, begun, tally = Console(), time.monotonic(), Tally()
     for worker in workers:
         worker.start()
+    try:
+        stalled = _count(tally, results, workers, console=console, draws=options.draws)
+    finally:
+        for worker in workers:  # its ranks end with it
+            worker.kill()
+    seconds = time.monotonic() - begun
+    _show(tally, console)
+    console.print(
+        f"{tally.total} draws of seed {options.seed} in {seconds:.0f} s; {tally.wrong} wrong"
+    )
+    failures = shortcomings(tally, whole=tally.total >= ENOUGH) + stalled
+    for failure in failures:
+        console.print(f"fuzz: error: {failure}", markup=False, highlight=False)
+    return 1 if failures else 0
+
+
+def _count(
+    tally: Tally, results: Any, workers: list[Any], *, console: Console, draws: int
+) -> list[str]:
+    """Take results into ``tally`` until the workers are done; gives what is wrong with these."""
+    heard = time.monotonic()
     columns = (TextColumn("fuzzing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("fuzzing", total=options.draws)
+        task = bar.add_task("fuzzing", total=draws)
         while any(worker.is_alive() for worker in workers) or not results.empty():
             try:
-                kind, fired, error = results.get(timeout=0.5)
+                draw, ending, error = results.get(timeout=0.5)
             except Empty:
+                if time.monotonic() - heard > DRAW_SECONDS:
+                    return [f"no draw has ended for {DRAW_SECONDS:.0f} s"]
                 continue
+            heard = time.monotonic()
+            tally.add(draw, ending)
             bar.advance(task)
-            if not console.is_terminal and (seen.total() + 1) % 20 == 0:
-                console.print(f"{seen.total() + 1} of {options.draws}, {wrong} wrong")
-            seen[f"{kind}{'' if fired else ' (not come to)'}"] += 1
             if error is not None:
-                wrong += 1
                 console.print(error, markup=False, highlight=False, soft_wrap=True)
-    total, seconds = seen.total(), time.monotonic() - begun
-    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(seen.items()))
-    console.print(
-        f"{total} draws of seed {options.seed} in {seconds:.0f} s: {kinds}; {wrong} wrong"
-    )
-    return 1 if wrong or any(worker.exitcode for worker in workers) else 0
+            if not console.is_terminal and tally.total % 20 == 0:
+                console.print(f"{tally.total} of {draws}, {tally.wrong} wrong")
+            if tally.wrong >= WRONG_ENOUGH:
+                return [f"ended after {tally.total} draws"]
+    codes = [worker.exitcode for worker in workers if worker.exitcode]
+    return [f"a job has ended with code {code}" for code in codes]
+
+
+def _show(tally: Tally, console: Console) -> None:
+    console.print(tally.table())
+    console.print(tally.drawn_options(), highlight=False, soft_wrap=True)
+
+
+def shortcomings(tally: Tally, *, whole: bool) -> list[str]:
+    """Why the fuzz fails; ``whole``: there were enough draws to have come to everything."""
+    wrong = [f"{tally.wrong} draws end otherwise than they have to"] if tally.wrong else []
+    never = tally.never() if whole else []
+    return wrong + [f"{tally.total} draws have never come to {each}" for each in never]
 
 
 def _work(
@@ -119,12 +157,12 @@ def _work(
             except Empty:
                 break
             draw = drawn(random.Random(f"{options.seed} {number}").choice, large=options.large)
-            error, fired = None, draw.fault.kind in ("none", "bad sample")
+            ending, error = None, None
             try:
-                fired |= world.check(draw).fired
+                ending = replace(world.check(draw), details="")
             except WrongEndError as wrong:
                 error = str(wrong)
-            results.put((draw.fault.kind, fired, error))
+            results.put((draw, ending, error))
     results.close()
     results.join_thread()
     os._exit(0)

@@ -6,13 +6,15 @@ nothing happens to, or with one error on all ranks and a checkpoint that trainin
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attempts import FAILED, TERMINATED, WHOLE, Ending, attempt
+from attempts import FAILED, TERMINATED, WHOLE, Agent, Ending, attempt
 from built_in_faults import MESSAGE, NO_SPACE
-from draws import ALONE, EXTRAS, FREEZES, MODES, SAVE_INTERVAL, STEPS, Draw, Fault, Layout
+from drawn_options import ALONE, MODELS, TRAINS, VISION, Layout, extra_flags, mode_flags
+from draws import SAVE_INTERVAL, STEPS, Draw, Fault
 from fuzz_data import base_flags, place_of_damage, write_rows
 from prepared import Prepared
 
@@ -36,12 +38,10 @@ class World:
     folder: Path
     name: str = ""  # before the names of its own folders
     _prepared: Prepared = field(default_factory=Prepared)
-    _weights: Path | None = None
-    _references: dict[tuple[str, str, str], Losses] = field(default_factory=dict)
     _runs: int = 0
 
     def beside(self, slot: int) -> "World":
-        """One for another process, which begins with the same data and weights."""
+        """One for another process, which shares the folder."""
         return replace(self, name=f"{slot}-")
 
     def check(self, draw: Draw) -> Ending:
@@ -67,83 +67,98 @@ class World:
         policy = "fatal" if draw.fault.kind == "bad sample" else "skip"
         flags = self.flags(draw, draw.layout, draw.mode, "--bad-sample", policy)
         flags += ["--save", str(save)]
-        ending = self._attempt(place / "first", draw.layout, flags, draw=draw, save=save)
+        agent = Agent() if draw.restart else None
+        if agent:
+            flags += ["--load", str(save)]
+        options = {"draw": draw, "save": save, "agent": agent}
+        ending = self._attempt(place / "first", draw.layout, flags, **options)
         judge(draw, ending, expected)
         latest = latest_checkpoint(save)
         require_latest(draw, ending, latest)
-        if 0 < latest < STEPS:
+        if agent and FAILED in ending.ways:
+            resumed = self._attempt(place / "second", draw.layout, flags, agent=agent)
+        elif 0 < latest < STEPS:
             flags = self.flags(draw, draw.resume, draw.resume_mode, "--load", str(save))
-            saves = draw.resume == draw.layout
-            flags += ["--save", str(save)] * saves
+            flags += ["--save", str(save)] * (draw.resume == draw.layout)
             resumed = self._attempt(place / "second", draw.resume, flags)
-            require_whole(resumed, {step: expected[step] for step in expected if step > latest})
-            left = sorted(path.name for path in save.glob(".*"))
-            require(not saves or not left, f"the next run's saves leave {left} where they are")
+        else:
+            return ending
+        require_whole(resumed, {step: expected[step] for step in expected if step > latest})
+        left = sorted(path.name for path in save.glob(".*"))
+        saves = "--save" in flags and latest < STEPS
+        require(not saves or not left, f"the next run's saves leave {left} where they are")
         return ending
 
     def _attempt(self, place: Path, layout: Layout, flags: list[str], **options: Any) -> Ending:
         return attempt(place, layout, flags, prepared=self._prepared, **options)
 
     def reference(self, draw: Draw) -> Losses:
-        """Of the single rank on the same data, with the same freeze; made once."""
-        key = draw.rows, draw.damage, draw.freeze
-        if key not in self._references:
-            plain = Draw(
-                layout=ALONE,
-                mode="uniform",
-                rows=draw.rows,
-                damage=draw.damage,
-                freeze=draw.freeze,
-                extras=(),
-                micro_batch=2,
-                fault=Fault(),
-                resume=ALONE,
-                resume_mode="uniform",
-            )
-            flags = self.flags(plain, ALONE, "uniform")
-            losses = self._alone("reference", flags).losses[0]
-            require(losses[STEPS] < losses[1], f"the reference does not learn: {losses}")
-            self._references[key] = losses
-        return self._references[key]
+        """Of the single rank on the same data that trains the same; made once."""
+        name = "-".join((draw.model, draw.rows, draw.damage, draw.trains)).replace(" ", "-")
+        plain = Draw(
+            layout=ALONE,
+            mode="uniform",
+            model=draw.model,
+            rows=draw.rows,
+            damage=draw.damage,
+            trains=draw.trains,
+            extras=(),
+            micro_batch=2,
+            fault=Fault(),
+            resume=ALONE,
+            resume_mode="uniform",
+        )
+        found = self._alone(f"reference-{name}", lambda: self.flags(plain, ALONE, "uniform"))
+        losses = {int(step): loss for step, loss in found.items()}
+        # A single image does not lower the loss of all.
+        learns = draw.rows != "lone" or draw.trains not in VISION
+        require(not learns or losses[STEPS] < losses[1], f"the {name} run does not learn: {losses}")
+        return losses
 
     def flags(self, draw: Draw, layout: Layout, mode: str, *more: str) -> list[str]:
         """A run's; bad samples are skipped, unless ``more`` has it otherwise."""
         data = write_rows(self.folder, rows=draw.rows, damage=draw.damage)
         return [
-            *base_flags(self.folder),
-            *("--train-data-path", str(data), "--load-hf", str(self.weights())),
+            *base_flags(self.folder, model=MODELS[draw.model]),
+            *("--train-data-path", str(data), "--load-hf", str(self.weights(draw.model))),
             *("--micro-batch-size", str(draw.micro_batch), "--bad-sample", "skip"),
             *layout.flags(),
-            *MODES[mode],
-            *FREEZES[draw.freeze],
-            *(
-                flag
-                for name in draw.extras
-                if name != "overlap" or layout.ranks > 1
-                for flag in EXTRAS[name]
-            ),
+            *mode_flags(mode, layout),
+            *extra_flags(draw.extras, model=draw.model, layout=layout, mode=mode),
+            *TRAINS[draw.trains],  # patterns, up to the next flag
             *more,
         ]
 
-    def weights(self) -> Path:
-        """A Hugging Face folder that all runs begin with."""
-        if self._weights is None:
-            weights = self.folder / "weights"
-            data = write_rows(self.folder, rows="mixed", damage="")
-            flags = [*base_flags(self.folder), "--train-data-path", str(data)]
-            flags += ["--lr", "0", "--train-iters", "1", "--save-hf", str(weights)]
-            self._alone("first weights", flags)
-            self._weights = weights
-        return self._weights
+    def weights(self, model: str) -> Path:
+        """A Hugging Face folder that all runs of a model begin with."""
+        weights = self.folder / f"weights-{model}"
 
-    def _alone(self, name: str, flags: list[str]) -> Ending:
-        ending = self._attempt(self.folder / f"{self.name}{name}", ALONE, flags)
-        require(ending.ways == [WHOLE], f"the {name} run ends as {ending.ways}\n{ending.details}")
-        self._prepared.modules(
-            json.loads((self.folder / f"{self.name}{name}" / "modules").read_text())
-        )
-        shutil.rmtree(self.folder / f"{self.name}{name}")
-        return ending
+        def flags() -> list[str]:
+            data = write_rows(self.folder, rows="mixed", damage="")
+            base = base_flags(self.folder, model=MODELS[model])
+            base += ["--train-data-path", str(data), "--lr", "0", "--train-iters", "1"]
+            return [*base, "--save-hf", str(weights)]
+
+        self._alone(f"first-{weights.name}", flags)
+        return weights
+
+    def _alone(self, name: str, flags: Callable[[], list[str]]) -> dict[str, float]:
+        """Losses of a single rank, whose run is made once for all worlds in the folder."""
+        file = self.folder / f"{name}.json"
+        if not file.exists():
+            place = self.folder / f"{self.name}{name}"
+            ending = self._attempt(place, ALONE, flags())
+            require(
+                ending.ways == [WHOLE], f"the {name} run ends as {ending.ways}\n{ending.details}"
+            )
+            modules = json.loads((place / "modules").read_text())
+            shutil.rmtree(place)
+            part = self.folder / f"{self.name}{name}.part"
+            part.write_text(json.dumps([ending.losses[0], modules]))
+            part.rename(file)
+        losses, modules = json.loads(file.read_text())
+        self._prepared.modules(modules)
+        return losses
 
 
 def judge(draw: Draw, ending: Ending, expected: Losses) -> None:

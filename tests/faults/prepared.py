@@ -17,27 +17,31 @@ class Prepared:
     """Made in the process that forks the ranks, taken by ``use`` within each."""
 
     _parser: argparse.ArgumentParser = field(default_factory=flags._build_parser)
-    _models: dict[tuple[str, ...], config.ComposedModel] = field(default_factory=dict)
+    _models: dict[tuple[str, tuple[str, ...]], config.ComposedModel] = field(default_factory=dict)
+    _tried: set[str] = field(default_factory=set)
 
     def modules(self, names: list[str]) -> None:
         """Import what a run has imported."""
-        for name in names:
+        for name in set(names) - self._tried:
             with suppress(Exception):  # some are there under other conditions only
                 importlib.import_module(name)
+        self._tried |= set(names)
 
     def model(self, command_line: list[str]) -> None:
         """Compose the model of a command line."""
         overrides = tuple(each for each in command_line if each.lstrip("+").startswith("model."))
-        if overrides not in self._models:
-            name = command_line[command_line.index("--model-name") + 1]
-            self._models[overrides] = config.compose_model(model_name=name, overrides=overrides)
+        name = command_line[command_line.index("--model-name") + 1]
+        if (name, overrides) not in self._models:
+            composed = config.compose_model(model_name=name, overrides=overrides)
+            self._models[name, overrides] = composed
 
     def use(self) -> None:
         """In a rank, once: reading a command line changes the parser."""
         compose = arguments.compose_model
 
         def made(**options: Any) -> config.ComposedModel:
-            return self._models.get(options["overrides"]) or compose(**options)
+            key = options["model_name"], options["overrides"]
+            return self._models.get(key) or compose(**options)
 
         arguments.compose_model = made
         flags._build_parser = lambda: self._parser

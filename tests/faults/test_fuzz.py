@@ -6,12 +6,13 @@
 import os
 
 import pytest
-from draws import Draw, Fault, Layout, drawn
+from drawn_options import Layout
+from draws import Draw, Fault, drawn
 from fuzzed_run import World
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-DRAWS = int(os.environ.get("FUZZ_DRAWS", "20"))
+DRAWS = int(os.environ.get("FUZZ_DRAWS", "12"))
 
 PP2, PP4 = Layout(ranks=2, pp=2), Layout(ranks=4, pp=4)
 ONE = Layout()
@@ -23,14 +24,14 @@ def draws(draw: st.DrawFn) -> Draw:
     return drawn(lambda options: draw(st.sampled_from(options)))
 
 
-def case(layout: Layout, mode: str, fault: Fault, *, freeze: str, resume: Layout) -> Draw:
+def case(layout: Layout, mode: str, fault: Fault, *, trains: str, resume: Layout) -> Draw:
     """One run by hand."""
     return Draw(
         layout=layout,
         mode=mode,
         rows="mixed",
         damage="",
-        freeze=freeze,
+        trains=trains,
         extras=(),
         micro_batch=2,
         fault=fault,
@@ -49,8 +50,8 @@ def world(tmp_path_factory):
 FULL_DISK = Fault(kind="full disk", ranks=(2,), way="flush", step=4)
 
 
-@example(case(PP2, "full", Fault(), freeze="encoder and projector", resume=PP2))
-@example(case(PP4, "full", FULL_DISK, freeze="nothing", resume=ONE))
+@example(case(PP2, "full", Fault(), trains="decoder", resume=PP2))
+@example(case(PP4, "full", FULL_DISK, trains="everything", resume=ONE))
 @given(draws())
 @settings(
     max_examples=DRAWS,

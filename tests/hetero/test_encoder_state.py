@@ -159,7 +159,7 @@ class Inner:
         pass
 
 
-def events(schedule: str, *, beside: bool, training: bool = True) -> str:
+def events(schedule: str, *, beside: bool, training: bool = True, chunks: int = 1) -> str:
     """How many bytes are away, as . (none) or # (all), before each of the steps F and B."""
     part = Part()
     device = Device(HostCopies())
@@ -183,10 +183,10 @@ def events(schedule: str, *, beside: bool, training: bool = True) -> str:
                 outputs.pop(0).backward()
                 look()
 
-    timing.begin(None, (), training=training)
-    forwards = schedule.count("F")
+    number = schedule.count("F") // chunks
+    timing.begin(None, (None,) * number, training=training)
     timing.around(runs)(
-        forward_step_func=forward_step, num_microbatches=forwards // 2, model=[None, None]
+        forward_step_func=forward_step, num_microbatches=number, model=[None] * chunks
     )
     timing.end()
     look()
@@ -194,17 +194,20 @@ def events(schedule: str, *, beside: bool, training: bool = True) -> str:
 
 
 def test_it_is_away_between_the_second_forward_and_the_last_backward():
-    assert events("FFFBFBBB", beside=True) == ".######.."
+    assert events("FFFBFBBB", beside=True, chunks=2) == ".######.."
     assert events("FFBB", beside=True) == ".##.."
 
 
 def test_where_one_microbatch_is_in_flight_it_is_away_all_the_time():
     assert events("FBFBFBFB", beside=False) == "########."
+    assert events("FB", beside=True) == "##."
+    assert events("FB", beside=False) == "##."
 
 
 def test_in_evaluation_it_comes_back_at_the_end():
     assert events("FFFF", beside=True, training=False) == ".###."
     assert events("FFFF", beside=False, training=False) == "####."
+    assert events("F", beside=True, training=False) == "#."
 
 
 @pytest.mark.gpu

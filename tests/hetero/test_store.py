@@ -122,6 +122,29 @@ def test_two_units_are_on_the_device_at_most(monkeypatch):
     assert counts[-1] == 0
 
 
+def test_what_stays_is_let_go_unit_by_unit():
+    """Also what has come in one piece, and shares of a payload; whole payloads are not copied."""
+    arrived, payload = torch.randn(9, WIDTH), torch.randn(8, WIDTH)
+    features = {**dict(enumerate(arrived.split([4, 0, 5]))), 3: torch.randn(8, WIDTH)[2:4]}
+    features[4] = payload.detach()
+    store, whole = KeptOnDevice(features), StorageWeakRef(arrived.untyped_storage())
+    assert not features
+    expected = arrived[4:].clone()
+    del arrived
+    assert whole.expired()
+    found = [store.bring(unit) for unit in range(5)]
+    assert [each.untyped_storage().nbytes() for each in found] == [each.nbytes for each in found]
+    assert torch.equal(found[2], expected)
+    assert found[4].data_ptr() == payload.data_ptr()
+
+
+def test_a_gradient_that_did_not_come_is_missed():
+    store = KeptOnHost(made([1, 2]), copies=HostCopies(), device=CPU)
+    store.keep_gradient(1, torch.zeros(2, WIDTH))
+    with pytest.raises(AssertionError, match=r"no gradient came for units \[0\]"):
+        store.gradients()
+
+
 def test_a_unit_out_of_turn_is_refused():
     store = KeptOnHost(made([1, 2]), copies=HostCopies(), device=CPU)
     with pytest.raises(AssertionError, match="unit 1 is asked for before unit 0"):

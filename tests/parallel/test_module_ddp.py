@@ -16,8 +16,9 @@ from state_ranks import ENCODER, adopted
 from torch import nn
 
 from loongplug.parallel.layout import encoder_layout
-from loongplug.parallel.module_ddp import ModuleDataParallel, optimizer_per_module
+from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.module_state import ModulePart, ModuleState
+from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import TEXT_DECODER, create_parallel_state, layout_of, process_groups
 
 pytestmark = pytest.mark.quick

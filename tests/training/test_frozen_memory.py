@@ -1,9 +1,10 @@
 """What a frozen module costs: bytes of gradients, optimizer state and kept activations, counted.
 
-Counted on the tensors themselves and held against the formulas of docs/freezing.md, which take
-nothing but numbers of parameters.
+Counted on the tensors themselves, chunk by chunk, and held against the formulas of
+docs/freezing.md, which take nothing but numbers of parameters.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,26 +21,42 @@ from loongplug.verify.state import single_optimizers
 pytestmark = pytest.mark.slow
 
 PP = ("--pipeline-model-parallel-size", "2")
+VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
 MODULES = {
     "image_encoder": "model.image_encoder.freeze=true",
     "image_projector": "model.image_projector.freeze=true",
     "text_decoder": "model.foundation.freeze=true",
 }
+RANK = 4
+ADAPTED = {
+    "image_encoder": f"+model.image_encoder.lora.rank={RANK}",
+    "text_decoder": f"+model.foundation.lora.rank={RANK}",
+}
+LINEAR = re.compile(r".*\.linear_(qkv|proj|fc1|fc2)\.weight")
 # What of a pad between parameters a sharded gradient buffer may have, in values.
 PAD = 128
 
 
 @dataclass
-class Seen:
-    """One rank's run: sizes by module, bytes, and how often gradients of features travelled."""
+class Chunk:
+    """Of one chunk: sizes by module, of all parameters and of adapters by formula; bytes."""
 
     numel: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    adapters: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     tensors: int = 0
     gradients: int = 0
+
+
+@dataclass
+class Seen:
+    """One rank's run: its chunks, bytes, and how often features and their gradients travelled."""
+
+    chunks: list[Chunk] = field(default_factory=list)
     state: int = 0
     kept: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent_back: int = 0
     features_forward: int = 0
+    with_gradients: set[str] = field(default_factory=set)
 
 
 class Looks:
@@ -49,20 +66,32 @@ class Looks:
         self.seen = seen
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
-        self.optimizer = optimizer
+        self.chunks, self.optimizer = chunks, optimizer
         for chunk in chunks:
+            seen = Chunk()
             for name, parameter in chunk.module.named_parameters():
-                module = next(each for each in MODULES if f"{each}." in name)
-                self.seen.numel[module] += parameter.numel()
-                self.seen.tensors += 1
+                seen.tensors += 1
+                if "_lora." in name:
+                    continue
+                seen.numel[_module(name)] += parameter.numel()
+                if LINEAR.fullmatch(name):
+                    seen.adapters[_module(name)] += RANK * sum(parameter.shape)
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                self.seen.gradients += buffer.grad_data.nbytes
+                seen.gradients += buffer.grad_data.nbytes
+            self.seen.chunks.append(seen)
 
     def loss(self, microbatch: Any, report: Any) -> None:
         pass
 
     def count_state(self) -> None:
-        """Two moments, and what the optimizer holds as fp32 weights beside the model's."""
+        """Two moments, and what the optimizer holds as fp32 weights beside the model's.
+
+        Also which parameters have a gradient, or a place for one.
+        """
+        for chunk in self.chunks:
+            for name, parameter in chunk.module.named_parameters():
+                if parameter.grad is not None or hasattr(parameter, "main_grad"):
+                    self.seen.with_gradients.add(_part(name))
         for single in single_optimizers(self.optimizer):
             if single.is_stub_optimizer:
                 continue
@@ -71,6 +100,15 @@ class Looks:
                     state = single.optimizer.state[main]
                     self.seen.state += state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
                     self.seen.state += 0 if isinstance(main, torch.nn.Parameter) else main.nbytes
+
+
+def _module(name: str) -> str:
+    return next(each for each in MODULES if f"{each}." in name)
+
+
+def _part(name: str) -> str:
+    """The parameter's module, or the adapters in it."""
+    return _module(name) + ("'s adapters" if "_lora." in name else "")
 
 
 def counted(rank: int, *, flags: list[str]) -> Seen:
@@ -127,54 +165,68 @@ def counted(rank: int, *, flags: list[str]) -> Seen:
     return seen
 
 
-FROZEN = {
-    "nothing": (),
-    "encoder": ("image_encoder",),
-    "vision": ("image_encoder", "image_projector"),
-    "decoder": ("text_decoder",),
+# What trains: modules, and adapters in a module that is else frozen.
+TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all": (tuple(MODULES), ()),
+    "all but the encoder": (("image_projector", "text_decoder"), ()),
+    "decoder": (("text_decoder",), ()),
+    "all but the decoder": (("image_encoder", "image_projector"), ()),
+    "adapters": ((), tuple(ADAPTED)),
+    "projector and the decoder's adapters": (("image_projector",), ("text_decoder",)),
 }
 LAYOUTS = {
     "uniform": PP,
-    "full": (*PP, "--enable-full-hetero-dp", "--use-distributed-optimizer", "--bf16"),
+    "full": (*PP, *VPP, "--enable-full-hetero-dp", "--use-distributed-optimizer", "--bf16"),
 }
+IN_UNIFORM = ("all but the encoder", "all but the decoder", "adapters")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_what_is_frozen_costs_no_gradients_no_state_no_activations(flags, frozen, layout):
+@pytest.mark.parametrize(
+    ("trained", "layout"),
+    [*((each, "full") for each in TRAINED), *((each, "uniform") for each in IN_UNIFORM)],
+)
+def test_what_is_frozen_costs_no_gradients_no_state_no_activations(flags, trained, layout):
     full = layout == "full"
-    still = set(MODULES) - set(FROZEN[frozen])
+    modules, adapted = TRAINED[trained]
     ranks = run_ranks(
         counted,
         2,
         flags=[
             *(*flags, *LAYOUTS[layout], "--train-iters", "1"),
-            *(MODULES[module] for module in FROZEN[frozen]),
+            *(MODULES[each] for each in MODULES if each not in (*modules, *adapted)),
+            *(ADAPTED[each] for each in adapted),
         ],
         timeout=120.0,
     )
+
+    def of(chunk: Chunk, part: str) -> int:
+        """Trained parameters of a module in a chunk."""
+        return chunk.numel[part] if part in modules else chunk.adapters[part] * (part in adapted)
+
     for seen in ranks:
-        trained = sum(count for module, count in seen.numel.items() if module in still)
-        pads = 4 * PAD * (seen.tensors + len(MODULES)) if full and trained else 0
-        assert 4 * trained <= seen.gradients <= 4 * trained + pads
-        assert bool(seen.kept["image_encoder"]) == (
-            "image_encoder" in still and bool(seen.numel["image_encoder"])
-        )
-        assert bool(seen.kept["image_projector"]) == (
-            len(still & {"image_encoder", "image_projector"}) > 0
-            and bool(seen.numel["image_projector"])
-        )
+        assert len(seen.chunks) == (2 if full else 1)
+        for chunk in seen.chunks:
+            here = sum(of(chunk, part) for part in MODULES)
+            pads = 4 * PAD * (chunk.tensors + len(MODULES)) if full and here else 0
+            assert 4 * here <= chunk.gradients <= 4 * here + pads
+        assert seen.with_gradients <= {*modules, *(f"{each}'s adapters" for each in adapted)}
+        # A projector behind a trained encoder passes gradients on, also where it is frozen.
+        vision = [each for each in (*modules, *adapted) if each != "text_decoder"]
+        has_vision = seen.chunks[0].numel["image_encoder"] > 0
+        assert bool(seen.kept["image_encoder"]) == ("image_encoder" in vision and has_vision)
+        assert bool(seen.kept["image_projector"]) == (bool(vision) and has_vision)
         # One exchange each way in full separation; none back when nobody wants the gradients.
         assert seen.features_forward == full
-        assert seen.sent_back == (full and frozen != "vision")
+        assert seen.sent_back == (full and bool(vision))
+
+    def held(seen: Seen, part: str) -> int:
+        return sum(of(chunk, part) for chunk in seen.chunks)
+
     if not full:
         assert [seen.state for seen in ranks] == [
-            8 * sum(seen.numel[module] for module in still) for seen in ranks
+            8 * sum(held(seen, part) for part in MODULES) for seen in ranks
         ]
         return
     # The encoder's replicas, here all ranks, share its state; the decoder's stages have their own.
-    first, last = (seen.numel for seen in ranks)
-    distinct = sum(first[module] for module in still) + (
-        last["text_decoder"] if "text_decoder" in still else 0
-    )
+    distinct = sum(held(ranks[0], part) for part in MODULES) + held(ranks[1], "text_decoder")
     assert sum(seen.state for seen in ranks) == 12 * distinct

@@ -14,7 +14,8 @@ from ranks import run_ranks
 from loongplug.data import media
 from loongplug.data.units import UnitLoader
 from loongplug.hetero import group_ahead, stepped
-from loongplug.hetero.timing import Arrived, EncoderOfStep
+from loongplug.hetero.store import KeptOnDevice
+from loongplug.hetero.timing import EncoderOfStep
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -238,18 +239,18 @@ def features_alive(rank: int, *, flags: list[str]) -> list[int]:
     """After each step, how many units' features of all steps so far are still there."""
     leaves: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    made, end = Arrived.__init__, group_ahead.GroupAhead.end
+    made, end = KeptOnDevice.__init__, group_ahead.GroupAhead.end
 
-    def noted(self: Any, payloads: dict[int, Any], **options: Any) -> None:
-        made(self, payloads, **options)
-        leaves.extend(weakref.ref(each) for each in payloads.values())
+    def noted(self: Any, features: dict[int, Any]) -> None:
+        made(self, features)
+        leaves.extend(weakref.ref(each) for each in self._features.values())
 
     def counted(self: Any) -> None:
         end(self)
         alive.append(sum(leaf() is not None for leaf in leaves))
 
     with (
-        patch.object(Arrived, "__init__", noted),
+        patch.object(KeptOnDevice, "__init__", noted),
         patch.object(group_ahead.GroupAhead, "end", counted),
     ):
         run(flags)

@@ -1,6 +1,7 @@
 """A sampled part of the parity matrix, and how the matrix keeps what it has run."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -145,6 +146,13 @@ class TestWithoutRuns:
         assert os.getpid() not in {result.loss for result in results}
         lines = (tmp_path / "results.jsonl").read_text().splitlines()
         assert len(lines) == len(cells)
+
+    def test_any_message_of_a_cell_that_failed_is_printed(self, tmp_path, monkeypatch):
+        said = "RuntimeError: [/gloo/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:9104"
+        monkeypatch.setattr(Matrix, "_run", lambda self, cell, job: Result(cell=cell, failed=said))
+        console = Console(file=io.StringIO())
+        run_cells([CELL], folder=tmp_path, console=console)
+        assert f"{CELL.name}: failed: {said}\n" in console.file.getvalue()
 
     def test_what_a_job_dies_of_is_told(self, tmp_path, monkeypatch):
         def run(self, cell, job):

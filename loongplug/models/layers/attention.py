@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
 
+from loongplug.models.layers.dropout import own_draws
 from loongplug.models.layers.packed import PackedLayout, layout_of
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -145,7 +145,8 @@ class SDPAttention(MegatronModule):
         """[batch, heads, s, dim] x 3 -> [batch, heads, s, dim]."""
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, so each has to draw for itself.
-        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+        draws = own_draws(sequence_parallel=self.config.sequence_parallel)
+        with draws if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
                 q,
                 k,

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
@@ -17,6 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from loongplug.models.hf_mapping import Split
+from loongplug.models.layers.dropout import own_draws
 from loongplug.models.lora.place import LinearPlace
 from loongplug.models.lora.settings import LoraSettings
 
@@ -90,7 +90,7 @@ class Adapter(nn.Module):
             return x
         if self.place.same_input:
             return F.dropout(x, self.dropout)  # the same draw on all ranks of the group
-        with get_cuda_rng_tracker().fork():
+        with own_draws(sequence_parallel=self.place.in_parts):
             return F.dropout(x, self.dropout)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:

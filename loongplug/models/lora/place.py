@@ -27,6 +27,7 @@ class LinearPlace:
     split: Split
     group: dist.ProcessGroup
     sequence_parallel: bool
+    in_parts: bool  # its block's ranks have parts of the sequence, and draw for themselves
     expert: bool
 
     @property
@@ -50,6 +51,7 @@ def linear_place(linear: nn.Module, *, expert: bool) -> LinearPlace | None:
         split=split,
         group=group,
         sequence_parallel=bool(known.sequence_parallel) and get_pg_size(group) > 1 and not expert,
+        in_parts=known.config.sequence_parallel,
         expert=expert,
     )
 

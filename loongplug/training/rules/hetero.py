@@ -126,6 +126,13 @@ def offload_and_registration(args: Namespace, model: Any) -> str | None:
     return "--offload-encoder-state with --use-nccl-ub"
 
 
+def offload_and_hybrid_optimizer(args: Namespace, model: Any) -> str | None:
+    """One owner moves the optimizer's state."""
+    if not (args.offload_encoder_state and args.optimizer_cpu_offload):
+        return None
+    return "--offload-encoder-state with --optimizer-cpu-offload"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="encoder-layout",
@@ -197,5 +204,15 @@ RULES: tuple[Rule, ...] = (
         check=offload_and_registration,
         reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
         cure="drop one of them",
+    ),
+    Rule(
+        name="offload-optimizer",
+        refuses="`--offload-encoder-state` with `--optimizer-cpu-offload`",
+        check=offload_and_hybrid_optimizer,
+        reason="that optimizer has copies of weights of its own, and keeps its state on the host "
+        "already",
+        cure="drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
+        "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
+        "optimizer's state is on the host",
     ),
 )

@@ -8,6 +8,13 @@ from loongplug.models.registry import family_of
 from loongplug.training.rules.rule import Rule
 from loongplug.training.special_tokens import read_tokenizer, token_problems
 
+# What a run writes before its export.
+WRITTEN = (
+    *("--save", "--trace", "--metrics-json", "--tensorboard-dir"),
+    *("--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir"),
+)
+HF_OWN_FOLDER = "give the export a folder of its own"
+
 
 def required_flags(args: Namespace, model: Any) -> str | None:
     """The flags without a sensible default are given."""
@@ -94,6 +101,26 @@ def checkpoint_to_load(args: Namespace, model: Any) -> str | None:
     return f"--load {args.load} has no checkpoint"
 
 
+def hf_own_folder(args: Namespace, model: Any) -> str | None:
+    """What a run writes on its way leaves the folder of ``--save-hf`` to the export."""
+    return within_hf_folder(args)
+
+
+def within_hf_folder(args: Namespace) -> str | None:
+    """What else is written to or into ``--save-hf``, which an export replaces; of train.py's args.
+
+    A checkpoint's folder may have others in it: its own files are all named by iterations.
+    """
+    if not args.save_hf:
+        return None
+    export = Path(args.save_hf).resolve()
+    for flag in WRITTEN:
+        given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        if given and Path(given).resolve().is_relative_to(export):
+            return f"{flag} {given} with --save-hf {args.save_hf}"
+    return None
+
+
 def learning_rates(args: Namespace, model: Any) -> str | None:
     """The least learning rate is not above the highest."""
     if args.lr is None or args.min_lr <= args.lr:
@@ -161,6 +188,14 @@ RULES: tuple[Rule, ...] = (
         check=checkpoint_to_load,
         reason="the run would start from random weights without a word",
         cure="correct the folder; to start a run that can resume, give --save the same folder",
+    ),
+    Rule(
+        name="hf-own-folder",
+        refuses="`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, as "
+        "or in that of `--save-hf`",
+        check=hf_own_folder,
+        reason="an export replaces its whole folder, and nothing that is not its own",
+        cure=HF_OWN_FOLDER,
     ),
     Rule(
         name="learning-rates",

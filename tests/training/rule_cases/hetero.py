@@ -23,6 +23,13 @@ CASES: Cases = {
         [{**FULL, "offload_encoder_state": True, "nccl_ub": True}],
         [{**FULL, "full_hetero_dp_cpu_offload": True, "nccl_ub": True}],
     ),
+    "offload-optimizer": (
+        [{**FULL, "offload_encoder_state": True, "optimizer_cpu_offload": True}],
+        [
+            {**FULL, "full_hetero_dp_cpu_offload": True, "optimizer_cpu_offload": True},
+            {"optimizer_cpu_offload": True},
+        ],
+    ),
     "one-mode": (
         [{"enable_encoder_hetero_dp": True, "enable_full_hetero_dp": True}],
         [{"enable_encoder_hetero_dp": True}, {"enable_full_hetero_dp": True}],

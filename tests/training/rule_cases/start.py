@@ -22,6 +22,18 @@ CASES: Cases = {
     "tokenizer-folder": ([{"tokenizer_model": None}, {"tokenizer_model": "/nowhere"}], []),
     "hf-folder": ([{"load_hf": "/nope"}], []),
     "checkpoint-to-load": ([{"load": "/nope"}], [{"load": "/nope", "save": "/nope"}]),
+    "hf-own-folder": (
+        [
+            {"save_hf": "/run/hf", "save": "/run/hf"},
+            {"save_hf": "/run/hf", "save": "/run/hf/checkpoints"},
+            {"save_hf": "/run/hf", "metrics_json": "/run/hf/../hf/metrics.json"},
+            {"save_hf": "/run/hf", "trace": "/run/hf/trace"},
+        ],
+        [
+            {"save_hf": "/run/hf", "save": "/run", "metrics_json": "/run/metrics.json"},
+            {"save": "/run/checkpoints", "metrics_json": "/run/checkpoints/metrics.json"},
+        ],
+    ),
     "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),
     "warm-up": (
         [

@@ -1,0 +1,183 @@
+"""One optimizer per module, chained; what checkpoints have of each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from loongplug.parallel.learning_rates import rate_overrides
+from loongplug.parallel.parameter_groups import SavedRates, groups_to_load
+
+# The fp32 copies of bf16 parameters: by their places in groups, and as Megatron lists them.
+_MAIN, _LISTED = "main_params", "fp32_from_fp16_params"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Adam's step, which all parameters share; ``of_tensors`` where each has a copy (torch's)."""
+
+    value: float
+    of_tensors: bool
+
+
+class OptimizerPerModule(ChainedOptimizer):
+    """The optimizers of all parts, of which those where every rank is frozen have no state.
+
+    Upstream's chain asks each of them for its state. Here they keep their numbers, by which
+    checkpoints know optimizers, and are passed over.
+
+    ``saved_rates`` has the learning rates of all groups here and in the checkpoint that was
+    loaded. Groups keep this run's; whoever loads the scheduler knows which are to be taken.
+    """
+
+    def __init__(self, of_part: dict[str, list[Any]]) -> None:
+        super().__init__([each for optimizers in of_part.values() for each in optimizers])
+        self.of_part = of_part
+        self.saved_rates: list[SavedRates] = []
+
+    def _with_state(self) -> dict[int, Any]:
+        return {
+            number: optimizer
+            for number, optimizer in enumerate(self.chained_optimizers)
+            if not optimizer.is_stub_optimizer
+        }
+
+    def _synchronize_steps(self) -> Any:
+        return ChainedOptimizer._synchronize_steps(
+            SimpleNamespace(chained_optimizers=list(self._with_state().values()))
+        )
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> dict[int, Any]:
+        """As upstream's, by number. Collective over each part's groups; to save, over all ranks.
+
+        What is no tensor is saved by the first rank alone, so that it has to have what only others
+        know. Where Megatron has lists of groups, of which ranks and runs have others, tensors are
+        kept by their places, and groups are asked for whole.
+        """
+        self._synchronize_steps()
+        metadata = kwargs.get("metadata") or {}
+        kind = metadata.get("distrib_optim_sharding_type")
+        formats = (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats)
+        named = kind in formats and metadata.get("chained_optim_avoid_prefix", False)
+        step = None if is_loading else self._common_step()
+        states: dict[int, Any] = {}
+        for number, optimizer in self._with_state().items():
+            state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            states[number] = state
+            inner = state.get("optimizer", state)
+            if isinstance(inner, ShardedObject):
+                pass  # each model parallel rank's own
+            elif isinstance(optimizer, DistributedOptimizer):
+                _set_steps(inner["param_groups"], step)
+            else:
+                _by_places(state)
+                _set_steps(inner["param_groups"], step)
+                if step is not None and step.of_tensors:
+                    inner["state"].setdefault("common_step", torch.tensor(step.value))
+                if is_loading:
+                    del inner["param_groups"]
+            if not named:
+                add_prefix_for_sharding(state, f"chained_{number}.")
+        return states
+
+    def _common_step(self) -> _Step | None:
+        """The step, also on ranks without parameters; None before the first. Collective: all."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, next(self._own_steps(), None))
+        return next((step for step in everyone if step is not None), None)
+
+    def _own_steps(self) -> Iterator[_Step]:
+        for optimizer in self._with_state().values():
+            for group in optimizer.optimizer.param_groups:
+                if group["params"] and "step" in group:
+                    yield _Step(value=float(group["step"]), of_tensors=False)
+            for parameter, state in optimizer.optimizer.state.items():
+                if isinstance(parameter, torch.Tensor) and "step" in state:
+                    yield _Step(value=float(state["step"]), of_tensors=True)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Each optimizer's own by its number; those of parts that are frozen now are left out."""
+        self.saved_rates = []
+        for number, optimizer in self._with_state().items():
+            own = state_dict[number]
+            inner = own.get("optimizer", own)
+            live = optimizer.optimizer.state_dict()["param_groups"]
+            groups, rates = groups_to_load(live, inner["param_groups"])
+            self.saved_rates += rates
+            inner["param_groups"] = groups
+            if not isinstance(optimizer, DistributedOptimizer):
+                for group, now in zip(groups, live, strict=True):
+                    group["params"] = now["params"]
+                inner.setdefault("state", {})
+                if hasattr(optimizer, "fp32_from_float16_groups"):
+                    own[_LISTED] = _listed(own.pop(_MAIN, {}), optimizer.fp32_from_float16_groups)
+            optimizer.load_state_dict(own)
+        self._synchronize_steps()
+
+    def use_saved_rates(self) -> None:
+        """Take the learning rates of the checkpoint that was loaded."""
+        groups = [g for each in self._with_state().values() for g in each.optimizer.param_groups]
+        for group, rates in zip(groups, self.saved_rates, strict=True):
+            if rates.saved is not None:
+                group["max_lr"], group["min_lr"] = rates.saved
+
+
+def _set_steps(groups: Sequence[dict[str, Any]], step: _Step | None) -> None:
+    for group in groups:
+        if step is not None and ("step" in group or not step.of_tensors):
+            group["step"] = step.value if step.of_tensors else int(step.value)
+
+
+def _by_places(state: dict[str, Any]) -> None:
+    """Lists lose the places of what is empty on the rank that saves or loads; names do not."""
+    if _LISTED in state:
+        state[_MAIN] = {
+            f"{number}.{place}": tensor
+            for number, tensors in enumerate(state.pop(_LISTED))
+            for place, tensor in enumerate(tensors)
+        }
+
+
+def _listed(by_place: dict[str, Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [
+        [by_place[f"{number}.{place}"] for place in range(len(tensors))]
+        for number, tensors in enumerate(like)
+    ]
+
+
+def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's ``get_megatron_optimizer``: one chain of the optimizers of all parts.
+
+    Each part's optimizers are built in its state, so that they shard over its groups. Every
+    rank has the same optimizers in the same order, also where a part has no module, since
+    checkpoints number them. The chain's gradient norm is the root of the sum of the squares of
+    all parts; each is reduced over its own model parallel group (over all ranks with the
+    distributed optimizer), where a parameter that several ranks hold counts once, so it is the
+    same on every rank.
+    """
+
+    def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
+        of_part: dict[str, list[Any]] = {}
+        for name, state in model_chunks[0].states.items():
+            overrides = {
+                **(kwargs.get("config_overrides") or get_standard_config_overrides(config)),
+                **rate_overrides(config, model_chunks[0].lr_mults[name]),
+            }
+            rated = {**kwargs, "config_overrides": overrides}
+            with state.entered():
+                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **rated)
+            assert type(chain) is ChainedOptimizer, type(chain)
+            of_part[name] = chain.chained_optimizers
+        return OptimizerPerModule(of_part)
+
+    return get_megatron_optimizer

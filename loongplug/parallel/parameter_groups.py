@@ -1,0 +1,64 @@
+"""An optimizer's groups of parameters, found again among those of a checkpoint.
+
+A group is the parameters of one module that share settings. Rates may change between two runs, and
+groups may come and go as modules are frozen; what says which group is which stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loongplug.platform.upstream import PARAMETER_GROUP
+
+MODULE = PARAMETER_GROUP
+_RATES = ("max_lr", "min_lr")
+# Of what Megatron knows groups by: not the rates, nor what follows from them.
+_CHANGING = (*_RATES, "lr_mult")
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRates:
+    """The highest and least learning rate of a group here (``own``) and in the checkpoint.
+
+    ``saved`` is None where the checkpoint does not tell.
+    """
+
+    module: str
+    own: tuple[float, float]
+    saved: tuple[float, float] | None
+
+
+def groups_to_load(
+    own: Sequence[Group], saved: Sequence[Group]
+) -> tuple[list[dict[str, Any]], list[SavedRates]]:
+    """For each of a run's groups, its settings with all else as saved; and its rates in both.
+
+    ``params`` are left out. The rates in the groups are the run's.
+    """
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    same = [key for key in param_group_identifier_keys if key not in (MODULE, *_CHANGING)]
+    keys = {*param_group_identifier_keys, MODULE, "default_config"}
+    groups, rates = [], []
+    for group in own:
+        alike = [each for each in saved if all(each.get(key) == group.get(key) for key in same)]
+        named = [each for each in alike if each.get(MODULE) == group.get(MODULE)]
+        # Checkpoints from before groups had names, and settings that all groups share.
+        named = named or [each for each in alike if MODULE not in each]
+        start = next(iter(named or alike or saved), {})
+        settings = {key: group[key] for key in keys if key in group}
+        groups.append({**start, **settings})
+        rates.append(_rates(group, named))
+    return groups, rates
+
+
+def _rates(group: Group, named: Sequence[Group]) -> SavedRates:
+    def of(each: Group) -> tuple[float, float]:
+        return each["max_lr"], each["min_lr"]
+
+    found = list(dict.fromkeys(map(of, named)))
+    own = of(group)
+    saved = found[0] if len(found) == 1 else own if own in found else None
+    return SavedRates(module=str(group.get(MODULE, "a module")), own=own, saved=saved)

@@ -1,0 +1,70 @@
+"""The fuzz fails where a fault does not happen any more."""
+
+import random
+
+import pytest
+from attempts import FAILED, TERMINATED, WHOLE, Ending
+from draws import Draw, drawn
+from fuzz_runs import shortcomings
+from tally import ENOUGH, Tally
+
+pytestmark = pytest.mark.quick
+
+
+def ending(draw: Draw, *, fired: bool = True) -> Ending:
+    """As a run in which the draw's fault happens, or does not, has to end."""
+    way = {"none": WHOLE, "sigterm": TERMINATED}.get(draw.fault.kind, FAILED)
+    return Ending(
+        ways=[way if fired else WHOLE],
+        losses=[],
+        said=[],
+        fired=fired and draw.fault.kind != "none",
+    )
+
+
+def tally(draws: list[Draw], *, silent: tuple[str, ...] = ()) -> Tally:
+    """Of ``draws``, in which faults of a ``silent`` kind or place do not happen."""
+    found = Tally()
+    for draw in draws:
+        found.add(draw, ending(draw, fired=not {draw.fault.kind, draw.where} & {*silent}))
+    return found
+
+
+def first(number: int, *, seed: int = 0) -> list[Draw]:
+    """As ``fuzz_runs.py`` draws them."""
+    return [drawn(random.Random(f"{seed} {each}").choice) for each in range(number)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_enough_draws_come_to_everything(seed):
+    assert shortcomings(tally(first(ENOUGH, seed=seed)), whole=True) == []
+
+
+@pytest.mark.parametrize(
+    ("silent", "named"),
+    [
+        ("kill", "the fault kill"),
+        ("exchange", "a fault at exchange"),
+        ("flush", "a fault at flush"),
+        ("media", "a fault at media"),
+    ],
+)
+def test_a_fault_that_never_happens_fails_the_fuzz(silent, named):
+    found = tally(first(ENOUGH), silent=(silent,))
+    assert shortcomings(found, whole=True) == [f"200 draws have never come to {named}"]
+    # A few draws need not come to everything.
+    assert shortcomings(found, whole=False) == []
+
+
+def test_an_option_that_is_never_drawn_fails_the_fuzz():
+    draws = [draw for draw in first(ENOUGH) if "state away" not in draw.extras]
+    (found,) = shortcomings(tally(draws), whole=True)
+    assert found.endswith("the extra state away")
+
+
+def test_a_wrong_draw_fails_the_fuzz_and_counts_as_no_fault():
+    found = Tally()
+    draw = next(draw for draw in first(ENOUGH) if draw.fault.kind == "kill")
+    found.add(draw, None)
+    assert shortcomings(found, whole=False) == ["1 draws end otherwise than they have to"]
+    assert "the fault kill" in found.never()
