@@ -2,7 +2,8 @@
 
 ``chunk_plan.py`` is a chunk's plan and the node in front of its layers, which asks the model for
 a microbatch's features as its forward does; ``layer_plan.py`` is a layer's, with the deepstack
-features in its nodes. ``node_recompute.py`` has nodes that compute twice, ``tensor_offload.py`` lets
-named activations of layers leave for the host, with or without plans. Plans, nodes and their order are Megatron's; what lives here extends them. It
-knows layers and microbatches, and nothing of modes or ranks.
+features in its nodes. ``node_recompute.py`` has nodes that compute twice; ``tensor_offload.py``
+lets named activations of layers leave for the host, with or without plans. Plans, nodes and their
+order are Megatron's; what lives here extends them. It knows layers and microbatches, and nothing of
+modes or ranks.
 """
