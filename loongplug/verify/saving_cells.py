@@ -17,7 +17,9 @@ _CANDIDATES = 400  # that are looked at for the next cell
 _ENCODER, _PROJECTOR, _DECODER = (
     f"model.{module}.freeze=true" for module in ("image_encoder", "image_projector", "foundation")
 )
-_LORA = ("+model.foundation.lora.rank=4", "+model.foundation.lora.alpha=8")
+# Adapters start at random values as large as the weights'. Counted in full, they make a model whose
+# gradients hang on the last bit of everything in front of them.
+_LORA = ("+model.foundation.lora.rank=4", "+model.foundation.lora.alpha=1")
 # What trains, by what is given for it: to the layout and to the single rank.
 TRAINED: dict[str, tuple[str, ...]] = {
     "all": (),
@@ -31,7 +33,8 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "decoder's LoRA": (_ENCODER, _PROJECTOR, *_LORA),
     "LoRA of all modules": (
         *_LORA,
-        *("+model.image_encoder.lora.rank=3", "+model.image_projector.lora.rank=2"),
+        *("+model.image_encoder.lora.rank=3", "+model.image_encoder.lora.alpha=1"),
+        *("+model.image_projector.lora.rank=2", "+model.image_projector.lora.alpha=0.5"),
     ),
 }
 # What leaves the device in phase 2, by the flags for it.

@@ -1,6 +1,6 @@
 """Drawn training runs with faults in them: right, or one error on all ranks; never a hang.
 
-``./scripts/fuzz.sh`` runs as many more as one likes, and CI 200 of them.
+``./scripts/fuzz.sh`` runs as many more as one likes.
 """
 
 import os
