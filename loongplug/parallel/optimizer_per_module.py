@@ -98,12 +98,13 @@ class OptimizerPerModule(ChainedOptimizer):
 
     def _own_steps(self) -> Iterator[_Step]:
         for optimizer in self._with_state().values():
-            for group in optimizer.optimizer.param_groups:
-                if group["params"] and "step" in group:
-                    yield _Step(value=float(group["step"]), of_tensors=False)
+            # First those of tensors: beside them, a group has what was loaded, which nobody counts.
             for parameter, state in optimizer.optimizer.state.items():
                 if isinstance(parameter, torch.Tensor) and "step" in state:
                     yield _Step(value=float(state["step"]), of_tensors=True)
+            for group in optimizer.optimizer.param_groups:
+                if group["params"] and "step" in group:
+                    yield _Step(value=float(group["step"]), of_tensors=False)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Each optimizer's own by its number; those of parts that are frozen now are left out."""
