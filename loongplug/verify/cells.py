@@ -159,11 +159,15 @@ def layouts(model: str) -> list[Cell]:
     return [cell for cell in cells if cell.possible]
 
 
+def sequence_parallel_choices(layout: Cell) -> tuple[bool, ...]:
+    """Whether the layout can be with or without it, or has to have it."""
+    if layout.tp == 1:
+        return (False,)
+    return (True,) if "moe" in layout.model else (False, True)  # experts with TP ask for it
+
+
 def choices(layout: Cell) -> list[Cell]:
     """The layout with every choice of the options that it can have."""
-    parallel: tuple[bool, ...] = (False, True) if layout.tp > 1 else (False,)
-    if "moe" in layout.model and layout.tp > 1:
-        parallel = (True,)  # experts under tensor parallelism ask for it
     return [
         replace(
             layout,
@@ -174,7 +178,7 @@ def choices(layout: Cell) -> list[Cell]:
             balance=balance,
         )
         for sequence, recompute, tied, optimizer, balance in product(
-            parallel,
+            sequence_parallel_choices(layout),
             RECOMPUTES,
             (False, True),
             OPTIMIZERS,

@@ -8,7 +8,15 @@ import random
 from dataclasses import dataclass, replace
 from itertools import product
 
-from loongplug.verify.cells import FULL, MODELS, MODES, MOST_RANKS, Cell, pairs
+from loongplug.verify.cells import (
+    FULL,
+    MODELS,
+    MODES,
+    MOST_RANKS,
+    Cell,
+    pairs,
+    sequence_parallel_choices,
+)
 
 _SIZES = (1, 2)
 _ENCODER_SIZES = (1, 2, 4)  # four are two stages of TP 2
@@ -100,7 +108,7 @@ def possible_cells(model: str) -> list[SavingCell]:
         )
         for layout in _layouts(model)
         for sequence, recompute, tied, optimizer, balance, trained, away in product(
-            _sequence_parallel(layout),
+            sequence_parallel_choices(layout),
             ("none", "both"),
             (False, True),
             ("plain", "overlapped"),
@@ -122,12 +130,6 @@ def _layouts(model: str) -> list[SavingCell]:
         for encoder_tp in _ENCODER_SIZES
     )
     return [cell for cell in cells if cell.possible and 1 < cell.ranks <= MOST_RANKS]
-
-
-def _sequence_parallel(layout: Cell) -> tuple[bool, ...]:
-    if layout.tp == 1:
-        return (False,)
-    return (True,) if "moe" in layout.model else (False, True)  # experts with TP ask for it
 
 
 def _covering(model: str) -> list[SavingCell]:
