@@ -10,39 +10,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from loongplug.platform.copies import Copies
+from loongplug.platform.saved_storages import SavedStorage, StandIn, stand_in
 
 # Storages below this stay: their copies would take longer than they are worth.
 _SMALL = 1024
 
 
 @dataclass(kw_only=True)
-class _Saved:
-    """A storage that operations have saved tensors of; as bytes, [nbytes] uint8 each."""
-
-    device: Tensor | None
-    host: Tensor | None = None
-
-    def tensor(self, like: "_Handle") -> Tensor:
-        assert self.device is not None, "the unit was not sent for"
-        found = torch.empty(0, dtype=like.dtype, device=self.device.device)
-        return found.set_(self.device.untyped_storage(), like.offset, like.size, like.stride)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Handle:
-    """Stands in for a saved tensor in the graph."""
-
-    saved: _Saved
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(kw_only=True)
 class _Unit:
     stays: set[int]  # storages, by their addresses
-    saved: dict[int, _Saved] = field(default_factory=dict)  # by the storage's address
+    saved: dict[int, SavedStorage] = field(default_factory=dict)  # by the storage's address
     mark: Any = None
 
 
@@ -71,7 +48,7 @@ class SavedOnHost:
         """Inside, ``unit`` is encoded; ``stays``: its inputs."""
         made = self._units[unit] = _Unit(stays=self._stays | _addresses(stays))
 
-        def pack(tensor: Tensor) -> _Handle | Tensor:
+        def pack(tensor: Tensor) -> StandIn | Tensor:
             return self._pack(tensor, made)
 
         with saved_tensors_hooks(pack, _unpack):
@@ -98,7 +75,7 @@ class SavedOnHost:
         self._copies.wait(here.mark)
         self._send_for_next()
 
-    def _pack(self, tensor: Tensor, unit: _Unit) -> _Handle | Tensor:
+    def _pack(self, tensor: Tensor, unit: _Unit) -> StandIn | Tensor:
         storage = tensor.untyped_storage() if type(tensor) is Tensor else None
         if (
             storage is None
@@ -107,16 +84,7 @@ class SavedOnHost:
             or storage._cdata in unit.stays
         ):
             return tensor.detach()  # the tensor itself would hold its own graph
-        if storage._cdata not in unit.saved:
-            nbytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            unit.saved[storage._cdata] = _Saved(device=nbytes)
-        return _Handle(
-            saved=unit.saved[storage._cdata],
-            dtype=tensor.dtype,
-            size=tensor.size(),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-        )
+        return stand_in(tensor, unit.saved)
 
     def _let_go(self) -> None:
         if self._leaving is None:
@@ -142,5 +110,5 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     return {each.untyped_storage()._cdata for each in tensors}
 
 
-def _unpack(packed: _Handle | Tensor) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.saved.tensor(packed)
+def _unpack(packed: StandIn | Tensor) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.tensor()

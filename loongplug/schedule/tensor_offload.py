@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform import Platform
 from loongplug.platform.copies import Copies
-
-
-@dataclass(kw_only=True, eq=False)
-class _Storage:
-    """What operations have saved tensors of; as bytes, [nbytes] uint8 each."""
-
-    device: Tensor | None
-    where: torch.device
-    host: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Handle:
-    """Stands in for a saved tensor in the graph."""
-
-    storage: _Storage
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def tensor(self) -> Tensor:
-        assert self.storage.device is not None, "its layer was sent for"
-        found = torch.empty(0, dtype=self.dtype, device=self.storage.where)
-        found.set_(self.storage.device.untyped_storage(), self.offset, self.size, self.stride)
-        _also_used_here(found)
-        return found
+from loongplug.platform.saved_storages import SavedStorage, StandIn, stand_in
 
 
 class TensorOffload:
@@ -154,8 +127,8 @@ class LayerTensors:
         self._in_nodes = in_nodes
         # A weak reference keeps a storage's address from being another's.
         self._named: dict[int, StorageWeakRef] = {}
-        self._saved: dict[int, _Storage] = {}
-        self._away: list[_Storage] = []
+        self._saved: dict[int, SavedStorage] = {}
+        self._away: list[SavedStorage] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -218,24 +191,19 @@ class LayerTensors:
             copies.wait(self._mark)
             self._mark = None
 
-    def _pack(self, tensor: Tensor) -> _Handle | Tensor:
+    def _pack(self, tensor: Tensor) -> StandIn | Tensor:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._offload.least:
             return tensor.detach()
-        if storage._cdata not in self._saved:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._saved[storage._cdata] = _Storage(device=whole, where=tensor.device)
-        return _Handle(
-            storage=self._saved[storage._cdata],
-            dtype=tensor.dtype,
-            size=tensor.size(),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-        )
+        return stand_in(tensor, self._saved)
 
-    def _unpack(self, packed: _Handle | Tensor) -> Tensor:
+    def _unpack(self, packed: StandIn | Tensor) -> Tensor:
         self._offload.bring(self, number=self._number)
-        return packed if isinstance(packed, Tensor) else packed.tensor()
+        if isinstance(packed, Tensor):
+            return packed
+        found = packed.tensor()
+        _also_used_here(found)
+        return found
 
 
 def _also_used_here(tensor: Tensor) -> None:
@@ -243,6 +211,6 @@ def _also_used_here(tensor: Tensor) -> None:
     tensor.record_stream(torch.cuda.current_stream())
 
 
-def _nbytes(saved: _Storage) -> int:
+def _nbytes(saved: SavedStorage) -> int:
     assert saved.device is not None
     return saved.device.untyped_storage().nbytes()

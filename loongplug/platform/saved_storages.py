@@ -1,0 +1,52 @@
+"""What autograd keeps of storages that may be elsewhere until a backward needs them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class SavedStorage:
+    """A storage that operations have saved tensors of; as bytes, [nbytes] uint8 each.
+
+    ``where`` is its device, also while ``device`` is None.
+    """
+
+    device: Tensor | None
+    where: torch.device
+    host: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """Stands in the graph for a saved tensor."""
+
+    storage: SavedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor, of its storage's bytes on the device."""
+        assert self.storage.device is not None, "its storage was not sent for"
+        found = torch.empty(0, dtype=self.dtype, device=self.storage.where)
+        return found.set_(
+            self.storage.device.untyped_storage(), self.offset, self.size, self.stride
+        )
+
+
+def stand_in(tensor: Tensor, known: dict[int, SavedStorage]) -> StandIn:
+    """For ``tensor``; its storage is entered in ``known``, by its address, if it is a new one."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in known:
+        nbytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        known[storage._cdata] = SavedStorage(device=nbytes, where=tensor.device)
+    return StandIn(
+        storage=known[storage._cdata],
+        dtype=tensor.dtype,
+        size=tensor.size(),
+        stride=tensor.stride(),
+        offset=int(tensor.storage_offset()),
+    )
