@@ -39,7 +39,12 @@ def offload_layers(chunk: MultimodalModel, offload: TensorOffload) -> None:
 
 def _watch(layer: nn.Module, name: str, offload: TensorOffload) -> bool:
     place = PLACES[name]
-    found = [*_found(layer, place.module)]
+    # A norm that is fused into the linear behind it is still given what the linear gets.
+    found = [
+        each
+        for each in _found(layer, place.module)
+        if place.given or not isinstance(each, IdentityOp)
+    ]
 
     def given(module: nn.Module, args: tuple[Any, ...]) -> None:
         offload.name(name, args[0])
@@ -60,9 +65,7 @@ def _watch(layer: nn.Module, name: str, offload: TensorOffload) -> bool:
 def _found(layer: nn.Module, wanted: str) -> Iterator[nn.Module]:
     for name, module in layer.named_modules():
         ends = name.startswith("mlp.") and name.endswith(wanted)
-        if (ends if wanted.startswith(".") else name == wanted) and not isinstance(
-            module, IdentityOp
-        ):
+        if ends if wanted.startswith(".") else name == wanted:
             yield module
 
 

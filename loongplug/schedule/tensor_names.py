@@ -18,6 +18,8 @@ class Place:
 # Shapes with s tokens of a rank (of its part of the sequence where sequence parallelism splits
 # it), and e of its experts' tokens, dispatched copies included.
 PLACES: dict[str, Place] = {
+    # [s, b, hidden]; [(1 + k) s, b, hidden] where k deepstack features travel with it
+    "layer_input": Place(module="input_layernorm", given=True),
     "input_layernorm_output": Place(module="input_layernorm", given=False),  # [s, b, hidden]
     "qkv": Place(module="self_attention.linear_qkv", given=False),  # [s, b, (q + k + v) / tp]
     "attention_output": Place(module="self_attention.linear_proj", given=True),  # [s, b, q / tp]

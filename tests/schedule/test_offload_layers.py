@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "recompute-vpp2-full": (4, (*EP2, *VPP2, FULL, *DROPOUT), (OVERLAP, *TWICE)),
 }
 # Of what is computed twice, its inputs are kept.
-LEFT_TWICE = {"pre_mlp_layernorm_input", "dispatched_input"}
+LEFT_TWICE = {"layer_input", "pre_mlp_layernorm_input", "dispatched_input"}
 
 
 class Watch:
