@@ -364,6 +364,34 @@ def bench_levels(
         run(rounds=rounds, json_path=json_path, pictures=pictures)
 
 
+@bench.command("memory")
+def bench_memory(
+    layers: Annotated[int, typer.Option(help="Of the decoder.")] = 16,
+    seq_length: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 512,
+    stages: Annotated[
+        int, typer.Option(help="Pipeline stages, of two virtual ones each; 1: no pipeline.")
+    ] = 1,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:
+    """Measure what a decoder with experts holds with each way to hold less: overlap included.
+
+    Ends with exit code 1 when the losses of two ways differ in a bit.
+    """
+    with _user_errors():
+        from loongplug.bench.memory import bench_memory as run
+
+        raise typer.Exit(
+            run(
+                layers=layers,
+                seq_length=seq_length,
+                stages=stages,
+                device=device,
+                json_path=json_path,
+            )
+        )
+
+
 @data.command("check")
 def data_check(
     files: Files,

@@ -80,12 +80,44 @@ class Tape(TorchDispatchMode):
         region, nbytes = self._region, storage.nbytes()
 
         def gone(_: Any) -> None:
-            del self._known[key]
-            self.live[region] -= nbytes
+            self._drop(key)
 
         self._known[key] = (weakref.ref(storage, gone), region, nbytes)
         self.live[region] = self.live.get(region, 0) + nbytes
         self.look()
+
+    def given_back(self, storage: torch.UntypedStorage) -> None:
+        """Its memory is no longer its own, though tensors on it live on."""
+        if storage._cdata in self._known:
+            self._drop(storage._cdata)
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Inside, storages that are resized count as what they are now.
+
+        No operation does this, so that entering the tape alone does not see it.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            known = self._known.get(storage._cdata)
+            if known is not None:
+                reference, region, before = known
+                self._known[storage._cdata] = (reference, region, storage.nbytes())
+                self.live[region] += storage.nbytes() - before
+                self.look()
+            return result
+
+        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010
+        try:
+            yield
+        finally:
+            delattr(torch.UntypedStorage, "resize_")
+
+    def _drop(self, key: int) -> None:
+        _, region, nbytes = self._known.pop(key)
+        self.live[region] -= nbytes
 
     def look(self) -> None:
         """Take note of the peak, where this is one."""
