@@ -48,5 +48,8 @@ WITH_EXPERTS: Cases = {
         [{"ep_overlap_early_attn_memory_release": True}],
         [{**EP2, "ep_overlap_early_attn_memory_release": True}],
     ),
-    "delayed-wgrad": ([{**EP2, "delay_wgrad_compute": True}], []),
+    "delayed-wgrad": (
+        [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True}],
+        [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": False}],
+    ),
 }
