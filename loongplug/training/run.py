@@ -24,7 +24,7 @@ from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import (
+from loongplug.platform.upstream_seams import (
     per_module_data_parallel_table,
     rates_table,
     setup_table,
