@@ -33,7 +33,7 @@ WITH_EXPERTS: Cases = {
             {**EP2, "moe_layer_recompute": True},
         ],
         [
-            {**EP2, **SELECTIVE, "recompute_modules": ["core_attn", "layernorm"]},
+            {**EP2, **SELECTIVE, "recompute_modules": ["core_attn"]},
             {"recompute_granularity": "full", "recompute_method": "uniform"},
         ],
     ),
