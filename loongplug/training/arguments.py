@@ -5,7 +5,8 @@ import io
 import os
 import traceback
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,16 @@ class ParsedArguments:
     model_yaml: dict[str, Any]
 
 
-def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArguments:
+def parse_arguments(
+    argv: Sequence[str], *, training: bool = True, verified: bool = False
+) -> ParsedArguments:
     """Parse and check ``argv`` (without the program's name) for this rank.
 
     Activates the platform that ``--device`` asks for. RANK and WORLD_SIZE come from the
     environment as torchrun sets them; nothing is communicated, and every rank comes to the same
     answer. Megatron's global variables are left for the caller to set. Without ``training``, what
-    only a run that trains needs is not asked for.
+    only a run that trains needs is not asked for; a run that is ``verified`` may be in fp32 where
+    others may not.
 
     Raises:
         ValueError: with every problem found, one line each.
@@ -78,7 +82,7 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
         backend=platform.backend,
         adapted_experts=adapts_experts(composed.config),
     )
-    problems += violated_rules(args, composed.config, training=training)
+    problems += violated_rules(args, composed.config, training=training, verified=verified)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -145,11 +149,14 @@ def validate_with_megatron(args: Namespace) -> None:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
 
+    from loongplug.models.decoder import DecoderConfig
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            validate_args(args)
-            core_transformer_config_from_args(args)  # for the checks it makes
+            with _for_its_own_layers(args):
+                validate_args(args)
+            core_transformer_config_from_args(args, DecoderConfig)  # for the checks it makes
     except (AssertionError, RuntimeError, ValueError) as error:
         # Some of its assertions have no text; the line itself then says most.
         asserted = traceback.extract_tb(error.__traceback__)[-1].line
@@ -159,3 +166,17 @@ def validate_with_megatron(args: Namespace) -> None:
     except SystemExit as error:
         last = said.getvalue().strip().rpartition("\n")[2]
         raise ValueError(f"Megatron-Core refuses the arguments: {last}") from error
+
+
+@contextmanager
+def _for_its_own_layers(args: Namespace) -> Iterator[None]:
+    """Inside, there is no ``--delay-wgrad-compute``, for which Megatron asks TransformerEngine.
+
+    The local linears can do it too. What it asks where TransformerEngine is used stands.
+    """
+    delayed = args.delay_wgrad_compute
+    args.delay_wgrad_compute = delayed and args.transformer_impl == "transformer_engine"
+    try:
+        yield
+    finally:
+        args.delay_wgrad_compute = delayed
