@@ -1,7 +1,8 @@
 """Traces of all ranks as one file of Chrome's trace format, which Perfetto opens.
 
 A rank is a process; its lanes are computing, communication, data and files, and the exchange of
-experts' tokens where the schedule has nodes for it. Times are microseconds since the first event. Arrows lead from a stage's send to its neighbour's receive.
+experts' tokens where the schedule has nodes for it. Times are microseconds since the first event.
+Arrows lead from a stage's send to its neighbour's receive.
 """
 
 import json

@@ -28,7 +28,7 @@ _SHORT: Final = {
     "moe_combine": "combine",
     "post_process": "output",
 }
-_DRAWN: Final = 18  # slots of time; boxes stay wide enough for their words
+_DRAWN: Final = 18  # slots of time, that is some four layers of both passes
 
 
 def combined_by_rank(of_step: Mapping[int, Sequence[Event]]) -> dict[int, list[CombinedStep]]:
@@ -91,9 +91,10 @@ def draw_exchanges(
         return False
     figure = Figure(figsize=(15, 1.2 + 1.15 * min(len(drawn), 64)), layout="constrained")
     axes = figure.add_subplot()
+    length = 0
     for number, trace in enumerate(drawn):
         own = steady[trace.rank]
-        _draw_step(axes, own[len(own) // 2].nodes, top=2.5 * number)
+        length = max(length, _draw_step(axes, own[len(own) // 2].nodes, top=2.5 * number))
     axes.set_yticks(
         [2.5 * number + lane for number in range(len(drawn)) for lane in (0, 1)],
         [
@@ -104,7 +105,8 @@ def draw_exchanges(
         fontsize=8,
     )
     axes.invert_yaxis()
-    axes.set_xlim(0, _DRAWN)
+    axes.set_xlim(0, length)
+    figure.set_figwidth(2.4 + 0.8 * length)
     axes.set_xticks([])
     axes.set_title(f"step {step}, numbers are microbatch / layer", loc="left", fontsize=10)
     axes.spines[:].set_visible(False)
@@ -115,10 +117,13 @@ def draw_exchanges(
     return True
 
 
-def _draw_step(axes: Any, nodes: Sequence[Node], *, top: float) -> None:
+def _draw_step(axes: Any, nodes: Sequence[Node], *, top: float) -> int:
+    """Two lanes from ``top`` on; gives their length."""
+    length = 0
     for node, slot in zip(nodes, slots(nodes), strict=True):
         if slot >= _DRAWN:
             continue
+        length = max(length, slot + 1)
         lane = top + (1 if node.computes else 0)
         axes.broken_barh(
             [(slot, 1)],
@@ -129,3 +134,4 @@ def _draw_step(axes: Any, nodes: Sequence[Node], *, top: float) -> None:
         place = "" if node.layer is None else f" / {node.layer}"
         text = f"{_SHORT.get(node.name, node.name)}\n{node.microbatch}{place}"
         axes.text(slot + 0.5, lane, text, ha="center", va="center", fontsize=7)
+    return length

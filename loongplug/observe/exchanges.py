@@ -9,9 +9,9 @@ a device with streams runs them when what they wait for is done. A node waits fo
    wait for the stream only, and nothing of their pass waits for them.
 
 So an exchange is under way from the end of the node that gives its input, its launch, to the begin
-of the node that takes its result, its wait. A computing node is *beside* it if neither waits for the
-other, be it over others. That needs the order of the events alone, not their times, so it can be
-asked of a run without streams. A pass begins and ends together with the one that it is combined
+of the node that takes its result, its wait. A computing node is *beside* it if neither waits for
+the other, be it over others. That needs the order of the events alone, not their times, so it can
+be asked of a run without streams. A pass begins and ends together with the one that it is combined
 with, so each combined step is looked at by itself.
 """
 
