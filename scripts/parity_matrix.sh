@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Every cell of the parity matrix against a single rank, docs/parity.md and docs/parity_savings.md.
+# Every cell of the parity matrix against a single rank: docs/parity.md and docs/parity_*.md.
 # What was run before stays in runs/parity: an interrupted run goes on, and only changed code is run
 # anew.
-#   ./scripts/parity_matrix.sh [--part layouts|savings] [--jobs N] [--json FILE] [--sample N [--seed S]]
+#   ./scripts/parity_matrix.sh [--part layouts|savings|overlap] [--jobs N] [--json FILE] [--sample N [--seed S]]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment demo

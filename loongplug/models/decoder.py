@@ -21,8 +21,17 @@ from loongplug.models.mrope import MultimodalRotary
 class DecoderConfig(TransformerConfig):
     """Megatron's transformer config plus what the deepstack layers need to know."""
 
+    bf16: bool = False  # Megatron's
     deepstack_features: int = 0  # decoder layer i < deepstack_features adds feature i
     recompute_nodes: tuple[str, ...] = ()  # of schedule nodes, see loongplug.schedule
+
+    def __post_init__(self) -> None:
+        """Megatron's, but for one check: its overlapped schedule may be verified in fp32."""
+        bf16 = self.bf16
+        fp32 = not bf16 and not self.fp16
+        self.bf16 = bf16 or (fp32 and self.overlap_moe_expert_parallel_comm)
+        super().__post_init__()
+        self.bf16 = bf16
 
 
 class TextDecoder(GPTModel):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loongplug.platform.upstream import PARAMETER_GROUP
+from loongplug.platform.upstream_seams import PARAMETER_GROUP
 
 MODULE = PARAMETER_GROUP
 _RATES = ("max_lr", "min_lr")

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.snapshot import Snapshot, load_start
-from loongplug.platform.upstream import rank_order_table
+from loongplug.platform.upstream_seams import rank_order_table
 
 TEXT_DECODER = "text_decoder"
 

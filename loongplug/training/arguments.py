@@ -36,13 +36,16 @@ class ParsedArguments:
     model_yaml: dict[str, Any]
 
 
-def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArguments:
+def parse_arguments(
+    argv: Sequence[str], *, training: bool = True, verified: bool = False
+) -> ParsedArguments:
     """Parse and check ``argv`` (without the program's name) for this rank.
 
     Activates the platform that ``--device`` asks for. RANK and WORLD_SIZE come from the
     environment as torchrun sets them; nothing is communicated, and every rank comes to the same
     answer. Megatron's global variables are left for the caller to set. Without ``training``, what
-    only a run that trains needs is not asked for.
+    only a run that trains needs is not asked for; a run that is ``verified`` may be in fp32 where
+    others may not.
 
     Raises:
         ValueError: with every problem found, one line each.
@@ -78,7 +81,7 @@ def parse_arguments(argv: Sequence[str], *, training: bool = True) -> ParsedArgu
         backend=platform.backend,
         adapted_experts=adapts_experts(composed.config),
     )
-    problems += violated_rules(args, composed.config, training=training)
+    problems += violated_rules(args, composed.config, training=training, verified=verified)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -145,11 +148,13 @@ def validate_with_megatron(args: Namespace) -> None:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
 
+    from loongplug.models.decoder import DecoderConfig
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
             validate_args(args)
-            core_transformer_config_from_args(args)  # for the checks it makes
+            core_transformer_config_from_args(args, DecoderConfig)  # for the checks it makes
     except (AssertionError, RuntimeError, ValueError) as error:
         # Some of its assertions have no text; the line itself then says most.
         asserted = traceback.extract_tb(error.__traceback__)[-1].line

@@ -16,7 +16,7 @@ from loongplug.checkpoint.same_rates import checked_rates
 from loongplug.checkpoint.same_tensors import checked_load
 from loongplug.checkpoint.tracker import check_latest, replaced_whole
 from loongplug.platform import Platform
-from loongplug.platform.upstream import (
+from loongplug.platform.upstream_saving import (
     asynchronous_save_on_cpu_table,
     synchronous_save_table,
     whole_checkpoints_table,

@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 
 from torch import Tensor
 
-from loongplug.platform.upstream import training_log_table
+from loongplug.platform.upstream_seams import training_log_table
 from loongplug.training.progress import StepReport, TrainingProgress
 
 

@@ -24,7 +24,7 @@ from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import (
+from loongplug.platform.upstream_seams import (
     per_module_data_parallel_table,
     rates_table,
     setup_table,
@@ -72,12 +72,14 @@ def run(
     *,
     on_report: Callable[[StepReport], None] | None = None,
     watch: Watch | None = None,
+    verified: bool = False,
 ) -> list[StepReport]:
     """Train as ``argv`` says; gives the reports of the run. Every rank enters.
 
-    ``on_report`` is called with each report, on every rank.
+    ``on_report`` is called with each report, on every rank. A run that is ``verified`` against
+    another may be in fp32 where others may not.
     """
-    parsed = parse_arguments(argv)
+    parsed = parse_arguments(argv, verified=verified)
     args = parsed.args
     platform = current_platform()
     platform.use(

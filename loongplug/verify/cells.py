@@ -189,10 +189,14 @@ def choices(layout: Cell) -> list[Cell]:
 
 def matrix(model: str) -> list[Cell]:
     """The model's cells: layouts in their modes, and more until every two axis values have met."""
-    everything = [choices(layout) for layout in layouts(model)]
+    return one_of_each([choices(layout) for layout in layouts(model)], seed=model)
+
+
+def one_of_each[CellT: Cell](everything: Sequence[list[CellT]], *, seed: str) -> list[CellT]:
+    """A cell of each list, and more until every two axis values have met that can."""
     wanted = {pair for possible in everything for cell in possible for pair in pairs(cell)}
-    generator = random.Random(model)
-    cells: list[Cell] = []
+    generator = random.Random(seed)
+    cells: list[CellT] = []
     for possible in everything:
         generator.shuffle(possible)  # so that where nothing is wanted any more, options vary
         cells.append(max(possible, key=lambda cell: len(pairs(cell) & wanted)))

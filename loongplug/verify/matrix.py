@@ -16,8 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from loongplug.observe.bars import threadless_bars
+from loongplug.verify.bits import bits_of, first_difference
 from loongplug.verify.cells import BATCH, Cell, layout_cells, sample
-from loongplug.verify.parity_page import layouts_page, savings_page
+from loongplug.verify.overlap_cells import OverlapCell, overlap_cells
+from loongplug.verify.parity_page import layouts_page, overlap_page, savings_page
 from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.results import Result, as_result, outcome
@@ -25,6 +27,7 @@ from loongplug.verify.runs import preload, record
 from loongplug.verify.saving_cells import saving_cells
 
 STEPS = 2
+_BIT_STEPS = 3
 # The longest sample just fits, so that images lie in several parts of a split sequence.
 LENGTH, SAMPLES = 44, 64
 _SECONDS = 300.0  # for one run
@@ -43,6 +46,7 @@ class Part:
 PARTS = {
     "layouts": Part("parity.md", layout_cells, layouts_page),
     "savings": Part("parity_savings.md", saving_cells, savings_page),
+    "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
 }
 
 
@@ -86,17 +90,33 @@ class Matrix:
             expected = self._reference(cell, base)
             found = self._recorded(f"layouts/{job}", flags, ranks=cell.ranks)
             comparison = compare(read_recording(found), read_recording(expected))
+            bits = self._bits(cell, base, job) if isinstance(cell, OverlapCell) else ""
         except (ValueError, RankError) as error:
             return Result(cell=cell, failed=str(error))
         worst = {what: comparison.worst(what) for what in ("gradients", "parameters")}
         return Result(
             cell=cell,
-            agrees=comparison.agrees,
+            agrees=comparison.agrees and not bits,
+            bits=bits,
             gradients=None if worst["gradients"] is None else worst["gradients"].error,
             parameters=None if worst["parameters"] is None else worst["parameters"].error,
             gradient_norm=max(norm.error for norm in comparison.norms),
             loss=max(loss.error for loss in comparison.losses),
         )
+
+    def _bits(self, cell: OverlapCell, base: Sequence[str], job: int) -> str:
+        """Where the cell in bf16 parts from the same layout without the overlap."""
+        folder = self._folder / f"bits/{job}"
+        shared = [*base, "--bf16", "--train-iters", str(_BIT_STEPS)]
+        found, expected = (
+            bits_of([*shared, *flags], ranks=cell.ranks, folder=folder, timeout=_SECONDS)
+            for flags in (cell.flags(), cell.twin_flags())
+        )
+        if not all(rank.nodes for rank in found) or any(rank.nodes for rank in expected):
+            return "the overlapped schedule did not run, or ran in both"
+        if all(image for rank in found for image in rank.images):
+            return "no microbatch was without images"
+        return first_difference(found, expected)
 
     def _recorded(self, name: str, flags: Sequence[str], *, ranks: int) -> Path:
         return record(
@@ -269,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the matrix, or a sample of it, and write its pages; 1 when a cell does not agree."""
     parser = argparse.ArgumentParser(prog="parity_matrix.sh", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results")
-    parser.add_argument("--part", choices=PARTS, help="only one of the two pages' cells")
+    parser.add_argument("--part", choices=PARTS, help="only one of the pages' cells")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells of each part")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="N cells at a time (1)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (0)")

@@ -1,9 +1,10 @@
-"""``docs/parity.md`` and ``docs/parity_savings.md``, made of the matrix's results."""
+"""The matrix's pages in ``docs``, made of its results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from loongplug.verify.cells import MODES, MOST_RANKS, Cell
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
+from loongplug.verify.overlap_cells import KEPT, OverlapCell
 from loongplug.verify.published import TABLE_A8, PublishedLayout
 from loongplug.verify.results import Result
 from loongplug.verify.saving_cells import AWAY, TRAINED, SavingCell
@@ -11,7 +12,11 @@ from loongplug.verify.saving_cells import AWAY, TRAINED, SavingCell
 _FIGURES = ("gradients", "norm", "loss", "parameters")
 _LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
 _OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
-_SAVINGS = ("trains", "away in phase 2")
+_MORE: dict[type[Cell], tuple[str, ...]] = {
+    Cell: (),
+    SavingCell: ("trains", "away in phase 2"),
+    OverlapCell: ("trains", "kept", "delayed", "bits"),
+}
 
 
 def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
@@ -57,6 +62,31 @@ def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
         *_by_group("trains", trained),
         "",
         *_by_group("away in phase 2", away),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of cells with the experts' exchange overlapped."""
+    kept = {name: [each for each in results if _overlap(each).kept == name] for name in KEPT}
+    delayed = [each for each in results if _overlap(each).delayed]
+    frozen = [each for each in results if _overlap(each).trained != "all"]
+    lines = [
+        *_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
+        "*Bits* are those of a second comparison, in bf16 over three steps, with the same layout "
+        "without the overlap and without what goes with it: each rank's losses, gradient norms, "
+        "gradients and parameters, with microbatches of text among them. *Kept* says what is kept "
+        "of a layer's activations ([moe_overlap.md](moe_overlap.md#memory)), *delayed* whether "
+        "weights' gradients are computed late. Layouts are on as few ranks as they take; pipeline "
+        "stages without virtual ones are refused, since Megatron's schedule has none. Every value "
+        "of a column meets every value of every other that it can be with.",
+        "",
+        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        "",
+        *_by_group("kept", kept),
+        "",
+        *_by_group("", {"delayed": delayed, "encoder frozen": frozen}),
         *_models(results),
     ]
     return "\n".join(lines) + "\n"
@@ -131,17 +161,18 @@ def _models(results: Sequence[Result]) -> Iterable[str]:
 
 
 def _table(results: Sequence[Result]) -> Iterable[str]:
-    savings = _SAVINGS if isinstance(results[0].cell, SavingCell) else ()
-    yield _line([*_LAYOUT, *_OPTIONS, *savings, *_FIGURES, "verdict"])
-    texts = ["---"] * (len(_OPTIONS) + len(savings))
+    more = _MORE[type(results[0].cell)]
+    yield _line([*_LAYOUT, *_OPTIONS, *more, *_FIGURES, "verdict"])
+    texts = ["---"] * (len(_OPTIONS) + len(more))
     yield _line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
     order = {mode: place for place, mode in enumerate(MODES)}
     for each in sorted(results, key=lambda result: (order[result.cell.mode], result.cell)):
         figures = ("" if each.loss is None else f"{figure:.1e}" for figure in _figures(each))
-        yield _line([*_columns(each.cell), *figures, _verdict(each)])
+        yield _line([*_columns(each), *figures, _verdict(each)])
 
 
-def _columns(cell: Cell) -> Iterable[str]:
+def _columns(result: Result) -> Iterable[str]:
+    cell = result.cell
     yield cell.mode
     yield from map(str, (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep))
     yield "yes" if cell.sequence_parallel else ""
@@ -151,10 +182,18 @@ def _columns(cell: Cell) -> Iterable[str]:
     yield "yes" if cell.balance else ""
     if isinstance(cell, SavingCell):
         yield from (cell.trained, cell.away)
+    if isinstance(cell, OverlapCell):
+        yield from (cell.trained, cell.kept, "yes" if cell.delayed else "")
+        yield "" if result.failed else "**differ**" if result.bits else "same"
 
 
 def _saving(result: Result) -> SavingCell:
     assert isinstance(result.cell, SavingCell), "the page of the savings is of such cells"
+    return result.cell
+
+
+def _overlap(result: Result) -> OverlapCell:
+    assert isinstance(result.cell, OverlapCell), "the page of the overlap is of such cells"
     return result.cell
 
 

@@ -239,7 +239,7 @@ class _Planner:
         before = os.environ.get("WORLD_SIZE")
         os.environ["WORLD_SIZE"] = str(ranks)
         try:
-            return parse_arguments(flags)
+            return parse_arguments(flags, verified=True)
         finally:
             if before is None:
                 del os.environ["WORLD_SIZE"]

@@ -48,6 +48,17 @@ def record_run(
 
     ``tell`` gets the number of each step that is done, from rank 0.
     """
+    join(rank, folder=folder, device=device)
+    from loongplug.training.run import run
+
+    recorder = Recorder(folder, tell=tell)
+    run(flags, watch=recorder, verified=True)
+    recorder.write()
+    dist.barrier()  # a rank that goes early would take its sockets from those that still talk
+
+
+def join(rank: int, *, folder: Path, device: str) -> None:
+    """Make this process a rank of the default group, which meets in ``folder``."""
     from loongplug.platform import activate
 
     platform = activate(device)
@@ -62,12 +73,6 @@ def record_run(
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(minutes=_COLLECTIVE_MINUTES),
     )
-    from loongplug.training.run import run
-
-    recorder = Recorder(folder, tell=tell)
-    run(flags, watch=recorder)
-    recorder.write()
-    dist.barrier()  # a rank that goes early would take its sockets from those that still talk
 
 
 def _exact_cuda(rank: int) -> None:

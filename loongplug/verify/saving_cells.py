@@ -65,12 +65,12 @@ class SavingCell(Cell):
     @property
     def reference(self) -> str:
         """Names the single rank's run, in which the same trains."""
-        return f"{self.weights}-{_word(self.trained)}"
+        return f"{self.weights}-{one_word(self.trained)}"
 
     @property
     def name(self) -> str:
         """A short one that tells cells apart."""
-        return f"{super().name}-{_word(self.trained)}-away-{_word(self.away)}"
+        return f"{super().name}-{one_word(self.trained)}-away-{one_word(self.away)}"
 
     def shared_flags(self) -> list[str]:
         """What the single rank is given, too."""
@@ -81,7 +81,12 @@ class SavingCell(Cell):
         return [*super().flags(), *AWAY[self.away]]
 
 
-def _word(words: str) -> str:
+def one_word(words: str) -> str:
+    """Words that a name can have in it.
+
+    >>> one_word("norms, biases, last layer")
+    'norms-biases-last-layer'
+    """
     return "-".join(words.replace(",", "").replace("'s", "").split())
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 
 from loongplug.checkpoint.same_tensors import checked_load
-from loongplug.platform.upstream import synchronous_save_table
+from loongplug.platform.upstream_saving import synchronous_save_table
 
 Shapes = dict[str, tuple[int, ...]]
 SAVED = {"encoder.weight": (4, 6), "decoder.weight": (8, 2), "decoder.bias": (8,)}

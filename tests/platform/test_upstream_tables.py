@@ -5,7 +5,8 @@ import queue
 
 import pytest
 
-from loongplug.platform.upstream import synchronous_save_table, training_log_table
+from loongplug.platform.upstream_saving import synchronous_save_table
+from loongplug.platform.upstream_seams import training_log_table
 
 pytestmark = pytest.mark.quick
 

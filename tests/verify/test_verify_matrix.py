@@ -180,12 +180,14 @@ class TestWithoutRuns:
         flags = ["--folder", str(tmp_path / "runs"), "--pages", str(tmp_path)]
         code = main([*flags, "--sample", "12", "--json", str(tmp_path / "results.json")])
         written = json.loads((tmp_path / "results.json").read_text())
-        assert len(written) == 24
+        assert len(written) == 12 * len(PARTS)
         assert code == 1
         assert not all(each["agrees"] for each in written)
         assert f"12 of {len(layout_cells())} cells" in (tmp_path / "parity.md").read_text()
         page = (tmp_path / "parity_savings.md").read_text()
         assert f"12 of {len(savings)} cells" in page
+        whole = len(PARTS["overlap"].cells())
+        assert f"12 of {whole} cells" in (tmp_path / "parity_overlap.md").read_text()
         main([*flags, "--sample", "2", "--part", "savings"])
         assert "12 of" in (tmp_path / "parity.md").read_text()
         assert "2 of" in (tmp_path / "parity_savings.md").read_text()

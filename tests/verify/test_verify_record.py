@@ -6,7 +6,7 @@ import torch
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Row, Source
 from loongplug.platform import current_platform
-from loongplug.platform.upstream import setup_table
+from loongplug.platform.upstream_seams import setup_table
 from loongplug.training.forward_step import ForwardStep
 from loongplug.verify.record import module_of
 from loongplug.verify.replicas import digest

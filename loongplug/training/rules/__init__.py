@@ -45,18 +45,24 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
 RULES: tuple[Rule, ...] = tuple(rule for rules in SUBJECTS.values() for rule in rules)
 
 
-def violations(args: Namespace, model: Any, *, training: bool = True) -> list[tuple[Rule, str]]:
+def violations(
+    args: Namespace, model: Any, *, training: bool = True, verified: bool = False
+) -> list[tuple[Rule, str]]:
     """The rules that ``args`` and ``model`` violate, in the table's order, and what is wrong."""
     return [
         (rule, problem)
         for rule in RULES
-        if (training or not rule.training_only) and (problem := rule.check(args, model)) is not None
+        if (training or not rule.training_only)
+        and (rule.verified or not verified)
+        and (problem := rule.check(args, model)) is not None
     ]
 
 
-def violated_rules(args: Namespace, model: Any, *, training: bool = True) -> list[str]:
+def violated_rules(
+    args: Namespace, model: Any, *, training: bool = True, verified: bool = False
+) -> list[str]:
     """One line for each rule that ``args`` and ``model`` violate, in the table's order."""
     return [
         f"{problem}: {rule.reason}; {rule.cure} [{rule.name}]"
-        for rule, problem in violations(args, model, training=training)
+        for rule, problem in violations(args, model, training=training, verified=verified)
     ]

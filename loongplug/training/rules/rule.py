@@ -16,7 +16,8 @@ class Rule:
     arguments, with the model's architecture and LoongPlug's defaults in place, and the model's
     config. It answers what is wrong with the given values, or None, also where its inputs are
     missing: another rule asks for them. It must not communicate: every rank evaluates every rule
-    alike. Rules of ``training_only`` do not concern a conversion.
+    alike. Rules of ``training_only`` do not concern a conversion, those with ``verified``
+    false no run that is held against another one in fp32.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Rule:
     reason: str
     cure: str
     training_only: bool = False
+    verified: bool = True
 
 
 def indivisible(what: str, value: int, *, args: Namespace) -> str | None:

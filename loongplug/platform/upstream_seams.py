@@ -1,0 +1,210 @@
+"""Where our own code takes a place in Megatron's training, each with its reason and signature."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from loongplug.platform.replacements import Replacement, ReplacementTable
+
+PARAMETER_GROUP = "module"  # the key of an optimizer's groups that says whose parameters they have
+
+
+def per_module_data_parallel_table(
+    *, wrapper: type, optimizer: Callable[[Any], Any]
+) -> ReplacementTable:
+    """Let Megatron wrap model chunks with ``wrapper`` and wrap its optimizer's constructor."""
+    return ReplacementTable(
+        "per-module data parallelism",
+        (
+            Replacement(
+                target="megatron.training.training.DDP",
+                replacement=wrapper,
+                signature="(config: megatron.core.transformer.transformer_config."
+                "TransformerConfig, ddp_config: megatron.core.distributed."
+                "distributed_data_parallel_config.DistributedDataParallelConfig, module: "
+                "torch.nn.modules.module.Module, disable_bucketing: bool = False, pg_collection: "
+                "Optional[megatron.core.process_groups_config.ProcessGroupCollection] = None, "
+                "full_param_layout: Optional[megatron.core.optimizer.param_layout."
+                "FullParamLayout] = None)",
+                reason="puts one wrapper with one data parallel group around a whole chunk",
+            ),
+            Replacement(
+                target="megatron.training.training.get_megatron_optimizer",
+                wrapper=optimizer,
+                signature="(config: megatron.core.optimizer.optimizer_config.OptimizerConfig, "
+                "model_chunks: List[megatron.core.transformer.module.MegatronModule], "
+                "config_overrides: Optional[Dict[megatron.core.optimizer.optimizer_config."
+                "ParamKey, megatron.core.optimizer_param_scheduler.ParamGroupOverride]] = None, "
+                "use_gloo_process_groups: bool = True, pg_collection: Optional["
+                "megatron.core.process_groups_config.ProcessGroupCollection] = None, "
+                "dump_param_to_param_group_map: Optional[str] = None) -> "
+                "megatron.core.optimizer.optimizer.MegatronOptimizer",
+                reason="shards all parameters of a chunk over one data parallel group",
+            ),
+            *(
+                Replacement(  # no function: a tuple of names, which the second has a copy of
+                    target=f"megatron.core.optimizer.{file}.param_group_identifier_keys",
+                    wrapper=lambda names: (PARAMETER_GROUP, *names),
+                    reason="knows groups by their settings, which two modules may share",
+                )
+                for file in ("optimizer", "distrib_optimizer")
+            ),
+        ),
+        importers=(),  # the training loop's own names only
+    )
+
+
+def rates_table(rates: Callable[[Any], Any]) -> ReplacementTable:
+    """Wrap the making of the scheduler of learning rate and weight decay."""
+    return ReplacementTable(
+        "rates",
+        (
+            Replacement(
+                target="megatron.training.training.get_optimizer_param_scheduler",
+                wrapper=rates,
+                signature="(optimizer)",
+                reason="multiplies iterations by one batch size, and steps by those there are",
+            ),
+        ),
+    )
+
+
+def stepped_schedules_table(schedules: Callable[[Any], Any]) -> ReplacementTable:
+    """Wrap the choice of the schedule of a training or evaluation step."""
+    return ReplacementTable(
+        "stepped schedules",
+        (
+            Replacement(
+                target="megatron.training.training.get_forward_backward_func",
+                wrapper=schedules,
+                signature="(pp_size: Optional[int] = None, vp_size: Optional[int] = None, "
+                "schedule_pg_collection: Optional[megatron.core.process_groups_config."
+                "MultiModuleProcessGroupCollection] = None)",
+                reason="gives schedules that know of no encoder phases before and after them",
+            ),
+        ),
+        importers=(),  # the training loop's own name only
+    )
+
+
+def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTable:
+    """Have Megatron make its groups with the ranks of ``order`` in the place of their own order.
+
+    Nothing is replaced where there is no ``order``.
+    """
+
+    def reordered(original: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+        @functools.wraps(original)
+        def get_ranks(self: Any, token: str) -> list[list[int]]:
+            groups = original(self, token)
+            # Ascending: so they are in the groups that torch makes of them.
+            return [sorted(order[rank - first_rank] for rank in group) for group in groups]
+
+        return get_ranks
+
+    row = Replacement(
+        target="megatron.core.parallel_state.RankGenerator.get_ranks",
+        wrapper=reordered,
+        signature="(self, token)",
+        reason="knows orders of the axes only: none has a tensor parallel group on several stages",
+    )
+    return ReplacementTable("rank order", (row,) if order else ())
+
+
+Losses = dict[str, torch.Tensor]
+
+
+def training_log_table(
+    on_iteration: Callable[[int, Losses], None], *, on_evaluation: Callable[[Losses], None]
+) -> ReplacementTable:
+    """Call ``on_iteration(iteration, losses)`` and ``on_evaluation(losses)`` as training goes.
+
+    They are called after Megatron's own logging of an iteration and after each evaluation, on
+    every rank; ``losses`` is empty but on the last pipeline stage.
+    """
+
+    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def training_log(
+            loss_dict: Losses,
+            total_loss_dict: dict[str, Any],
+            learning_rate: float | None,
+            iteration: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            on_iteration(iteration, loss_dict)
+            return result
+
+        return training_log
+
+    def tapped_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            losses, other, timed_out = original(*args, **kwargs)
+            if not timed_out:
+                on_evaluation(losses)
+            return losses, other, timed_out
+
+        return evaluate
+
+    return ReplacementTable(
+        "training log",
+        (
+            Replacement(
+                target="megatron.training.training.training_log",
+                wrapper=tapped,
+                signature="(loss_dict, total_loss_dict, learning_rate: float | None, iteration, "
+                "loss_scale, report_memory_flag, skipped_iter, grad_norm, params_norm, "
+                "num_zeros_in_grad, max_attention_logit, pg_collection=None, "
+                "is_first_iteration=False, seqlen_squared_sum_in_batch: float | None = None, "
+                "total_real_tokens_in_batch: float | None = None)",
+                reason="the only place that knows every iteration's losses; it has no hook",
+            ),
+            Replacement(
+                target="megatron.training.training.evaluate",
+                wrapper=tapped_evaluation,
+                signature="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
+                "config, verbose=False, non_loss_data_func=None, eval_iters=None, "
+                "pg_collection=None, p2p_communicator=None)",
+                reason="the only place that knows the validation loss; it has no hook",
+            ),
+        ),
+    )
+
+
+def setup_table(on_setup: Callable[[list[Any], Any], None]) -> ReplacementTable:
+    """Call ``on_setup(model_chunks, optimizer)`` on every rank before the first step.
+
+    The chunks are as training has them: wrapped for data parallelism, their weights loaded.
+    """
+
+    def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = original(*args, **kwargs)
+            on_setup(model, optimizer)
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    return ReplacementTable(
+        "setup",
+        (
+            Replacement(
+                target="megatron.training.training.setup_model_and_optimizer",
+                wrapper=tapped,
+                signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
+                "cfg_container: "
+                "megatron.training.config.container.PretrainConfigContainer | None = "
+                "None, pg_collection: "
+                "megatron.core.process_groups_config.ProcessGroupCollection | "
+                "megatron.core.process_groups_config.MultiModuleProcessGroupCollection "
+                "| None = None)",
+                reason="the only place that has the optimizer before training; it has no hook",
+            ),
+        ),
+    )
