@@ -13,6 +13,7 @@ from loongplug.models.deepstack import (
     add_next_feature,
     take_features,
 )
+from loongplug.models.layers.delayed_linear import DelayedGradient
 from loongplug.models.layers.experts import ExpertLayer
 from loongplug.schedule.node_recompute import (
     ATTENTION,
@@ -63,6 +64,17 @@ class LayerPlan(TransformerLayerSchedulePlan):
                 node.submodule = _within(tensors, node.submodule, ends=node is last)
             if EXPERTS in parts:
                 self.mlp.submodule = _naming_input(tensors, self.mlp.submodule)
+
+    def release_state(self) -> None:
+        """The microbatch is through: forward, backward and the gradients of weights."""
+        if self.layer.config.delay_wgrad_compute:
+            waiting = [
+                name
+                for name, module in self.layer.named_modules()
+                if isinstance(module, DelayedGradient) and module.waits
+            ]
+            assert not waiting, f"nobody asked for the weights' gradients of {', '.join(waiting)}"
+        super().release_state()
 
 
 def _within(tensors: LayerTensors, inner: Submodule, *, ends: bool) -> Submodule:

@@ -5,7 +5,8 @@ import io
 import os
 import traceback
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ def validate_with_megatron(args: Namespace) -> None:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            validate_args(args)
+            with _for_its_own_layers(args):
+                validate_args(args)
             core_transformer_config_from_args(args, DecoderConfig)  # for the checks it makes
     except (AssertionError, RuntimeError, ValueError) as error:
         # Some of its assertions have no text; the line itself then says most.
@@ -164,3 +166,17 @@ def validate_with_megatron(args: Namespace) -> None:
     except SystemExit as error:
         last = said.getvalue().strip().rpartition("\n")[2]
         raise ValueError(f"Megatron-Core refuses the arguments: {last}") from error
+
+
+@contextmanager
+def _for_its_own_layers(args: Namespace) -> Iterator[None]:
+    """Inside, there is no ``--delay-wgrad-compute``, for which Megatron asks TransformerEngine.
+
+    The local linears can do it too. What it asks where TransformerEngine is used stands.
+    """
+    delayed = args.delay_wgrad_compute
+    args.delay_wgrad_compute = delayed and args.transformer_impl == "transformer_engine"
+    try:
+        yield
+    finally:
+        args.delay_wgrad_compute = delayed

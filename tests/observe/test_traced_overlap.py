@@ -9,13 +9,15 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerLay
 from ranks import run_ranks
 
 from loongplug.observe.command import trace
-from loongplug.observe.exchanges import Exchange, combined_steps, exchanges
+from loongplug.observe.exchanges import CombinedStep, Exchange, combined_steps, exchanges
 from loongplug.observe.trace_file import read_folder
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
 
+DELAY = "--delay-wgrad-compute"
 VPP2 = (
+    DELAY,
     *("--pipeline-model-parallel-size", "2"),
     *("--num-virtual-stages-per-pipeline-rank", "2"),
 )
@@ -64,9 +66,12 @@ def traced(flags, tmp_path_factory):
     return runs
 
 
+def steps_of(one) -> list[CombinedStep]:
+    return list(combined_steps(event for event in one.events if event.step == STEP))
+
+
 def of_rank(one) -> list[Exchange]:
-    events = [event for event in one.events if event.step == STEP]
-    return [each for step in combined_steps(events) for each in exchanges(step)]
+    return [each for step in steps_of(one) for each in exchanges(step)]
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(2, ()), (4, VPP2)], ids=["ep2", "ep2-vpp2"])
@@ -90,6 +95,8 @@ def test_something_computes_beside_every_exchange_of_the_steady_state(
             assert None not in (each.node.layer, each.node.chunk, each.node.microbatch)
         assert not any(each.covered for each in found if each.section != "steady")
         assert_nodes(one, passes=passes, layers=LAYERS // stages)
+        if DELAY in layout:
+            assert_covered_in_the_host_s_order(one, passes=passes)
     assert_shown(folder, capsys)
     if not layout:
         assert_an_order_without_overlap_is_found(traced, results)
@@ -113,6 +120,18 @@ def assert_nodes(one, *, passes: int, layers: int) -> None:
         prefix = "" if node.details["direction"] == "forward" else "backward_"
         for key in ("microbatch", "chunk"):
             assert node.details[key] == around.details[prefix + key]
+
+
+def assert_covered_in_the_host_s_order(one, *, passes: int) -> None:
+    """With the experts' weights' gradients behind it, also a dispatch has computing after it."""
+    weights = [event.name for event in one.events if event.details.get("direction") == "wgrad"]
+    assert Counter(weights) == {"mlp": passes, "pre_dispatch_computation": passes}
+    for step in steps_of(one):
+        for each in exchanges(step) if step.section == "steady" else ():
+            after = step.nodes[step.nodes.index(each.node) :]
+            assert any(
+                other in after for other in each.beside if other.forward != each.node.forward
+            )
 
 
 def assert_shown(folder, capsys) -> None:

@@ -1,29 +1,20 @@
 """Whole runs with experts' exchange overlapped: not a bit differs from those without."""
 
-import hashlib
-from collections import Counter
-from typing import Any
-
 import pytest
-import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.pipeline_parallel.utils import ScheduleNode
-from ranks import run_ranks
-from torch import Tensor
 
-from loongplug.data.microbatch import Microbatch
-from loongplug.training.forward_step import LossReport
-from loongplug.training.run import run
+from loongplug.verify.bits import bits_of, first_difference
 
 pytestmark = pytest.mark.slow
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
-EARLY = "--ep-overlap-early-attn-memory-release"  # says how to overlap
+# These say how to overlap.
+EARLY, DELAYED = "--ep-overlap-early-attn-memory-release", "--delay-wgrad-compute"
 EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
 TP2 = (
     *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     *("--expert-tensor-parallel-size", "1"),
 )
+ETP2 = ("--expert-tensor-parallel-size", "2")  # behind TP2, whose 1 gives way
 VPP2 = (
     *("--pipeline-model-parallel-size", "2"),
     *("--num-virtual-stages-per-pipeline-rank", "2"),
@@ -45,65 +36,18 @@ BALANCED = (
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep2": (2, (*EP2, *BALANCED)),
     "tp2-hetero-tp": (2, (*EP2, *TP2, HETERO_TP, PACKING)),
-    "tp2-hetero-dp": (2, (*EP2, *TP2, HETERO_DP, *AHEAD)),
+    "tp2-hetero-dp": (2, (*EP2, *TP2, HETERO_DP, *AHEAD, DELAYED)),
+    "etp2": (4, (*EP2, *TP2, *ETP2, "--moe-router-dtype", "fp32", *BALANCED, DELAYED)),
     "vpp2": (4, (*EP2, *VPP2, *AHEAD)),
     "tp2-vpp2-hetero-tp": (4, (*EP2, *TP2, *VPP2, HETERO_TP, *NOTHING_BEFORE_LAYERS_TRAINS)),
     "tp2-vpp2-hetero-dp": (4, (*EP2, *TP2, *VPP2, HETERO_DP)),
-    "tp2-vpp2-full": (4, (*EP2, *TP2, *VPP2, FULL, *AHEAD, "--full-hetero-dp-cpu-offload")),
+    "tp2-vpp2-full": (
+        4,
+        (*EP2, *TP2, *VPP2, FULL, *AHEAD, "--full-hetero-dp-cpu-offload", DELAYED),
+    ),
     "ep4-tp2-full": (4, (*EP4, *TP2, FULL, ENCODER_FROZEN, *AHEAD, EARLY)),
 }
 STEPS, SAMPLES, LAYERS = 3, 8, 4
-
-
-class Numbers:
-    """Watches a run: every microbatch's loss, every step's norm, at its end the parameters."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.images: list[bool] = []
-        self.chunks: Any = ()
-
-    def built(self, chunks: Any, optimizer: Any, **_: Any) -> None:
-        self.chunks = chunks
-
-    def loss(self, microbatch: Microbatch, report: LossReport) -> None:
-        self.losses.append(float(report[0]))
-        self.images.append(microbatch.patches > 0)
-
-    def parameters(self) -> dict[str, str]:
-        return {
-            f"{number}.{name}": hashlib.sha256(bytes_of(parameter)).hexdigest()
-            for number, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
-
-
-def bytes_of(parameter: Tensor) -> bytes:
-    return parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def trained(rank: int, *, flags: list[str]) -> dict[str, Any]:
-    """This rank's numbers, and how often which node ran."""
-    numbers, nodes = Numbers(), Counter()
-    step, forward = ChainedOptimizer.step, ScheduleNode._forward
-
-    def noted(self: Any) -> Any:
-        result = step(self)
-        numbers.norms.append(result[1])
-        return result
-
-    def counted(self: Any, *inputs: Any) -> Any:
-        nodes[self.name] += 1
-        return forward(self, *inputs)
-
-    ChainedOptimizer.step, ScheduleNode._forward = noted, counted
-    run(flags, watch=numbers)
-    return {
-        "numbers": (numbers.losses, numbers.norms, numbers.parameters()),
-        "images": numbers.images,
-        "nodes": nodes,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +62,23 @@ def flags(flags, demo):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_overlap_changes_no_bit(flags, name):
+def test_overlap_changes_no_bit(flags, name, tmp_path):
     ranks, layout = CASES[name]
-    without = [flag for flag in (*flags, *layout) if flag != EARLY]
-    plain = run_ranks(trained, ranks, flags=without, timeout=290.0)
-    found = run_ranks(trained, ranks, flags=[*flags, *layout, OVERLAP], timeout=290.0)
+    without = [flag for flag in (*flags, *layout) if flag not in (EARLY, DELAYED)]
+    plain = bits_of(without, ranks=ranks, folder=tmp_path / "plain", timeout=290.0)
+    found = bits_of(
+        [*flags, *layout, OVERLAP], ranks=ranks, folder=tmp_path / "overlapped", timeout=290.0
+    )
+    assert first_difference(found, plain) == ""
     tp, stages = (2 if each[0] in layout else 1 for each in (TP2, VPP2))
     passes = STEPS * LAYERS // stages * SAMPLES // (ranks // tp // stages)
-    for rank, (one, other) in enumerate(zip(plain, found, strict=True)):
-        assert other["numbers"] == one["numbers"], rank
-        assert one["nodes"] == {}
+    for one, other in zip(plain, found, strict=True):
+        assert one.nodes == {}
+        assert len(one.norms) == STEPS
+        assert one.gradients[0]
+        assert one.parameters
         for node in ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"):
-            assert other["nodes"][node] == passes
-    images = [image for rank in found for image in rank["images"]]
+            assert other.nodes[node] == passes
+    images = [image for rank in found for image in rank.images]
     assert any(images)
     assert PACKING in layout or not all(images)  # text-only ones among the others

@@ -31,7 +31,10 @@ class LocalColumnParallelLinear(ColumnParallelLinear):
         """[s, b, in] -> [s, b, out / tp] and the bias that is left to add, or None."""
         if not self.plain:
             return super().forward(input_, weight, runtime_gather_output)
-        return F.linear(input_, self.weight if weight is None else weight, self.bias), None
+        return self._plain_product(input_, self.weight if weight is None else weight), None
+
+    def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(input_, weight, self.bias)
 
 
 class LocalRowParallelLinear(RowParallelLinear):
@@ -48,7 +51,10 @@ class LocalRowParallelLinear(RowParallelLinear):
         """[s, b, in / tp] -> [s, b, out] and the bias that is left to add, or None."""
         if not self.plain:
             return super().forward(input_)
-        return F.linear(input_, self.weight, self.bias), None
+        return self._plain_product(input_, self.weight), None
+
+    def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(input_, weight, self.bias)
 
 
 def _is_alone(linear: ColumnParallelLinear | RowParallelLinear) -> bool:

@@ -23,6 +23,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.delayed_linear import (
+    DelayedColumnParallelLinear,
+    DelayedRowParallelLinear,
+)
 from loongplug.models.layers.experts import ExpertLayer, LocalExperts
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
 from loongplug.models.layers.mlp import LocalMLP
@@ -65,6 +69,18 @@ class SDPASpecProvider(LocalSpecProvider):
         return SDPAttention
 
 
+class DelayedSpecProvider(SDPASpecProvider):
+    """The same with linears that leave their weights' gradients to a schedule."""
+
+    def column_parallel_linear(self) -> type:
+        """The column-parallel linear class."""
+        return DelayedColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The row-parallel linear class."""
+        return DelayedRowParallelLinear
+
+
 def pick_backend() -> Backend:
     """ "te" on CUDA where TransformerEngine can be imported, else "local"."""
     if current_platform().name == "cpu":
@@ -80,9 +96,11 @@ def decoder_layer_spec(
 ) -> ModuleSpec:
     """A causal decoder layer; q/k norm, gated MLP or experts as ``config`` says.
 
-    Layers take ``rotary_pos_emb`` as made by ``rope_table``.
+    Layers take ``rotary_pos_emb`` as made by ``rope_table``. With ``delay_wgrad_compute`` their
+    backward computes no gradients of linears' weights: a schedule asks for them.
     """
-    return _layer_spec(config, AttnMaskType.causal, backend=backend, layer_class=layer_class)
+    provider = _provider(backend, delayed=config.delay_wgrad_compute)
+    return _layer_spec(config, AttnMaskType.causal, provider=provider, layer_class=layer_class)
 
 
 def vision_layer_spec(
@@ -96,7 +114,8 @@ def vision_layer_spec(
     Layers take ``packed_seq_params`` as made by ``pack_segments`` and ``rotary_pos_emb`` as made
     by ``rope_table``.
     """
-    return _layer_spec(config, AttnMaskType.no_mask, backend=backend, layer_class=layer_class)
+    provider = _provider(backend)
+    return _layer_spec(config, AttnMaskType.no_mask, provider=provider, layer_class=layer_class)
 
 
 def final_norm(config: TransformerConfig, backend: Backend) -> LayerNormBuilder:
@@ -108,10 +127,9 @@ def _layer_spec(
     config: TransformerConfig,
     mask: AttnMaskType,
     *,
-    backend: Backend,
+    provider: BackendSpecProvider,
     layer_class: type[TransformerLayer],
 ) -> ModuleSpec:
-    provider = _provider(backend)
     fused = provider.fuse_layernorm_and_linear()
     norm = provider.layer_norm(rms_norm=_is_rms(config), has_residual=True)
     qk_norm = provider.layer_norm(rms_norm=_is_rms(config), for_qk=True)
@@ -167,9 +185,9 @@ def _fused_names(*, dense: bool) -> dict[str, str]:
     return names
 
 
-def _provider(backend: Backend) -> BackendSpecProvider:
+def _provider(backend: Backend, *, delayed: bool = False) -> BackendSpecProvider:
     if backend == "local":
-        return SDPASpecProvider()
+        return DelayedSpecProvider() if delayed else SDPASpecProvider()
     if backend == "te":
         if not HAVE_TE:
             raise ValueError(

@@ -8,6 +8,8 @@ from loongplug.training.rules.rule import Rule
 
 _FLAG = "--fine-grained-activation-offloading"
 _EXPERTS = ("dispatched_input",)
+# Whose outputs are let go of; Megatron asks TransformerEngine for the state of fp8 there.
+_DISCARDED = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
 
 
 def which(args: Namespace, model: Any) -> str | None:
@@ -61,6 +63,14 @@ def nodes(args: Namespace, model: Any) -> str | None:
     return f"--recompute-modules {' '.join(given)} without {' and '.join(lacks)}"
 
 
+def discarded(args: Namespace, model: Any) -> str | None:
+    """What lets go of outputs is recomputed where TransformerEngine is."""
+    given = [name for name in args.recompute_modules or () if name in _DISCARDED]
+    if not given or args.transformer_impl == "transformer_engine":
+        return None
+    return f"--recompute-modules {' '.join(given)} with --transformer-impl {args.transformer_impl}"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="decoder-offload",
@@ -101,5 +111,15 @@ RULES: tuple[Rule, ...] = (
         check=nodes,
         reason="these are parts of the overlap's schedule",
         cure="add both, or use --recompute-granularity full",
+    ),
+    Rule(
+        name="decoder-recompute-discarded",
+        refuses="`--recompute-modules` "
+        + ", ".join(f"`{name}`" for name in _DISCARDED)
+        + " without TransformerEngine",
+        check=discarded,
+        reason="Megatron recomputes these by functions of it",
+        cure="recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
+        "(--recompute-granularity full)",
     ),
 )

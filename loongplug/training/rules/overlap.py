@@ -70,10 +70,12 @@ def overlap_details(args: Namespace, model: Any) -> str | None:
 
 
 def delayed_gradients(args: Namespace, model: Any) -> str | None:
-    """Gradients of weights are delayed by layers that can."""
-    if not args.delay_wgrad_compute or args.transformer_impl == "transformer_engine":
+    """What is kept for a weight's gradient is made into one by a product."""
+    if args.transformer_impl == "transformer_engine":
         return None
-    return f"--delay-wgrad-compute with --transformer-impl {args.transformer_impl}"
+    if args.delay_wgrad_compute and args.gradient_accumulation_fusion:
+        return "--delay-wgrad-compute with Megatron's fused gradient accumulation"
+    return None
 
 
 def _overlaps(args: Namespace) -> bool:
@@ -139,9 +141,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="delayed-wgrad",
-        refuses="`--delay-wgrad-compute` without TransformerEngine",
+        refuses="`--delay-wgrad-compute` without TransformerEngine and with fused gradient "
+        "accumulation (on with Apex)",
         check=delayed_gradients,
-        reason="only its layers can compute the gradients of their weights later",
-        cure="drop the flag",
+        reason="the fused kernel belongs to a backward that computes the weights' gradients too",
+        cure="add --no-gradient-accumulation-fusion",
     ),
 )

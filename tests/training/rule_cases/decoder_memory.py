@@ -22,6 +22,12 @@ CASES: Cases = {
         [{**NAMED, "gradient_accumulation_fusion": True}],
         [{**ON, "offload_modules": ["core_attn"], "gradient_accumulation_fusion": True}],
     ),
+    "decoder-recompute-discarded": (
+        [{"recompute_modules": ["core_attn", "layernorm"]}, {"recompute_modules": ["moe_act"]}],
+        [
+            {"recompute_modules": ["core_attn", "mlp"]},
+        ],
+    ),
     "decoder-offload-experts": (
         [{**NAMED, "offload_tensors": ["qkv", "dispatched_input"]}],
         [{**NAMED, "offload_tensors": ["fc2_input"]}],

@@ -33,7 +33,7 @@ WITH_EXPERTS: Cases = {
             {**EP2, "moe_layer_recompute": True},
         ],
         [
-            {**EP2, **SELECTIVE, "recompute_modules": ["core_attn", "layernorm"]},
+            {**EP2, **SELECTIVE, "recompute_modules": ["core_attn"]},
             {"recompute_granularity": "full", "recompute_method": "uniform"},
         ],
     ),
@@ -48,5 +48,8 @@ WITH_EXPERTS: Cases = {
         [{"ep_overlap_early_attn_memory_release": True}],
         [{**EP2, "ep_overlap_early_attn_memory_release": True}],
     ),
-    "delayed-wgrad": ([{**EP2, "delay_wgrad_compute": True}], []),
+    "delayed-wgrad": (
+        [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True}],
+        [{**EP2, "delay_wgrad_compute": True, "gradient_accumulation_fusion": False}],
+    ),
 }
