@@ -1,7 +1,8 @@
 """Traces of all ranks as one file of Chrome's trace format, which Perfetto opens.
 
-A rank is a process; its lanes are computing, communication, and data and files. Times are
-microseconds since the first event. Arrows lead from a stage's send to its neighbour's receive.
+A rank is a process; its lanes are computing, communication, data and files, and the exchange of
+experts' tokens where the schedule has nodes for it. Times are microseconds since the first event.
+Arrows lead from a stage's send to its neighbour's receive.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 from loongplug.observe.shares import TRANSFERS
 from loongplug.observe.trace_file import Event, RankTrace
 
-_LANES = ("computing", "communication", "data and files")
+_LANES = ("computing", "communication", "data and files", "experts' exchange")
 _COMMUNICATION = (*TRANSFERS, "exchange")
 _FILES = ("data", "checkpoint")
 
@@ -38,7 +39,9 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
 
     yield named("process_name", name=f"rank {trace.label()}")
     yield named("process_sort_index", sort_index=trace.rank)
-    for lane, name in enumerate(_LANES):
+    used = {0, 1, 2, *map(_lane, trace.events)}
+    for lane in sorted(used):
+        name = _LANES[lane]
         yield {**named("thread_name", name=name), "tid": lane}
     for event in trace.events:
         row = {
@@ -58,17 +61,23 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
 def _lane(event: Event) -> int:
     if event.phase in _COMMUNICATION:
         return 1
+    if event.phase == "node" and event.details["stream"] == "communication":
+        return 3
     return 2 if event.phase in _FILES else 0
 
 
 def _title(event: Event) -> str:
-    """The event's name with its microbatch and chunk, as the lane shows it."""
+    """The event's name with its microbatch, chunk and layer, as the lane shows it."""
     microbatch, chunk = event.details.get("microbatch"), event.details.get("chunk")
     parts = [event.name]
+    if event.phase == "node":
+        parts.append(event.details["direction"])
     if microbatch is not None:
         parts.append(str(microbatch))
     if chunk is not None:
         parts.append(f"(chunk {chunk})")
+    if "layer" in event.details:
+        parts.append(f"layer {event.details['layer']}")
     return " ".join(parts)
 
 

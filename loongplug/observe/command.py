@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loongplug.observe.chrome import write_chrome_trace
+from loongplug.observe.exchange_report import combined_by_rank, draw_exchanges, exchange_table
 from loongplug.observe.picture import draw_timeline, require_matplotlib
 from loongplug.observe.shares import Shares, sections, shares
 from loongplug.observe.trace_file import Event, RankTrace, rank_file, read_folder
@@ -34,6 +35,8 @@ _COLUMNS: Final = {
 def trace(folder: Path, *, step: int | None) -> None:
     """Write ``trace.json`` and ``timeline.png`` to ``folder`` and print two tables.
 
+    Of a run that overlapped the exchange of experts' tokens also ``exchanges.png``, and a third.
+
     ``step`` is the one to draw and to measure; None: the last that all ranks ran to its end.
     Raises ValueError for a folder without traces, for a step that is not whole on every rank, and
     without matplotlib.
@@ -55,6 +58,13 @@ def trace(folder: Path, *, step: int | None) -> None:
     console.print(f"Step {number} as a picture: {folder / 'timeline.png'}", soft_wrap=True)
     console.print(_states_table(traces, measured, step=number))
     console.print(_sections_table(traces, of_step, step=number))
+    combined = combined_by_rank(of_step)
+    if combined:
+        title = f"Step {number}: exchanges beside which the other microbatch computes"
+        console.print(exchange_table(traces, combined, _table(title)))
+        path = folder / "exchanges.png"
+        if draw_exchanges(traces, combined, path, step=number):
+            console.print(f"Their order as a picture: {path}", soft_wrap=True)
 
 
 def _missing(traces: Sequence[RankTrace], folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from loongplug.observe.module_hooks import ModuleHooks
+from loongplug.observe.node_hooks import NodeHooks
 from loongplug.observe.recorder import Phase, Recorder, TraceRecorder
 
 # The argument whose bytes count. In a gather and a scatter, that is the whole, not the share.
@@ -88,6 +89,7 @@ class StepHooks:
         """``on_first_model`` is called once, when the rank has its device and its model."""
         self._recorder = recorder
         self._modules = ModuleHooks(recorder)
+        self.nodes = NodeHooks(recorder)
         self._on_first_model = on_first_model
         # Microbatch and chunk by the id of what a forward gave, which the schedule keeps for the
         # backward.
@@ -192,11 +194,13 @@ class StepHooks:
             microbatch, chunk = given.get("current_microbatch"), given.get("f_model_chunk_id") or 0
             if forward:
                 details |= {"microbatch": microbatch, "chunk": chunk}
+            of_backward: tuple[int | None, int | None] = None, None
             if given["b_model"] is not None:
                 of_backward = self._recall(given["b_output_tensor"])
                 details |= dict(
                     zip(("backward_microbatch", "backward_chunk"), of_backward, strict=True)
                 )
+            self.nodes.begin(forward=(microbatch, chunk), backward=of_backward)
             with self._recorder.span("forward_backward", "forward with backward", **details):
                 result = original(*args, **kwargs)
             if forward:

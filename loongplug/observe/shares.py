@@ -125,14 +125,19 @@ def shares(window: Interval, events: Sequence[Event]) -> Shares:
     )
 
 
+def _combines_forward(event: Event) -> bool:
+    return event.phase == "forward_backward" and "microbatch" in event.details
+
+
 def sections(step: Interval, events: Sequence[Event]) -> dict[str, Interval]:
     """One rank's step, cut where the pipeline's schedule turns.
 
     ``warm-up`` ends with the first backward's begin, ``steady`` with the last forward's end,
     ``cool-down`` with the last backward's end; ``update`` is the rest. A section may be empty.
+    A combined step is of the microbatches that it tells.
     """
-    backwards = [e for e in events if e.phase in ("backward", "forward_backward")]
-    forwards = [e for e in events if e.phase in ("forward", "forward_backward")]
+    backwards = [e for e in events if e.phase == "backward" or "backward_microbatch" in e.details]
+    forwards = [e for e in events if e.phase == "forward" or _combines_forward(e)]
     if not backwards or not forwards:
         return {"step": step}
     first = min(event.start for event in backwards)

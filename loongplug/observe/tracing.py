@@ -54,6 +54,7 @@ def _wrappers(hooks: StepHooks) -> Mapping[str, Callable[[Any], Any]]:
     buckets = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
     optimizers = "megatron.core.optimizer.optimizer"
     optimizer = hooks.whole("optimizer")
+    plans = "megatron.core.models.common"
     return {
         f"{training}.train_step": hooks.train_step,
         f"{training}.evaluate": hooks.evaluate,
@@ -61,6 +62,11 @@ def _wrappers(hooks: StepHooks) -> Mapping[str, Callable[[Any], Any]]:
         f"{pipeline}.schedules.forward_step": hooks.forward_step,
         f"{pipeline}.schedules.backward_step": hooks.backward_step,
         f"{pipeline}.combined_1f1b.combined_forward_backward_step": hooks.combined_step,
+        f"{plans}.model_chunk_schedule_plan.TransformerLayerSchedulePlan._build_callable_nodes": (
+            hooks.nodes.layer
+        ),
+        f"{plans}.utils.TransformerLayerNode.backward_dw": hooks.nodes.weights,
+        f"{pipeline}.utils.ScheduleNode.stream_acquire_context": hooks.nodes.on_stream,
         f"{transfer}._communicate": hooks.pipeline_transfer,
         f"{transfer}._communicate_shapes": hooks.whole("wait", "shapes"),
         "megatron.core.distributed.finalize_model_grads.finalize_model_grads": hooks.whole(

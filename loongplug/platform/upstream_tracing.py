@@ -34,6 +34,11 @@ SIGNATURES: Mapping[str, str] = {
     "post_backward=None, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
     "is_first_microbatch=False, current_microbatch=None, encoder_decoder_xattn=False, "
     "fsdp_wrapper=None)",
+    "megatron.core.models.common.model_chunk_schedule_plan.TransformerLayerSchedulePlan."
+    "_build_callable_nodes": "(self, event, comp_stream, comm_stream, extra_args)",
+    "megatron.core.models.common.utils.TransformerLayerNode.backward_dw": "(self)",
+    "megatron.core.pipeline_parallel.utils.ScheduleNode.stream_acquire_context": "(self, "
+    "name=None)",
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate": "(self, *, "
     "tensor_send_next: Optional[torch.Tensor], tensor_send_prev: Optional[torch.Tensor], "
     "recv_prev: bool, recv_next: bool, tensor_shape: Union[List[int], torch.Size], "

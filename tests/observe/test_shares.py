@@ -137,6 +137,24 @@ def test_a_step_is_cut_where_the_schedule_turns():
     }
 
 
+def test_combined_steps_are_of_the_microbatches_that_they_tell():
+    forward, backward = {"microbatch": 1}, {"backward_microbatch": 0}
+    given_events = [
+        Event(phase="forward_backward", name="", start=start, end=end, step=1, details=details)
+        for start, end, details in (
+            (10, 20, forward),
+            (30, 50, forward | backward),
+            (60, 70, backward),
+        )
+    ]
+    assert sections((0, 80), given_events) == {
+        "warm-up": (0, 30),
+        "steady": (30, 50),
+        "cool-down": (50, 70),
+        "update": (70, 80),
+    }
+
+
 def test_a_step_without_backward_is_not_cut():
     assert sections((0, 9), [event("forward", 1, 2)]) == {"step": (0, 9)}
     assert sections((0, 9), []) == {"step": (0, 9)}

@@ -67,6 +67,15 @@ ALL = (
         layers=48,
     ),
 )
+OVERLAP = Script(
+    name="sft_qwen3_vl_30b_a3b_full_separation_overlap",
+    model="qwen3_vl_30b_a3b",
+    phase="sft",
+    tp=1,
+    ep=4,
+    layers=48,
+)
+OVERLAP_PAGE = SCRIPTS.parent / "docs" / "moe_overlap.md"
 
 
 @pytest.fixture(autouse=True)
@@ -140,11 +149,11 @@ def state_bytes(rank: int, *, launched: Launch) -> list[int]:
 
 def test_all_scripts_are_tested() -> None:
     launching = {file.stem for file in SCRIPTS.glob("*.sh") if "exec torchrun" in file.read_text()}
-    assert launching == {script.name for script in ALL}
+    assert launching == {script.name for script in (*ALL, OVERLAP)}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
 def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) -> None:
     file = SCRIPTS / f"{script.name}.sh"
     subprocess.run(["bash", "-n", str(file)], check=True, timeout=20)
@@ -222,6 +231,35 @@ def test_script_s_run_is_accepted_and_fits(
     assert documented(script, mode.name, launched.world_size).startswith(
         f"{max(stages) / 1e9:.1f} GB"
     ), stages
+
+
+@pytest.mark.parametrize(
+    ("nodes", "column"), [(ONE_NODE, 1), (FOUR_NODES, 2)], ids=["one-node", "four-nodes"]
+)
+def test_overlapped_run_is_accepted_and_fits(
+    nodes: dict[str, str], column: int, tmp_path: Path
+) -> None:
+    launched = launch(OVERLAP.name, tmp_path, **nodes)
+    script = (SCRIPTS / f"{OVERLAP.name}.sh").read_text()
+    assert "\nexport CUDA_DEVICE_MAX_CONNECTIONS=32\n" in script
+    parsed = parse(launched)
+    args = parsed.args
+    assert mode_of(args) is FULL_HETERO_DP
+    assert args.overlap_moe_expert_parallel_comm
+    assert args.delay_wgrad_compute
+    assert args.recompute_granularity == "selective"
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.pipeline_model_parallel_size == 2
+    assert args.expert_model_parallel_size == OVERLAP.ep
+    assert args.num_layers == OVERLAP.layers
+    assert args.offload_tensors == ["dispatched_input", "pre_mlp_layernorm_input"]
+    assert parsed.model.image_encoder.freeze
+    (stages,) = run_ranks(state_bytes, 1, launched=launched, timeout=120.0)
+    assert max(stages) < FITS, stages
+    (line,) = (
+        line for line in OVERLAP_PAGE.read_text().splitlines() if line.startswith("| GB of weights")
+    )
+    assert line.split("|")[1 + column].strip() == f"{max(stages) / 1e9:.1f}", stages
 
 
 def documented(script: Script, mode: str, world_size: int) -> str:
