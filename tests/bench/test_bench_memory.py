@@ -11,7 +11,7 @@ from loongplug.cli import app
 from loongplug.platform.copies import HostCopies
 
 KIB = 1024
-SMALL = Work(layers=2, seq_length=128, hidden_size=64, expert_size=64)
+SMALL = Work(layers=4, seq_length=128)
 
 
 @pytest.mark.quick
