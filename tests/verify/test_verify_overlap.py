@@ -31,7 +31,7 @@ def test_a_cell_agrees_and_a_run_that_is_other_by_a_bit_does_not(tmp_path, demo,
     assert right.gradients, "something was compared"
     assert not wrong.agrees
     assert wrong.failed is None
-    assert wrong.bits == "norms of rank 0 differ", "the first step was the same"
+    assert wrong.bits == "losses of rank 0 differ", "those of the second step"
 
 
 def with_another_rate(flags):
