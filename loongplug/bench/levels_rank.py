@@ -1,16 +1,13 @@
 """One run of ``loongplug bench levels`` on forked ranks."""
 
-import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from loongplug.verify.ranks import OnEvent, run_ranks
+from loongplug.verify.ranks import OnEvent, join, run_ranks
 
 _COLLECTIVE_MINUTES = 5.0
 _RUN_SECONDS = 600.0
@@ -68,18 +65,9 @@ def _train(
     """The life of a rank; its processor time and its peak memory are its own alone."""
     import torch.distributed as dist
 
-    from loongplug.platform import activate
     from loongplug.training.progress import StepReport
 
-    platform = activate("cpu")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    dist.init_process_group(
-        platform.backend,
-        init_method=f"file://{folder.resolve()}/store",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(minutes=_COLLECTIVE_MINUTES),
-    )
+    platform = join(rank, folder=folder, device="cpu", minutes=_COLLECTIVE_MINUTES)
     from loongplug.training.run import run
 
     processor: list[float] = []  # by step, since the process began

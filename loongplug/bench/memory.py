@@ -48,10 +48,11 @@ def bench_memory(
         ValueError: the sizes cannot be used.
         RankError: a run failed otherwise.
     """
-    if stages < 1 or layers < 1 or layers % (stages * _chunks(stages)):
+    chunks = 2 if stages > 1 else 1  # the overlap asks for virtual stages where there are stages
+    if stages < 1 or layers < 1 or layers % (stages * chunks):
         raise ValueError(
             f"--layers is {layers} and --stages {stages}: expected layers that divide over the"
-            f" {stages * max(_chunks(stages), 1)} virtual stages (two of each stage)."
+            f" {stages * chunks} virtual stages (two of each stage)."
         )
     if seq_length < 128:
         raise ValueError(f"--seq-length is {seq_length}: expected at least 128.")
@@ -60,7 +61,7 @@ def bench_memory(
         seq_length=seq_length,
         ranks=2 * stages,
         stages=stages,
-        chunks=_chunks(stages),
+        chunks=chunks,
         microbatches=max(3, 2 * stages),
     )
     rows = measure(work, device=device)
@@ -111,11 +112,6 @@ def measure(work: Work, *, device: str) -> list[Row]:
 def agree(rows: Sequence[Row]) -> bool:
     """Whether every step's loss is the same number in all rows."""
     return len({each.losses for row in rows for each in row.ranks}) == 1
-
-
-def _chunks(stages: int) -> int:
-    """Of a stage: the overlap asks for virtual stages where there are stages."""
-    return 2 if stages > 1 else 1
 
 
 def _find(rows: Sequence[Row], name: str) -> Row:

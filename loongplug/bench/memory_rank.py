@@ -1,15 +1,12 @@
 """One run of ``loongplug bench memory`` on forked ranks."""
 
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loongplug.verify.ranks import OnEvent, run_ranks
+from loongplug.verify.ranks import OnEvent, join, run_ranks
 
 _COLLECTIVE_MINUTES = 5.0
 _RUN_SECONDS = 600.0
@@ -47,22 +44,9 @@ def _train(rank: int, tell: OnEvent, *, flags: Sequence[str], device: str, folde
     """The life of a rank."""
     import torch.distributed as dist
 
-    from loongplug.platform import activate
     from loongplug.training.progress import StepReport
 
-    platform = activate(device)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    if device == "cuda":
-        import torch
-
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        platform.backend,
-        init_method=f"file://{folder.resolve()}/store",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(minutes=_COLLECTIVE_MINUTES),
-    )
+    platform = join(rank, folder=folder, device=device, minutes=_COLLECTIVE_MINUTES)
     from loongplug.bench.memory_counter import count_on
     from loongplug.training.run import run
 

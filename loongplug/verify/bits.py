@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.verify.ranks import run_ranks
+from loongplug.verify.ranks import join, run_ranks
 from loongplug.verify.replicas import digest
 
 
@@ -93,9 +93,9 @@ def _bits_of_rank(rank: int, *, flags: Sequence[str], folder: Path) -> RankBits:
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
     from loongplug.training.run import run
-    from loongplug.verify.record import join
+    from loongplug.verify.record import COLLECTIVE_MINUTES
 
-    join(rank, folder=folder, device="cpu")
+    join(rank, folder=folder, device="cpu", minutes=COLLECTIVE_MINUTES)
     watch, forward = BitWatch(), ScheduleNode._forward
 
     def counted(node: Any, *inputs: Any) -> Any:

@@ -8,11 +8,10 @@ from loongplug.verify.cells import (
     FULL,
     OPTIMIZERS,
     UNIFORM,
-    Cell,
     one_of_each,
     sequence_parallel_choices,
 )
-from loongplug.verify.saving_cells import TRAINED, one_word
+from loongplug.verify.saving_cells import TrainedCell, one_word
 
 _MODEL = "qwen3_vl_moe_tiny"
 # Mode, encoder TP, TP: uniform, heterogeneous TP and DP, full separation.
@@ -42,31 +41,21 @@ KEPT: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class OverlapCell(Cell):
+class OverlapCell(TrainedCell):
     """One layout with the overlap on.
 
     It is held against the single rank in fp32, and in bf16, bit by bit, against the same layout
     with neither the overlap nor what goes with it.
     """
 
-    trained: str = "all"
     kept: str = "all"
     delayed: bool = False
-
-    @property
-    def reference(self) -> str:
-        """Names the single rank's run, in which the same trains."""
-        return f"{self.weights}-{one_word(self.trained)}"
 
     @property
     def name(self) -> str:
         """A short one that tells cells apart."""
         marks = [super().name, "overlap", one_word(self.trained), f"kept-{one_word(self.kept)}"]
         return "-".join([*marks, *(["delayed"] if self.delayed else [])])
-
-    def shared_flags(self) -> list[str]:
-        """What the single rank is given, too."""
-        return list(TRAINED[self.trained])
 
     def twin_flags(self) -> list[str]:
         """The same layout without the overlap."""

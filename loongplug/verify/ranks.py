@@ -7,11 +7,16 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from loongplug.platform import Platform
 
 GRACE_SECONDS = 5.0  # for the others to end by themselves when a rank has failed
 _POLL_SECONDS = 0.01
@@ -90,6 +95,32 @@ def run_ranks(
         for rank in ranks:
             rank.kill()
     return _results(ranks)
+
+
+def join(rank: int, *, folder: Path, device: str, minutes: float) -> "Platform":
+    """Make this process a rank of the default group, which meets in ``folder``.
+
+    Collectives give up after ``minutes``. WORLD_SIZE is as :func:`run_ranks` sets it.
+    """
+    import torch.distributed as dist
+
+    from loongplug.platform import activate
+
+    platform = activate(device)
+    if device == "cpu":
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    else:
+        import torch
+
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        platform.backend,
+        init_method=f"file://{folder.resolve()}/store",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=minutes),
+    )
+    return platform
 
 
 def _wait(ranks: list[_Rank], events: int, *, on_event: OnEvent, timeout: float | None) -> None:

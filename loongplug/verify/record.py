@@ -1,9 +1,7 @@
 """One rank of a recorded run: training as it is, and someone who writes down what it does."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from loongplug.checkpoint.hf_gather import What, WholeTensors
 from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor, TensorFileWriter
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Mapping
-from loongplug.verify.ranks import OnEvent
+from loongplug.verify.ranks import OnEvent, join
 from loongplug.verify.recording import (
     FIRST_MOMENT,
     PARAMETERS,
@@ -38,7 +36,7 @@ from loongplug.verify.state import (
     whole_states,
 )
 
-_COLLECTIVE_MINUTES = 10.0
+COLLECTIVE_MINUTES = 10.0
 
 
 def record_run(
@@ -48,7 +46,9 @@ def record_run(
 
     ``tell`` gets the number of each step that is done, from rank 0.
     """
-    join(rank, folder=folder, device=device)
+    if device != "cpu":
+        _exact_cuda()
+    join(rank, folder=folder, device=device, minutes=COLLECTIVE_MINUTES)
     from loongplug.training.run import run
 
     recorder = Recorder(folder, tell=tell)
@@ -57,29 +57,10 @@ def record_run(
     dist.barrier()  # a rank that goes early would take its sockets from those that still talk
 
 
-def join(rank: int, *, folder: Path, device: str) -> None:
-    """Make this process a rank of the default group, which meets in ``folder``."""
-    from loongplug.platform import activate
-
-    platform = activate(device)
-    if device == "cpu":
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    else:
-        _exact_cuda(rank)
-    dist.init_process_group(
-        platform.backend,
-        init_method=f"file://{folder.resolve()}/store",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(minutes=_COLLECTIVE_MINUTES),
-    )
-
-
-def _exact_cuda(rank: int) -> None:
+def _exact_cuda() -> None:
     """fp32 as fp32, no products in TF32, and sums in one order: copies stay copies."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.cuda.set_device(rank)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 

@@ -56,25 +56,31 @@ AWAY["all three"] = tuple(flag for flags in AWAY.values() for flag in flags)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class SavingCell(Cell):
-    """One run in which something is frozen, adapted or away."""
+class TrainedCell(Cell):
+    """One run in which not everything may train."""
 
     trained: str = "all"
-    away: str = "nothing"
 
     @property
     def reference(self) -> str:
         """Names the single rank's run, in which the same trains."""
         return f"{self.weights}-{one_word(self.trained)}"
 
+    def shared_flags(self) -> list[str]:
+        """What the single rank is given, too."""
+        return list(TRAINED[self.trained])
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class SavingCell(TrainedCell):
+    """One run in which something is frozen, adapted or away."""
+
+    away: str = "nothing"
+
     @property
     def name(self) -> str:
         """A short one that tells cells apart."""
         return f"{super().name}-{one_word(self.trained)}-away-{one_word(self.away)}"
-
-    def shared_flags(self) -> list[str]:
-        """What the single rank is given, too."""
-        return list(TRAINED[self.trained])
 
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
