@@ -1,0 +1,256 @@
+"""What a rank holds while it runs Megatron's combined schedule, piece by piece.
+
+A forward runs together with another microbatch's backward, and tensors that leave the device come
+back by the order of both, so that passes cannot be traced one by one: a whole step of the rank is
+run on tensors of the meta device.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.combined_1f1b import combined_forward_backward_step
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+from megatron.core.pipeline_parallel.utils import set_streams
+from torch import Tensor
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.estimate.away import Away
+from loongplug.estimate.schedule import Piece
+from loongplug.estimate.tape import Tape
+from loongplug.estimate.trace import DECODER, ENCODER, PIXELS, Tracer, drop
+from loongplug.models.decoder import TextDecoder
+from loongplug.models.features import VisionFeatures
+from loongplug.models.layers.delayed_linear import DelayedGradient
+from loongplug.models.layers.packed import pack_segments
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.schedule.chunk_plan import plan_schedules
+from loongplug.schedule.named_tensors import offload_layers
+from loongplug.training.forward_step import token_loss
+from loongplug.training.provider import tensor_offload_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes on the device behind a piece of work, and the most within it, of both together."""
+
+    encoder: int = 0
+    decoder: int = 0
+    most: int = 0
+
+    @property
+    def total(self) -> int:
+        """Behind it."""
+        return self.encoder + self.decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldStep:
+    """A step's pieces in their order, and the most bytes that tensors have on the host."""
+
+    pieces: tuple[Held, ...]
+    host: int
+
+
+class StepTracer(Tracer):
+    """Traces whole steps of one rank, which has to be Megatron's current one."""
+
+    def step(
+        self,
+        chunks: Sequence[MultimodalModel],
+        order: Sequence[Piece],
+        *,
+        features_train: bool | None,
+    ) -> HeldStep:
+        """The pieces of ``order`` in turn.
+
+        Chunks are changed to answer the schedule. ``features_train`` is None where the first one
+        encodes within its forward; else its features come from a feature source.
+        """
+        set_streams()
+        for chunk in chunks:
+            _drop_delayed(chunk)
+            if chunk.pre_process and features_train is not None:
+                chunk.feature_source = self._source(chunk, trains=features_train)
+        with self._tape(DECODER, *chunks) as tape, tape.resizes():
+            away = Away(tape)
+            offload = tensor_offload_of(self._args, platform=away)
+            for chunk in chunks:
+                if offload is not None:
+                    offload_layers(chunk, offload)
+                plan_schedules(chunk, offload=offload)
+            stage = _Stage(tape, chunks, received=self._hidden, plan=partial(self._plan, tape))
+            with _encoder_apart(chunks[0], tape):
+                # What comes back when goes by the order of the step before.
+                for _ in range(1 if offload is None else 2):
+                    pieces = tuple(stage.step(order))
+        return HeldStep(pieces=pieces, host=away.most)
+
+    def _source(self, chunk: MultimodalModel, *, trains: bool) -> "_OneUnit":
+        config = chunk.text_decoder.config
+        streams = 1 + getattr(config, "deepstack_features", 0)
+        shape = (self._share, streams * config.hidden_size)
+        payload = torch.empty(shape, dtype=config.params_dtype, device="meta")
+        return _OneUnit(payload, hidden=config.hidden_size, trains=trains)
+
+    def _plan(self, tape: Tape, chunk: MultimodalModel) -> tuple[Any, Callable[[Tensor], Any]]:
+        """A microbatch's plan and its loss, as Megatron asks a forward step for them."""
+        ids, positions, mask = self._text()
+        segments = self._shapes.segments
+        vision = None
+        if chunk.image_encoder is not None and chunk.feature_source is None:
+            with tape.region(PIXELS):
+                vision = self._vision(self._pixels(chunk))
+        plan = chunk.build_schedule_plan(
+            ids,
+            positions,
+            vision=vision,
+            number=0,
+            labels=ids if chunk.post_process else None,
+            loss_mask=mask,
+            packed_seq_params=(
+                None if segments is None else pack_segments(segments, device=ids.device)
+            ),
+        )
+        return plan, lambda losses: token_loss(mask, losses)
+
+
+class _Stage:
+    """One pipeline stage, with what its schedule keeps between the pieces."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        chunks: Sequence[MultimodalModel],
+        *,
+        received: Callable[[TextDecoder], Tensor],
+        plan: Callable[[MultimodalModel], tuple[Any, Any]],
+    ) -> None:
+        """``received`` makes what a decoder is sent by the stage before."""
+        self._tape = tape
+        self._chunks = chunks
+        self._received = received
+        self._plan = plan
+        # By chunk, in the order of its microbatches.
+        self._inputs: defaultdict[int, list[Tensor | None]] = defaultdict(list)
+        self._outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._shapes: dict[int, torch.Size] = {}  # of a chunk's outputs
+        self._gradient: Tensor | None = None  # came for the next backward
+        self._output: Tensor | None = None  # sent last
+        self._given: Tensor | None = None  # the gradient sent last
+
+    def step(self, order: Sequence[Piece]) -> list[Held]:
+        """Run the pieces; gives what each one held."""
+        found = []
+        self._come_for(order[0])
+        for piece, behind in zip(order, [*order[1:], Piece()], strict=True):
+            self._tape.restart()
+            self._run(piece)
+            self._come_for(behind)
+            found.append(self._held())
+        return found
+
+    def _held(self) -> Held:
+        live = self._tape.live
+        return Held(
+            encoder=live.get(ENCODER, 0) + live.get(PIXELS, 0),
+            decoder=live.get(DECODER, 0),
+            most=self._tape.most,
+        )
+
+    def _come_for(self, piece: Piece) -> None:
+        """What other stages have sent for it."""
+        if piece.forward is not None:
+            decoder = self._chunks[piece.forward.chunk].text_decoder
+            received = None if decoder.pre_process else self._received(decoder)
+            self._inputs[piece.forward.chunk].append(received)
+        if piece.backward is not None:
+            chunk = self._chunks[piece.backward.chunk]
+            if not chunk.post_process:
+                self._gradient = torch.empty(
+                    self._shapes[piece.backward.chunk],
+                    dtype=chunk.text_decoder.config.params_dtype,
+                    device="meta",
+                )
+
+    def _run(self, piece: Piece) -> None:
+        """As Megatron's schedule does, with the calls around the pieces left out."""
+        self._free_output()
+        forward, backward = piece.forward, piece.backward
+        goes = comes = None
+        of_backward: tuple[Any, ...] = (None, None, None)
+        if forward is not None:
+            goes = self._chunks[forward.chunk]
+        if backward is not None:
+            comes = self._chunks[backward.chunk]
+            inputs, outputs = self._inputs[backward.chunk], self._outputs[backward.chunk]
+            of_backward = inputs.pop(0), outputs.pop(0), self._gradient
+            self._gradient = None
+        output, _, self._given = combined_forward_backward_step(
+            lambda _, model, return_schedule_plan: self._plan(model),
+            None,
+            goes,
+            1,
+            None if forward is None else self._inputs[forward.chunk][-1],
+            [],
+            comes,
+            *of_backward,
+            self._chunks[0].config,
+            f_model_chunk_id=None if forward is None else goes.vp_stage,
+        )
+        if forward is None:
+            return
+        self._outputs[forward.chunk].append(output)
+        self._shapes[forward.chunk] = output.shape
+        self._output = None if goes.post_process else output
+        if backward is None:  # sent at once
+            self._free_output()
+
+    def _free_output(self) -> None:
+        """The next stage has it."""
+        if self._output is not None:
+            deallocate_output_tensor(
+                self._output, self._chunks[0].config.deallocate_pipeline_outputs
+            )
+            self._output = None
+
+
+class _OneUnit:
+    """A feature source that gives the same features for every microbatch."""
+
+    def __init__(self, payload: Tensor, *, hidden: int, trains: bool) -> None:
+        self._hidden = hidden
+        self._payload = payload.requires_grad_(trains)
+        if trains:
+            self._payload.register_post_accumulate_grad_hook(drop)
+
+    def features(self, number: int) -> VisionFeatures:
+        """Whichever ``number`` it is."""
+        return VisionFeatures.unpacked(self._payload, hidden=self._hidden)
+
+
+def _drop_delayed(chunk: MultimodalModel) -> None:
+    """Weights' gradients that come later go where the others go."""
+    for module in chunk.modules():
+        if isinstance(module, DelayedGradient):
+            module.register_wgrad_accumulation_and_reduce_hooks(partial(drop, module.weight))
+
+
+@contextmanager
+def _encoder_apart(chunk: MultimodalModel, tape: Tape) -> Iterator[None]:
+    """Inside, what the chunk's encoder makes is the encoder's."""
+    encode = chunk.encode
+
+    def apart(vision: VisionInput | None) -> VisionFeatures:
+        with tape.region(ENCODER):
+            return encode(vision)
+
+    chunk.encode = apart
+    try:
+        yield
+    finally:
+        del chunk.encode
