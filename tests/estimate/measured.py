@@ -27,7 +27,7 @@ from loongplug.models.features import VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.cpu import CpuPlatform
-from loongplug.schedule.tensor_offload import TensorOffload
+from loongplug.schedule.tensor_offload import LayerTensors
 from loongplug.training.run import run
 
 AWAY = "encoder's state on the host"  # counts below zero
@@ -174,12 +174,11 @@ class _Watch:
             self.host.see(made)
             return made
 
-        def made(offload: Any, **kwargs: Any) -> None:
-            make(offload, **kwargs)
-            offload.release = tape.given_back
+        def let_go(tensors: Any, release: Any) -> None:
+            lets_go(tensors, tape.given_back)
 
         on_host, HostCopies.host_like = HostCopies.host_like, host_like
-        make, TensorOffload.__init__ = TensorOffload.__init__, made
+        lets_go, LayerTensors.let_go = LayerTensors.let_go, let_go
         around(KeptOnHost, "_send_for_next", inside=lambda: tape.region(FEATURES))
         around(KeptOnHost, "gradients", inside=lambda: tape.region(FEATURE_GRADIENTS))
         around(SavedOnHost, "_send_for_next", inside=lambda: tape.region(ENCODER))
