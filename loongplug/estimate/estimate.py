@@ -10,13 +10,13 @@ from megatron.core import parallel_state
 
 from loongplug.estimate.encoder_side import Encoding, NoSide, Side, between, side_of
 from loongplug.estimate.ledger import Ledger
-from loongplug.estimate.overlapped import Held, StepTracer
 from loongplug.estimate.ranks import Rank, as_rank
 from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
 from loongplug.estimate.state import State, rank_state
 from loongplug.estimate.step import Change, ChangeOf, follow, one_by_one, pipeline_buffers
 from loongplug.estimate.trace import Cost, Shapes, Tracer
 from loongplug.estimate.units import UnitSize, owners_of
+from loongplug.estimate.whole_step import Held, StepTracer
 from loongplug.hetero.modes import mode_of
 from loongplug.models.vision_encoder import patch_values
 from loongplug.training.arguments import ParsedArguments
@@ -137,7 +137,8 @@ class _Step:
             overlaps=self._args.overlap_moe_expert_parallel_comm,
         )
         self.host = self._buffers = 0
-        self._change_of = self._overlapped() if self._pipeline.overlaps else self._one_by_one()
+        depend = self._pipeline.overlaps or self._args.offload_tensors
+        self._change_of = self._whole() if depend else self._one_by_one()
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """A step of ``rank``, which has the same chunks as this process's."""
@@ -167,8 +168,8 @@ class _Step:
 
         return one_by_one(cost_of)
 
-    def _overlapped(self) -> ChangeOf:
-        """Passes that run together, traced as a step."""
+    def _whole(self) -> ChangeOf:
+        """Passes that depend on each other, traced as a step."""
         few = enough(self._pipeline, len(self._units))
         held = StepTracer(self._args, self._shapes, merge=self._merge).step(
             self._rank.chunks,

@@ -85,12 +85,13 @@ def enough(pipeline: Pipeline, microbatches: int) -> int:
 def stands_for(pipeline: Pipeline, microbatches: int, *, number: int) -> int:
     """Which piece of the step of :func:`enough` microbatches is like piece ``number`` of the whole.
 
-    Of a pipeline that overlaps.
+    So are the pieces before the two.
     """
-    period = pipeline.group * pipeline.chunks
+    pieces_each = 1 if pipeline.overlaps else 2  # of a microbatch in a chunk, in the steady state
+    period = pipeline.group * pipeline.chunks * pieces_each
     first = pipeline.ahead(microbatches)  # of the steady state
-    left_out = (microbatches - enough(pipeline, microbatches)) * pipeline.chunks
-    if number < first + period or not left_out:
+    left_out = (microbatches - enough(pipeline, microbatches)) * pipeline.chunks * pieces_each
+    if number < first + period:
         return number
     if number >= first + period + left_out:
         return number - left_out

@@ -1,8 +1,8 @@
-"""What a rank holds while it runs Megatron's combined schedule, piece by piece.
+"""What a rank holds in a step whose passes depend on each other, piece by piece.
 
-A forward runs together with another microbatch's backward, and tensors that leave the device come
-back by the order of both, so that passes cannot be traced one by one: a whole step of the rank is
-run on tensors of the meta device.
+With the overlap a forward runs together with another microbatch's backward; tensors that leave the
+device come back by the order of the passes. These cannot be traced one by one: a whole step of the
+rank is run on tensors of the meta device.
 """
 
 from collections import defaultdict
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel.combined_1f1b import combined_forward_backward_step
-from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.pipeline_parallel.utils import set_streams
 from torch import Tensor
 
@@ -28,9 +28,10 @@ from loongplug.models.features import VisionFeatures
 from loongplug.models.layers.delayed_linear import DelayedGradient
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.platform import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
-from loongplug.training.forward_step import token_loss
+from loongplug.training.forward_step import LossReport, token_loss
 from loongplug.training.provider import tensor_offload_of
 
 
@@ -66,28 +67,31 @@ class StepTracer(Tracer):
         *,
         features_train: bool | None,
     ) -> HeldStep:
-        """The pieces of ``order`` in turn.
+        """The pieces of ``order`` in turn; chunks are changed as the run changes them.
 
-        Chunks are changed to answer the schedule. ``features_train`` is None where the first one
-        encodes within its forward; else its features come from a feature source.
+        ``features_train`` is None where the first chunk encodes within its forward; else its
+        features come from a feature source.
         """
-        set_streams()
         for chunk in chunks:
             _drop_delayed(chunk)
             if chunk.pre_process and features_train is not None:
                 chunk.feature_source = self._source(chunk, trains=features_train)
-        with self._tape(DECODER, *chunks) as tape, tape.resizes():
+        with (
+            self._tape(DECODER, *chunks) as tape,
+            tape.resizes(),
+            _encoder_apart(chunks[0], tape),
+        ):
             away = Away(tape)
-            offload = tensor_offload_of(self._args, platform=away)
+            offload = tensor_offload_of(self._args, platform=cast(Platform, away))
             for chunk in chunks:
                 if offload is not None:
                     offload_layers(chunk, offload)
-                plan_schedules(chunk, offload=offload)
-            stage = _Stage(tape, chunks, received=self._hidden, plan=partial(self._plan, tape))
-            with _encoder_apart(chunks[0], tape):
-                # What comes back when goes by the order of the step before.
-                for _ in range(1 if offload is None else 2):
-                    pieces = tuple(stage.step(order))
+                if self._args.overlap_moe_expert_parallel_comm:
+                    plan_schedules(chunk, offload=offload)
+            stage = _Stage(tape, chunks, received=self._hidden, start=partial(self._start, tape))
+            # What comes back when goes by the order of the step before.
+            for _ in range(1 if offload is None else 2):
+                pieces = tuple(stage.step(order))
         return HeldStep(pieces=pieces, host=away.most)
 
     def _source(self, chunk: MultimodalModel, *, trains: bool) -> "_OneUnit":
@@ -97,15 +101,17 @@ class StepTracer(Tracer):
         payload = torch.empty(shape, dtype=config.params_dtype, device="meta")
         return _OneUnit(payload, hidden=config.hidden_size, trains=trains)
 
-    def _plan(self, tape: Tape, chunk: MultimodalModel) -> tuple[Any, Callable[[Tensor], Any]]:
-        """A microbatch's plan and its loss, as Megatron asks a forward step for them."""
+    def _start(
+        self, tape: Tape, chunk: MultimodalModel, *, plan: bool
+    ) -> tuple[Any, Callable[[Tensor], LossReport]]:
+        """A microbatch's output, or the plan of how to come to it, and its loss."""
         ids, positions, mask = self._text()
         segments = self._shapes.segments
         vision = None
-        if chunk.image_encoder is not None and chunk.feature_source is None:
+        if chunk.pre_process and chunk.feature_source is None and chunk.image_encoder is not None:
             with tape.region(PIXELS):
                 vision = self._vision(self._pixels(chunk))
-        plan = chunk.build_schedule_plan(
+        output = (chunk.build_schedule_plan if plan else chunk)(
             ids,
             positions,
             vision=vision,
@@ -116,7 +122,7 @@ class StepTracer(Tracer):
                 None if segments is None else pack_segments(segments, device=ids.device)
             ),
         )
-        return plan, lambda losses: token_loss(mask, losses)
+        return output, partial(token_loss, mask)
 
 
 class _Stage:
@@ -128,13 +134,13 @@ class _Stage:
         chunks: Sequence[MultimodalModel],
         *,
         received: Callable[[TextDecoder], Tensor],
-        plan: Callable[[MultimodalModel], tuple[Any, Any]],
+        start: Callable[..., tuple[Any, Any]],
     ) -> None:
-        """``received`` makes what a decoder is sent by the stage before."""
+        """``received`` makes what a decoder is sent by the stage before, ``start`` a forward."""
         self._tape = tape
         self._chunks = chunks
         self._received = received
-        self._plan = plan
+        self._start = start
         # By chunk, in the order of its microbatches.
         self._inputs: defaultdict[int, list[Tensor | None]] = defaultdict(list)
         self._outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -178,37 +184,75 @@ class _Stage:
                 )
 
     def _run(self, piece: Piece) -> None:
-        """As Megatron's schedule does, with the calls around the pieces left out."""
+        """As Megatron's schedules do, with the calls around the pieces left out."""
         self._free_output()
         forward, backward = piece.forward, piece.backward
-        goes = comes = None
-        of_backward: tuple[Any, ...] = (None, None, None)
+        goes = comes = received = None
+        of_backward: tuple[Any, ...] = (None, None, None)  # input, output, gradient
         if forward is not None:
-            goes = self._chunks[forward.chunk]
+            goes, received = self._chunks[forward.chunk], self._inputs[forward.chunk][-1]
         if backward is not None:
             comes = self._chunks[backward.chunk]
             inputs, outputs = self._inputs[backward.chunk], self._outputs[backward.chunk]
             of_backward = inputs.pop(0), outputs.pop(0), self._gradient
             self._gradient = None
-        output, _, self._given = combined_forward_backward_step(
-            lambda _, model, return_schedule_plan: self._plan(model),
-            None,
-            goes,
-            1,
-            None if forward is None else self._inputs[forward.chunk][-1],
-            [],
-            comes,
-            *of_backward,
-            self._chunks[0].config,
-            f_model_chunk_id=None if forward is None else goes.vp_stage,
+        together = self._chunks[0].config.overlap_moe_expert_parallel_comm
+        output, given = (self._overlapped if together else self._alone)(
+            goes, received, comes, of_backward
         )
-        if forward is None:
+        if backward is not None:
+            self._given = given
+        if forward is None or goes is None:
             return
         self._outputs[forward.chunk].append(output)
         self._shapes[forward.chunk] = output.shape
         self._output = None if goes.post_process else output
         if backward is None:  # sent at once
             self._free_output()
+
+    def _overlapped(
+        self,
+        goes: MultimodalModel | None,
+        received: Any,
+        comes: MultimodalModel | None,
+        of_backward: tuple[Any, ...],
+    ) -> tuple[Any, Tensor | None]:
+        """Gives the forward's output, which knows its plan, and the gradient of the input."""
+        set_streams()
+        output, _, given = combined_forward_backward_step(
+            lambda _, model, return_schedule_plan: self._start(model, plan=True),
+            None,
+            goes,
+            1,
+            received,
+            [],
+            comes,
+            *of_backward,
+            self._chunks[0].config,
+            f_model_chunk_id=None if goes is None else goes.vp_stage,
+        )
+        return output, given
+
+    def _alone(
+        self,
+        goes: MultimodalModel | None,
+        received: Any,
+        comes: MultimodalModel | None,
+        of_backward: tuple[Any, ...],
+    ) -> tuple[Any, Tensor | None]:
+        """As :meth:`_overlapped`, of one of the two."""
+        if goes is not None:
+            goes.set_input_tensor(received)
+            output, loss = self._start(goes, plan=False)
+            return (loss(output)[0] if goes.post_process else output), None
+        entered, output, gradient = of_backward
+        if not output.requires_grad:
+            return None, None
+        if gradient is None:
+            output.backward()
+        else:
+            custom_backward(output, gradient)
+        return None, None if entered is None else entered.grad
 
     def _free_output(self) -> None:
         """The next stage has it."""
@@ -249,7 +293,7 @@ def _encoder_apart(chunk: MultimodalModel, tape: Tape) -> Iterator[None]:
         with tape.region(ENCODER):
             return encode(vision)
 
-    chunk.encode = apart
+    chunk.encode = apart  # type: ignore[method-assign]
     try:
         yield
     finally:
