@@ -74,11 +74,12 @@ def pieces(pipeline: Pipeline, microbatches: int) -> Iterator[Piece]:
 def enough(pipeline: Pipeline, microbatches: int) -> int:
     """As few microbatches as make a step in which there is any pair of passes that there is.
 
-    What a step of ``microbatches`` has besides are repetitions of the steady state.
+    What a step of ``microbatches`` has besides are repetitions of its steady state. The last group
+    may be smaller than the others; then two of them are whole.
     """
     period = pipeline.group * pipeline.chunks
-    needed = pipeline.ahead(microbatches) + 2 * period
-    more = microbatches * pipeline.chunks - needed
+    steady = 2 * period if microbatches % pipeline.group else period
+    more = microbatches * pipeline.chunks - pipeline.ahead(microbatches) - steady
     return microbatches - max(0, more) // period * pipeline.group
 
 

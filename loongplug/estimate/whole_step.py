@@ -83,16 +83,16 @@ class StepTracer(Tracer):
         ):
             away = Away(tape)
             offload = tensor_offload_of(self._args, platform=cast(Platform, away))
+            if offload is not None:
+                offload.expect(_backwards(order))
             for chunk in chunks:
                 if offload is not None:
                     offload_layers(chunk, offload)
                 if self._args.overlap_moe_expert_parallel_comm:
                     plan_schedules(chunk, offload=offload)
             stage = _Stage(tape, chunks, received=self._hidden, start=partial(self._start, tape))
-            # What comes back when goes by the order of the step before.
-            for _ in range(1 if offload is None else 2):
-                pieces = tuple(stage.step(order))
-        return HeldStep(pieces=pieces, host=away.most)
+            held = tuple(stage.step(order))
+            return HeldStep(pieces=held, host=away.most)
 
     def _source(self, chunk: MultimodalModel, *, trains: bool) -> "_OneUnit":
         config = chunk.text_decoder.config
@@ -275,6 +275,12 @@ class _OneUnit:
     def features(self, number: int) -> VisionFeatures:
         """Whichever ``number`` it is."""
         return VisionFeatures.unpacked(self._payload, hidden=self._hidden)
+
+
+def _backwards(order: Sequence[Piece]) -> list[int]:
+    """The backwards by the numbers of their forwards."""
+    forwards = [piece.forward for piece in order if piece.forward is not None]
+    return [forwards.index(piece.backward) for piece in order if piece.backward is not None]
 
 
 def _drop_delayed(chunk: MultimodalModel) -> None:
