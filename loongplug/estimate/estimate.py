@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -221,11 +222,11 @@ class _Step:
             largest=self._shapes.patches,
         ).encoder
 
-    def _embeds_with_gradient(self) -> bool:
-        """Whether the encoder's first linear trains, whose backward takes the pixels."""
+    def _keeps_pixels(self) -> bool:
+        """Whether a backward takes them as they come: of the first linear, where that trains."""
         encoder = self._rank.chunks[0].image_encoder
         return encoder is not None and any(
-            parameter.requires_grad
+            parameter.requires_grad and parameter.dtype == torch.float32
             for name, parameter in encoder.named_parameters()
             if name.startswith("patch_embed")
         )
@@ -250,7 +251,7 @@ class _Step:
             traced=self._shapes.patches,
             payload=streams * config.hidden_size * config.params_dtype.itemsize,
             pixels=pixels,
-            blank_pixels=self._merge * pixels if self._embeds_with_gradient() else 0,
+            blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
             trains=self._trains,
             copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )

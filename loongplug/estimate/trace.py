@@ -111,9 +111,7 @@ class Tracer:
     def inline(self, chunk: MultimodalModel) -> Cost:
         """A chunk that encodes its own unit within its forward."""
         with self._tape(DECODER, chunk) as tape:
-            with tape.region(PIXELS):
-                pixels = self._pixels(chunk)
-            return self._through(tape, chunk, vision=self._vision(pixels))
+            return self._through(tape, chunk, encodes=True)
 
     def _through(
         self,
@@ -121,7 +119,7 @@ class Tracer:
         chunk: MultimodalModel,
         *,
         features: VisionFeatures | None = None,
-        vision: VisionInput | None = None,
+        encodes: bool = False,
         before: int = 0,
     ) -> Cost:
         decoder = chunk.text_decoder
@@ -133,10 +131,12 @@ class Tracer:
             del hidden
         ids, positions, mask = self._text()
         segments = self._shapes.segments
-        if vision is not None:
+        if encodes:
+            with tape.region(PIXELS):
+                vision = self._vision(self._pixels(chunk))
             with tape.region(ENCODER):
                 encoded = chunk.encode(vision)
-            vision = None
+            del vision  # the graph may not need the pixels as they come
             features = decoder.share_of(encoded, ids)
             del encoded
         output = decoder(
