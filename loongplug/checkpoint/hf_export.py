@@ -45,6 +45,8 @@ def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: 
             lacks a file, the tokenizer has no end token, or transformers cannot express the model.
     """
     hf_config(model)
+    if model.unread:
+        raise ValueError("; ".join(model.unread))
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder for the export.")
     if folder.is_dir() and any(folder.iterdir()) and not written_here(folder):

@@ -20,7 +20,9 @@ class HuggingFaceModel:
     ``sections`` are config.json's nested parts (``text_config`` and so on), ``top`` its values
     beside them. ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from
     elsewhere; ``architecture`` is the name of the model's class.
-    ``inexpressible`` says, in one sentence each, what of the model transformers has no words for.
+    ``inexpressible`` says, in one sentence each, what of the model transformers has no words for;
+    ``unread`` likewise what transformers would leave aside in a folder that has it, so that only
+    this package can read the model.
     ``prefixes`` are beginnings of names in the files, each with what the model itself has there;
     the first that fits counts.
     """
@@ -31,6 +33,7 @@ class HuggingFaceModel:
     sections: Dictionary[str, Dictionary[str, Any]]
     top: Dictionary[str, Any]
     inexpressible: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
 
     def module_name(self, tensor: str) -> str:

@@ -125,7 +125,7 @@ def _embedding_rows(text: TextArchitecture, *, theirs: str) -> list[Row]:
 
 
 def swiglu_rows(
-    layer: str, theirs: str, *, hidden: int, ffn: int, count: int, bias: bool
+    ours: str, theirs: str, *, hidden: int, ffn: int, count: int, bias: bool
 ) -> list[Row]:
     """A gated MLP: gate and up in one projection, then down."""
     rows: list[Row] = []
@@ -133,9 +133,9 @@ def swiglu_rows(
         gate_up = tuple(
             Source(f"{theirs}.{part}_proj.{kind}", (ffn, *width)) for part in ("gate", "up")
         )
-        rows.append(Row((f"{layer}mlp.linear_fc1.{kind}",), gate_up, Split.COLUMN, count=count))
+        rows.append(Row((f"{ours}.linear_fc1.{kind}",), gate_up, Split.COLUMN, count=count))
     down = row(
-        f"{layer}mlp.linear_fc2.weight",
+        f"{ours}.linear_fc2.weight",
         f"{theirs}.down_proj.weight",
         shape=(hidden, ffn),
         split=Split.ROW,
@@ -143,7 +143,7 @@ def swiglu_rows(
     )
     rows.append(down)
     if bias:
-        names = f"{layer}mlp.linear_fc2.bias", f"{theirs}.down_proj.bias"
+        names = f"{ours}.linear_fc2.bias", f"{theirs}.down_proj.bias"
         rows.append(row(*names, shape=(hidden,), count=count))
     return rows
 

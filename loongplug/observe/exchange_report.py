@@ -85,21 +85,23 @@ def draw_exchanges(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    steady = {rank: [one for one in own if one.section == "steady"] for rank, own in steps.items()}
-    drawn = [trace for trace in traces if steady[trace.rank]]
+    drawn: list[tuple[str, Sequence[Node]]] = []  # a rank's label, and its nodes
+    for trace in traces:
+        steady = [one for one in steps[trace.rank] if one.section == "steady"]
+        if steady:
+            drawn.append((trace.label(), steady[len(steady) // 2].nodes))
     if not drawn:
         return False
     figure = Figure(figsize=(15, 1.2 + 1.15 * min(len(drawn), 64)), layout="constrained")
     axes = figure.add_subplot()
     length = 0
-    for number, trace in enumerate(drawn):
-        own = steady[trace.rank]
-        length = max(length, _draw_step(axes, own[len(own) // 2].nodes, top=2.5 * number))
+    for number, (_, nodes) in enumerate(drawn):
+        length = max(length, _draw_step(axes, nodes, top=2.5 * number))
     axes.set_yticks(
         [2.5 * number + lane for number in range(len(drawn)) for lane in (0, 1)],
         [
-            f"rank {trace.label()}\n{stream}" if stream == "communication" else stream
-            for trace in drawn
+            f"rank {label}\n{stream}" if stream == "communication" else stream
+            for label, _ in drawn
             for stream in ("communication", "computation")
         ],
         fontsize=8,
@@ -111,7 +113,10 @@ def draw_exchanges(
     axes.set_title(f"step {step}, numbers are microbatch / layer", loc="left", fontsize=10)
     axes.spines[:].set_visible(False)
     axes.tick_params(left=False)
-    patches = [Patch(facecolor=colour, label=name) for name, colour in _COLOURS.items()]
+    there = {node.direction for _, nodes in drawn for node in nodes}
+    patches = [
+        Patch(facecolor=colour, label=name) for name, colour in _COLOURS.items() if name in there
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
     return True

@@ -37,9 +37,11 @@ def recomputed_before_dispatch(
 
         def choose(hidden_states: Tensor) -> tuple[Tensor | None, ...]:
             normed = layer.pre_mlp_layernorm(hidden_states)  # [s, b, hidden]
+            # Before the router, as Megatron has it: backward adds up their gradients in turn.
+            shared = experts.shared_experts_compute(normed)  # [s, b, hidden]
             # both [s * b, experts]
             probs, chosen = experts.route(normed, None if kinds is None else kinds.transpose(0, 1))
-            return normed, probs, chosen, experts.shared_experts_compute(normed)
+            return normed, probs, chosen, shared
 
         hidden_states = _computed(attend, hidden_states, twice=ATTENTION in parts)
         normed, probs, chosen, shared = _computed(

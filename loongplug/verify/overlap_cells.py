@@ -31,6 +31,7 @@ _TENSORS = (
     *("--offload-tensors", "dispatched_input", "pre_mlp_layernorm_input"),
     *("pre_mlp_layernorm_output", "fc1_output"),
 )
+_SHARED_EXPERTS = ("model.foundation.shared_expert_ffn_hidden_size=32",)
 # What is kept of a layer's activations, by the flags for it.
 KEPT: dict[str, tuple[str, ...]] = {
     "all": (),
@@ -50,12 +51,23 @@ class OverlapCell(TrainedCell):
 
     kept: str = "all"
     delayed: bool = False
+    shared_experts: bool = False
 
     @property
     def name(self) -> str:
         """A short one that tells cells apart."""
         marks = [super().name, "overlap", one_word(self.trained), f"kept-{one_word(self.kept)}"]
-        return "-".join([*marks, *(["delayed"] if self.delayed else [])])
+        marks += ["delayed"] if self.delayed else []
+        return "-".join([*marks, *(["shared-experts"] if self.shared_experts else [])])
+
+    @property
+    def weights(self) -> str:
+        """Names the model that it trains, and its weights."""
+        return f"{super().weights}{'-shared-experts' if self.shared_experts else ''}"
+
+    def shared_flags(self) -> list[str]:
+        """What the single rank is given, too."""
+        return [*super().shared_flags(), *(_SHARED_EXPERTS if self.shared_experts else ())]
 
     def twin_flags(self) -> list[str]:
         """The same layout without the overlap."""
@@ -106,14 +118,16 @@ def _choices(layout: OverlapCell) -> list[OverlapCell]:
             trained=trained,
             kept=kept,
             delayed=delayed,
+            shared_experts=shared,
         )
-        for sequence, recompute, optimizer, balance, trained, kept, delayed in product(
+        for sequence, recompute, optimizer, balance, trained, kept, delayed, shared in product(
             sequence_parallel_choices(layout),
             ("none", "encoder"),
             OPTIMIZERS,
             (False, True) if layout.can_balance else (False,),
             _TRAINED,
             KEPT,
+            (False, True),
             (False, True),
         )
     ]

@@ -15,7 +15,7 @@ _OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
 _MORE: dict[type[Cell], tuple[str, ...]] = {
     Cell: (),
     SavingCell: ("trains", "away in phase 2"),
-    OverlapCell: ("trains", "kept", "delayed", "bits"),
+    OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
 }
 
 
@@ -71,6 +71,7 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of cells with the experts' exchange overlapped."""
     kept = {name: [each for each in results if _overlap(each).kept == name] for name in KEPT}
     delayed = [each for each in results if _overlap(each).delayed]
+    shared = [each for each in results if _overlap(each).shared_experts]
     frozen = [each for each in results if _overlap(each).trained != "all"]
     lines = [
         *_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
@@ -86,7 +87,7 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
         "",
         *_by_group("kept", kept),
         "",
-        *_by_group("", {"delayed": delayed, "encoder frozen": frozen}),
+        *_by_group("", {"delayed": delayed, "shared experts": shared, "encoder frozen": frozen}),
         *_models(results),
     ]
     return "\n".join(lines) + "\n"
@@ -183,7 +184,8 @@ def _columns(result: Result) -> Iterable[str]:
     if isinstance(cell, SavingCell):
         yield from (cell.trained, cell.away)
     if isinstance(cell, OverlapCell):
-        yield from (cell.trained, cell.kept, "yes" if cell.delayed else "")
+        yield from (cell.trained, cell.kept)
+        yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
         yield "" if result.failed else "**differ**" if result.bits else "same"
 
 

@@ -138,6 +138,8 @@ def _decoder(text: TextArchitecture, layout: Layout) -> dict[str, Any]:
             "experts_per_token": min(per_token, 2),
             "expert_ffn_hidden_size": width,
         }
+        if getattr(text, "shared_expert_ffn_hidden_size", None) is not None:
+            sizes["shared_expert_ffn_hidden_size"] = up(_EXPERT_FFN, layout.tp)
     return sizes
 
 

@@ -10,7 +10,7 @@ from ranks import RankError, model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_qwen3_vl_moe import SP, architecture
 
-from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.demo_processor import write_processor
 from loongplug.models.hf_model import hf_config
@@ -144,3 +144,13 @@ def test_square_experts_are_not_read(tmp_path):
     described = dataclasses.replace(hugging_face(model), inexpressible=())
     getattr(transformers, described.architecture)(hf_config(described)).save_pretrained(tmp_path)
     run_ranks(load_square, 1, folder=tmp_path, model=model)
+
+
+def test_shared_experts_stay_out_of_transformers_hands(processor, tmp_path):
+    """Its model would leave them aside without a word."""
+    model = architecture()
+    text = dataclasses.replace(model.foundation, shared_expert_ffn_hidden_size=32)
+    described = hugging_face(dataclasses.replace(model, foundation=text))
+    with pytest.raises(ValueError, match="shared_expert_ffn_hidden_size is 32"):
+        check_hf_export(tmp_path, model=described, processor_folder=processor)
+    check_hf_export(tmp_path, model=hugging_face(model), processor_folder=processor)

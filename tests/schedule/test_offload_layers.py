@@ -7,7 +7,7 @@ import pytest
 import torch
 from lazy_copies import LazyCopies
 from ranks import run_ranks
-from test_overlap_run import BALANCED, EP2, FULL, OVERLAP, TP2, VPP2
+from test_overlap_run import BALANCED, EP2, FULL, OVERLAP, SHARED, TP2, VPP2
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,9 +25,9 @@ TWICE = ("--recompute-granularity", "selective", "--recompute-modules", *RECOMPU
 DROPOUT = ("--hidden-dropout", "0.2", "--attention-dropout", "0.2")
 CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "plain": (1, (), ()),
-    "overlap-tp2-full": (2, (*EP2, *TP2, FULL), (OVERLAP,)),
+    "overlap-tp2-full": (2, (*EP2, *TP2, FULL, SHARED), (OVERLAP,)),
     "overlap-vpp2": (4, (*EP2, *VPP2), (OVERLAP,)),
-    "recompute-tp2": (2, (*EP2, *TP2, *BALANCED, *DROPOUT), (OVERLAP, *TWICE)),
+    "recompute-tp2": (2, (*EP2, *TP2, *BALANCED, *DROPOUT, SHARED), (OVERLAP, *TWICE)),
     "recompute-vpp2-full": (4, (*EP2, *VPP2, FULL, *DROPOUT), (OVERLAP, *TWICE)),
 }
 # Of what is computed twice, its inputs are kept.

@@ -27,6 +27,7 @@ NOTHING_BEFORE_LAYERS_TRAINS = (
     *(ENCODER_FROZEN, "model.image_projector.freeze=true"),
     *("--freeze-parameters", "*word_embeddings*"),
 )
+SHARED = "+model.foundation.shared_expert_ffn_hidden_size=48"
 AHEAD = ("--overlap-grad-reduce", "--overlap-param-gather")
 BALANCED = (
     *("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
@@ -37,8 +38,8 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep2": (2, (*EP2, *BALANCED)),
     "tp2-hetero-tp": (2, (*EP2, *TP2, HETERO_TP, PACKING)),
     "tp2-hetero-dp": (2, (*EP2, *TP2, HETERO_DP, *AHEAD, DELAYED)),
-    "etp2": (4, (*EP2, *TP2, *ETP2, "--moe-router-dtype", "fp32", *BALANCED, DELAYED)),
-    "vpp2": (4, (*EP2, *VPP2, *AHEAD)),
+    "etp2": (4, (*EP2, *TP2, *ETP2, "--moe-router-dtype", "fp32", *BALANCED, SHARED, DELAYED)),
+    "vpp2": (4, (*EP2, *VPP2, *AHEAD, SHARED)),
     "tp2-vpp2-hetero-tp": (4, (*EP2, *TP2, *VPP2, HETERO_TP, *NOTHING_BEFORE_LAYERS_TRAINS)),
     "tp2-vpp2-hetero-dp": (4, (*EP2, *TP2, *VPP2, HETERO_DP)),
     "tp2-vpp2-full": (

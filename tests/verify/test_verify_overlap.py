@@ -16,7 +16,7 @@ from loongplug.verify.overlap_cells import KEPT, OverlapCell, overlap_cells
 from loongplug.verify.parity_page import overlap_page
 from loongplug.verify.results import Result, as_result, outcome
 
-CELL = OverlapCell(model="qwen3_vl_moe_tiny", dp=2, ep=2, kept="both", trained="all")
+CELL = OverlapCell(model="qwen3_vl_moe_tiny", dp=2, ep=2, kept="both", shared_experts=True)
 BITS = RankBits(
     losses=[1.0], norms=[2.0], gradients=[{"w": 3}], parameters={"w": 4}, images=[False]
 )
@@ -54,10 +54,9 @@ class TestWithoutRuns:
         assert {((c.mode, c.encoder_tp, c.tp), (c.pp, c.vpp), c.ep) for c in cells} >= set(
             product(modes, [(1, 1), (2, 2)], [2, 4])
         )
-        for one, other in (("kept", "delayed"), ("kept", "trained"), ("kept", "mode")):
-            met = {(getattr(cell, one), getattr(cell, other)) for cell in cells}
-            values = [{getattr(cell, axis) for cell in cells} for axis in (one, other)]
-            assert met == set(product(*values)), (one, other)
+        for other in ("delayed", "trained", "mode", "shared_experts"):
+            met = {(cell.kept, getattr(cell, other)) for cell in cells}
+            assert met == set(product(KEPT, {getattr(cell, other) for cell in cells})), other
         assert all(cell.possible for cell in cells)
         assert len({pair for cell in cells for pair in pairs(cell)}) > len(cells)
 
@@ -75,6 +74,9 @@ class TestWithoutRuns:
         assert twin.expert_model_parallel_size == 2
         assert not twin.offload_tensors
         assert "overlap_moe_expert_parallel_comm" in LAYOUT
+        (shared,) = (flag for flag in cell.shared_flags() if "shared_expert" in flag)
+        assert shared not in cell.flags()
+        assert cell.reference != replace(cell, shared_experts=False).reference
         assert set(KEPT) == {"all", "nodes recomputed", "tensors away", "both"}
 
     @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
+
+from loongplug.models.layers.mlp import LocalMLP
 
 
 class ExpertLayer(MoELayer):
@@ -58,3 +61,7 @@ class LocalExperts(SequentialMLP):
         with torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(seed + get_pg_rank(pg_collection.ep))
             super().__init__(num_local_experts, config, submodules, pg_collection, **kwargs)
+
+
+class LocalSharedExperts(SharedExpertMLP, LocalMLP):
+    """SharedExpertMLP with this package's SwiGLU."""

@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,7 +28,7 @@ from loongplug.models.layers.delayed_linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
 )
-from loongplug.models.layers.experts import ExpertLayer, LocalExperts
+from loongplug.models.layers.experts import ExpertLayer, LocalExperts, LocalSharedExperts
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
 from loongplug.models.layers.mlp import LocalMLP
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
@@ -162,19 +163,26 @@ def _layer_spec(
 
 
 def _mlp(config: TransformerConfig, provider: BackendSpecProvider) -> MlpBuilder:
+    local = isinstance(provider, SDPASpecProvider)
     if config.num_moe_experts is not None:
         experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
-        return functools.partial(
-            ExpertLayer, submodules=MoESubmodules(experts=experts, router=BalancedRouter)
+        shared = functools.partial(
+            LocalSharedExperts if local else SharedExpertMLP, submodules=_linears(provider)
         )
-    if isinstance(provider, SDPASpecProvider):
+        return functools.partial(
+            ExpertLayer,
+            submodules=MoESubmodules(experts=experts, router=BalancedRouter, shared_experts=shared),
+        )
+    if local:
         return functools.partial(LocalMLP.as_mlp_submodule, submodules=_linears(provider))
     return get_mlp_module_spec_for_backend(backend=provider)
 
 
 def _linears(provider: BackendSpecProvider) -> MLPSubmodules:
     return MLPSubmodules(
-        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
+        linear_fc1=provider.column_parallel_linear(),
+        linear_fc2=provider.row_parallel_linear(),
+        activation_func=provider.activation_func(),
     )
 
 

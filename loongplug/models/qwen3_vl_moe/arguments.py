@@ -16,7 +16,7 @@ _FIXED: dict[str, object] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
     "moe_router_enable_expert_bias": False,
-    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
     "moe_mlp_glu_interleave_size": None,
@@ -34,5 +34,9 @@ def megatron_arguments(model: Qwen3VLMoeConfig) -> dict[str, ArchitectureArgumen
             "num_experts": ("num_experts", decoder.num_experts),
             "moe_router_topk": ("experts_per_token", decoder.experts_per_token),
             "moe_ffn_hidden_size": ("expert_ffn_hidden_size", decoder.expert_ffn_hidden_size),
+            "moe_shared_expert_intermediate_size": (
+                "shared_expert_ffn_hidden_size",
+                decoder.shared_expert_ffn_hidden_size,
+            ),
         },
     )

@@ -10,12 +10,14 @@ class Qwen3MoeDecoderConfig(Qwen3DecoderConfig):
     """The text decoder with experts in every layer.
 
     ``ffn_hidden_size`` is the width of a dense MLP, which no layer has: it only stands in
-    config.json.
+    config.json. ``shared_expert_ffn_hidden_size`` is that of all shared experts together, which see
+    every token; None for none, as in the published models.
     """
 
     num_experts: int
     experts_per_token: int
     expert_ffn_hidden_size: int
+    shared_expert_ffn_hidden_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from loongplug.models.hf_rows import (
     decoder_rows,
     inexpressible,
     row,
+    swiglu_rows,
     text_section,
     top_level,
     twins,
@@ -24,6 +25,7 @@ def hugging_face(config: Qwen3VLMoeConfig) -> HuggingFaceModel:
         *projector_rows(config.image_encoder, out=text.hidden_size),
         *decoder_rows(text, qkv_bias=False, qk_norm=True),
         *expert_rows(text),
+        *_shared_expert_rows(text),
     ]
     return HuggingFaceModel(
         mapping=Mapping(rows, twins=twins(text)),
@@ -46,6 +48,7 @@ def hugging_face(config: Qwen3VLMoeConfig) -> HuggingFaceModel:
         },
         top=top_level(config),
         inexpressible=(*inexpressible(config), *_ambiguous(text)),
+        unread=_unread(text),
     )
 
 
@@ -58,6 +61,16 @@ def _ambiguous(text: Qwen3MoeDecoderConfig) -> tuple[str, ...]:
         f"foundation.expert_ffn_hidden_size {ffn} with hidden_size {hidden} makes square matrices, "
         "of which transformers cannot tell inputs from outputs; only a model without them can be "
         "exchanged with it",
+    )
+
+
+def _unread(text: Qwen3MoeDecoderConfig) -> tuple[str, ...]:
+    if text.shared_expert_ffn_hidden_size is None:
+        return ()
+    return (
+        f"foundation.shared_expert_ffn_hidden_size is {text.shared_expert_ffn_hidden_size}, but "
+        "transformers' model has no shared experts; only a model without them can be given to it "
+        "(a checkpoint can be saved of any)",
     )
 
 
@@ -85,6 +98,20 @@ def expert_rows(text: Qwen3MoeDecoderConfig) -> list[Row]:
         _experts("linear_fc1", gate_up, Split.COLUMN, text),
         _experts("linear_fc2", down, Split.ROW, text),
     ]
+
+
+def _shared_expert_rows(text: Qwen3MoeDecoderConfig) -> list[Row]:
+    """By the names that transformers' other Qwen models have: no folder of this family has them."""
+    if text.shared_expert_ffn_hidden_size is None:
+        return []
+    return swiglu_rows(
+        f"{TEXT}mlp.shared_experts",
+        f"{TEXT_HF}mlp.shared_expert",
+        hidden=text.hidden_size,
+        ffn=text.shared_expert_ffn_hidden_size,
+        count=text.num_layers,
+        bias=False,
+    )
 
 
 def _experts(linear: str, source: Source, split: Split, text: Qwen3MoeDecoderConfig) -> Row:

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import Rule, indivisible
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 DISPATCHERS = ("alltoall", "allgather")
@@ -48,6 +48,14 @@ def expert_width(args: Namespace, model: Any) -> str | None:
     if not args.num_experts or etp < 1 or args.moe_ffn_hidden_size % etp == 0:
         return None
     return f"expert_ffn_hidden_size {args.moe_ffn_hidden_size} does not divide by expert tp {etp}"
+
+
+def shared_expert_width(args: Namespace, model: Any) -> str | None:
+    """The shared experts' width can be split over the tensor parallel ranks."""
+    width = args.moe_shared_expert_intermediate_size
+    if not args.num_experts or width is None:
+        return None
+    return indivisible("shared_expert_ffn_hidden_size", width, args=args)
 
 
 def experts_per_token(args: Namespace, model: Any) -> str | None:
@@ -148,6 +156,14 @@ RULES: tuple[Rule, ...] = (
         check=expert_width,
         reason="each rank holds an equal slice of an expert",
         cure="choose another --expert-tensor-parallel-size",
+    ),
+    Rule(
+        name="shared-expert-width",
+        refuses="a `shared_expert_ffn_hidden_size` that tp does not divide",
+        check=shared_expert_width,
+        reason="each rank holds an equal slice of what every token goes through",
+        cure="correct model.foundation.shared_expert_ffn_hidden_size, or choose another "
+        "--tensor-model-parallel-size",
     ),
     Rule(
         name="experts-per-token",

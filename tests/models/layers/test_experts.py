@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layer_configs import decoder_config
 from megatron.core.extensions import transformer_engine_spec_provider
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -100,6 +101,73 @@ def test_the_k_most_probable_experts_are_weighted_by_their_share():
     expected = torch.zeros(50, 4).scatter(1, experts, top / top.sum(-1, keepdim=True))
     torch.testing.assert_close(weights, expected)
     assert torch.equal(chosen, expected > 0)
+
+
+def with_shared_experts(*, tp, **more):
+    return experts_config(
+        moe_shared_expert_intermediate_size=12,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        expert_tensor_parallel_size=1,
+        **more,
+    )
+
+
+def beside_shared_experts(rank, *, tp, hidden):
+    """The layer's output without what the shared experts add, and with it; their weights."""
+    with model_parallel(tp=tp, etp=1):
+        layer = layer_of(with_shared_experts(tp=tp))
+        assert all(getattr(each, "allreduce", True) for each in layer.shared_experts.parameters())
+        own = hidden.chunk(tp)[rank]
+        whole, _ = layer(own)
+        layer.use_shared_expert = False
+        routed, _ = layer(own)
+        weights = [linear.weight.detach() for linear in _linears(layer.shared_experts)]
+        return (whole - routed).detach(), weights
+
+
+def _linears(mlp):
+    return mlp.linear_fc1, mlp.linear_fc2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_token_goes_through_the_shared_experts_too(tp):
+    hidden = torch.randn(6, 1, 24, generator=torch.Generator().manual_seed(0))  # [s, b, hidden]
+    ranks = run_ranks(beside_shared_experts, tp, tp=tp, hidden=hidden)
+    first, second = zip(*(weights for _, weights in ranks), strict=True)
+    gate, up = (torch.cat(half) for half in zip(*(each.chunk(2) for each in first), strict=True))
+    expected = F.linear(
+        F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), torch.cat(second, dim=1)
+    )
+    torch.testing.assert_close(torch.cat([added for added, _ in ranks]), expected)
+
+
+def beside_the_exchange(rank, *, hidden):
+    """Output and all gradients of a layer, without and with ``--moe-shared-expert-overlap``."""
+    found = []
+    for overlap in (False, True):
+        with model_parallel(tp=2, ep=2, etp=1):
+            torch.manual_seed(1)
+            config = with_shared_experts(
+                tp=2,
+                expert_model_parallel_size=2,
+                moe_shared_expert_overlap=overlap,
+                moe_token_dispatcher_type="alltoall",
+            )
+            layer = layer_of(config)
+            own = hidden.chunk(2)[rank].clone().requires_grad_()
+            output, _ = layer(own)
+            output.square().sum().backward()
+            found.append([output.detach(), own.grad, *(each.grad for each in layer.parameters())])
+    return found
+
+
+def test_shared_experts_beside_the_exchange_give_the_same():
+    hidden = torch.randn(6, 1, 24, generator=torch.Generator().manual_seed(0))  # [s, b, hidden]
+    for without, beside in run_ranks(beside_the_exchange, 2, hidden=hidden):
+        assert all(each.any() for each in without)
+        for one, other in zip(without, beside, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.quick

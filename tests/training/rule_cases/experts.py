@@ -38,6 +38,13 @@ WITH_EXPERTS: Cases = {
             {**SP, "ffn_hidden_size": 97},  # no layer has it
         ],
     ),
+    "shared-expert-width": (
+        [{**SP, "moe_shared_expert_intermediate_size": 97}],
+        [
+            {**SP, "moe_shared_expert_intermediate_size": 98},
+            {**EP, "moe_shared_expert_intermediate_size": 97},
+        ],
+    ),
     "experts-per-token": (
         [{"moe_router_topk": 1}, {"moe_router_topk": 9}],
         [{"moe_router_topk": 8}],

@@ -1,0 +1,79 @@
+"""``loongplug data``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loongplug.commands.options import (
+    Files,
+    MediaRoot,
+    Phase,
+    Processes,
+    TokenizerModel,
+    VideoFps,
+    phase_named,
+    user_errors,
+)
+
+data = typer.Typer(help="Check training data, and look at them.", no_args_is_help=True)
+
+
+@data.command("check")
+def data_check(
+    files: Files,
+    tokenizer_model: TokenizerModel,
+    seq_length: Annotated[int, typer.Option(help="The longest sample, in tokens.")],
+    training_phase: Phase = "sft",
+    media_root: MediaRoot = None,
+    video_fps: VideoFps = None,
+    processes: Processes = None,
+) -> None:
+    """Read every row as training would, decode its media, and print what is wrong.
+
+    One line for each fault, with file and line. Ends with exit code 1 when there is one.
+    """
+    with user_errors():
+        from loongplug.data.check import check as run
+        from loongplug.data.parallel_rows import default_processes
+
+        bad = run(
+            files,
+            tokenizer_model=tokenizer_model,
+            seq_length=seq_length,
+            training_phase=phase_named(training_phase),
+            media_root=media_root,
+            video_fps=video_fps,
+            processes=default_processes() if processes is None else processes,
+        )
+    raise typer.Exit(1 if bad else 0)
+
+
+@data.command("inspect")
+def data_inspect(
+    files: Files,
+    tokenizer_model: TokenizerModel,
+    training_phase: Phase = "sft",
+    media_root: MediaRoot = None,
+    video_fps: VideoFps = None,
+    samples: Annotated[int, typer.Option(help="How many to show, evenly chosen.")] = 3,
+    plots: Annotated[
+        Path | None, typer.Option(help="A folder for histograms of all rows as PNG.")
+    ] = None,
+    processes: Processes = None,
+) -> None:
+    """Show samples as the model will see them: tokens and which are trained, images and sizes."""
+    with user_errors():
+        from loongplug.data.inspect import inspect as run
+        from loongplug.data.parallel_rows import default_processes
+
+        run(
+            files,
+            tokenizer_model=tokenizer_model,
+            training_phase=phase_named(training_phase),
+            media_root=media_root,
+            video_fps=video_fps,
+            samples=samples,
+            plots=plots,
+            processes=default_processes() if processes is None else processes,
+        )

@@ -1,0 +1,47 @@
+"""Options that several commands have, and what becomes of a user's errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Files = Annotated[
+    list[str], typer.Argument(help="JSONL files, as for --data-path: p1 p2 or w1 p1 w2 p2.")
+]
+TokenizerModel = Annotated[
+    Path, typer.Option(help="The folder of the model's tokenizer and processors.")
+]
+Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
+MediaRoot = Annotated[
+    Path | None, typer.Option(help="What paths of media are relative to; else the JSONL's folder.")
+]
+VideoFps = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Frames taken per second of video files; else the folder's."),
+]
+Processes = Annotated[
+    int | None, typer.Option(help="Processes at a time; else one for each processor.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A ValueError is the user's: one sentence, exit code 1."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"loongplug: error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def phase_named(name: str) -> Literal["pretrain", "sft"]:
+    """What ``--training-phase`` names. Raises ValueError for anything else."""
+    if name == "pretrain":
+        return "pretrain"
+    if name == "sft":
+        return "sft"
+    raise ValueError(f"--training-phase is {name!r}: expected pretrain or sft.")
