@@ -1,10 +1,15 @@
 """The parts of the estimate that are plain arithmetic, and the command's refusals."""
 
+import re
+from argparse import Namespace
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.estimate.command import _print
+from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
 from loongplug.estimate.tape import Tape
@@ -91,6 +96,17 @@ def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():
         del other
         assert tape.total == 0
         assert tape.most == 800
+
+
+@pytest.mark.parametrize("host", [0, 3_000_000])
+def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
+    args = Namespace(model_name="tiny", world_size=1)
+    parts = {"weights": 2_000_000}
+    found = RankMemory(stage=0, rank=0, role="decoder", parts=parts, when="", most={}, host=host)
+    _print([found], Namespace(args=args), patches=[4])
+    shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
+    assert "total 2.00" in shown  # on the device
+    assert ("named tensors on the host 3.00" in shown) == bool(host)
 
 
 @pytest.mark.parametrize(
