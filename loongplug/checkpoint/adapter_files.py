@@ -26,6 +26,7 @@ from loongplug.checkpoint.tensor_files import (
 )
 from loongplug.checkpoint.tensor_folder import FLOATS
 from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
+from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import config_problems, peft_config
 
@@ -33,12 +34,19 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 
-def check_adapter_export(folder: Path) -> None:
-    """Refuse a folder that an export of adapters must not replace. No collectives.
+def check_adapter_export(folder: Path, *, model: HuggingFaceModel) -> None:
+    """Refuse an export of adapters that cannot work. No collectives.
 
     Raises:
-        ValueError: it is a file, or holds something else than an earlier export.
+        ValueError: ``folder`` is a file, or holds something else than an earlier export; or
+            transformers has no such model to put adapters on.
     """
+    if model.unread:
+        raise ValueError("; ".join(model.unread))
+    _check_folder(folder)
+
+
+def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder for the adapters.")
     if folder.is_dir() and any(folder.iterdir()):
@@ -73,7 +81,7 @@ def save_adapters(
     error: Exception | None = None
     try:
         if own_rank() == 0:
-            check_adapter_export(folder)
+            _check_folder(folder)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         error = caught
     raise_together(error)

@@ -99,7 +99,7 @@ def _that_matter(settings: Mapping[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in settings.items()
         if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
-        and not (key.endswith(".lora") and value is None)  # as if it were not there
+        and value is not None  # as if it were not there: older notes lack newer settings
     }
 
 

@@ -72,10 +72,12 @@ def _open(folder: Path, mapping: Mapping) -> AbstractContextManager[TensorFolder
 def _checked(
     model_chunks: Sequence[nn.Module], tensors: TensorFolder, *, model: HuggingFaceModel
 ) -> list[Owned]:
+    missing_or_extra = _file_problems(tensors, model.mapping)
     problems = [
         *model.inexpressible,
+        *(model.unread if missing_or_extra else ()),
         *hf_config_differences(tensors.path, model),
-        *_file_problems(tensors, model.mapping),
+        *missing_or_extra,
     ]
     if problems:
         raise ValueError(

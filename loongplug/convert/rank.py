@@ -78,7 +78,7 @@ def convert(flags: Sequence[str]) -> Converted:
         check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
     table = adapter_table(parsed.model, model)
     if args.save_lora:
-        check_adapter_export(Path(args.save_lora))
+        check_adapter_export(Path(args.save_lora), model=model)
     use_whole_checkpoints(current_platform(), asynchronous=False)
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)

@@ -71,6 +71,8 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
     ) -> None:
         """As :meth:`MultimodalModel.forward`; nothing is computed yet."""
         decoder = model.text_decoder
+        if decoder.config.fine_grained_activation_offloading:  # Megatron's own, of modules
+            decoder.preprocess_for_fine_grained_offloading()
         self._pass = None if offload is None else offload.begin_pass(in_nodes=True)
         super().__init__(
             decoder,

@@ -1,6 +1,7 @@
 """Parts of a layer that are computed once more in its backward, each within its schedule node.
 
-Exchanges are in other nodes, so nothing is exchanged twice, and the schedule keeps its shape.
+The exchanges of the expert parallel group are in other nodes, so none of them happens twice, and
+the schedule keeps its shape. What tensor parallel ranks send each other in a node is sent again.
 """
 
 from collections.abc import Callable, Collection, Iterator

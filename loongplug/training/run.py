@@ -98,7 +98,7 @@ def run(
         )
     table = adapter_table(parsed.model, hugging_face)
     if args.save_lora:
-        check_adapter_export(Path(args.save_lora))
+        check_adapter_export(Path(args.save_lora), model=hugging_face)
     from_folders = not has_checkpoint(args)
     provider = ModelProvider(
         parsed.model,

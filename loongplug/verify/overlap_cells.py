@@ -21,7 +21,7 @@ _MODES = (
 )
 _PIPELINES = ((1, 1), (2, 2))  # PP, VPP: Megatron's schedule takes no stages without virtual ones
 _EP = (2, 4)
-_TRAINED = ("all", "all but the encoder")
+_TRAINED = ("all", "all but the encoder", "decoder's LoRA")
 _NODES = (
     *("--recompute-granularity", "selective", "--recompute-modules"),
     *("a2a_overlap_attn", "a2a_overlap_post_attn", "a2a_overlap_mlp"),

@@ -72,7 +72,11 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
     kept = {name: [each for each in results if _overlap(each).kept == name] for name in KEPT}
     delayed = [each for each in results if _overlap(each).delayed]
     shared = [each for each in results if _overlap(each).shared_experts]
-    frozen = [each for each in results if _overlap(each).trained != "all"]
+    trains = {
+        name: found
+        for name in TRAINED
+        if (found := [each for each in results if _overlap(each).trained == name])
+    }
     lines = [
         *_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
         "*Bits* are those of a second comparison, in bf16 over three steps, with the same layout "
@@ -87,7 +91,9 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
         "",
         *_by_group("kept", kept),
         "",
-        *_by_group("", {"delayed": delayed, "shared experts": shared, "encoder frozen": frozen}),
+        *_by_group("trains", trains),
+        "",
+        *_by_group("", {"delayed": delayed, "shared experts": shared}),
         *_models(results),
     ]
     return "\n".join(lines) + "\n"

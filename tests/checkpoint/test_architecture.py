@@ -82,9 +82,17 @@ def test_another_model_is_refused_by_what_differs(tmp_path, key, value, message)
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_setting_that_is_newer_than_the_checkpoint_and_not_used_is_none(tmp_path):
+    write_architecture(tmp_path, MODEL, rank=0)
+    newer = "foundation.shared_expert_ffn_hidden_size"
+    check_architecture(tmp_path, changed(newer, None))
+    with pytest.raises(ValueError, match="is absent in the checkpoint, 48 here"):
+        check_architecture(tmp_path, changed(newer, 48))
+
+
 def test_a_setting_that_went_away_is_a_difference_too(tmp_path):
-    write_architecture(tmp_path, changed("foundation.moe", None), rank=0)
-    with pytest.raises(ValueError, match=r"foundation.moe is None in the checkpoint, absent here"):
+    write_architecture(tmp_path, changed("foundation.moe", 2), rank=0)
+    with pytest.raises(ValueError, match=r"foundation.moe is 2 in the checkpoint, absent here"):
         check_architecture(tmp_path, MODEL)
 
 

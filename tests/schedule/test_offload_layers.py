@@ -7,7 +7,7 @@ import pytest
 import torch
 from lazy_copies import LazyCopies
 from ranks import run_ranks
-from test_overlap_run import BALANCED, EP2, FULL, OVERLAP, SHARED, TP2, VPP2
+from test_overlap_run import BALANCED, DELAYED, EP2, ETP2, FULL, OVERLAP, SHARED, TP2, VPP2
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,8 +27,12 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "plain": (1, (), ()),
     "overlap-tp2-full": (2, (*EP2, *TP2, FULL, SHARED), (OVERLAP,)),
     "overlap-vpp2": (4, (*EP2, *VPP2), (OVERLAP,)),
-    "recompute-tp2": (2, (*EP2, *TP2, *BALANCED, *DROPOUT, SHARED), (OVERLAP, *TWICE)),
-    "recompute-vpp2-full": (4, (*EP2, *VPP2, FULL, *DROPOUT), (OVERLAP, *TWICE)),
+    "recompute-etp2": (
+        4,
+        (*EP2, *TP2, *ETP2, *BALANCED, *DROPOUT, SHARED),
+        (OVERLAP, *TWICE, DELAYED),
+    ),
+    "recompute-vpp2-full": (4, (*EP2, *VPP2, FULL, *DROPOUT), (OVERLAP, *TWICE, DELAYED)),
 }
 # Of what is computed twice, its inputs are kept.
 LEFT_TWICE = {"layer_input", "pre_mlp_layernorm_input", "dispatched_input"}

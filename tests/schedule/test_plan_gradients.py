@@ -153,3 +153,23 @@ def assert_same(one: Numbers, other: Numbers, *, frozen: tuple[str, ...]) -> Non
     deepstack = [each for name, each in gradients.items() if ".deepstack." in name]
     assert all(each is None or bool(each.any()) for each in deepstack)
     assert len(deepstack) == 2 * 6
+
+
+def plans_with_megatrons_offload(rank):
+    """How often each of two microbatches' plans prepared Megatron's own offload of modules."""
+    with model_parallel(ep=2):
+        model = built((), {})
+        plan_schedules(model)
+        prepared = []
+        model.text_decoder.preprocess_for_fine_grained_offloading = lambda: prepared.append(1)
+        counts = []
+        for switched_on in (False, True):
+            model.text_decoder.config.fine_grained_activation_offloading = switched_on
+            set_streams()
+            model.build_schedule_plan(**microbatch(1, images=1))
+            counts.append(len(prepared))
+        return counts
+
+
+def test_megatrons_own_offload_is_prepared_for_each_microbatch():
+    assert run_ranks(plans_with_megatrons_offload, 2) == [[0, 1], [0, 1]]

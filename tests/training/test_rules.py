@@ -157,6 +157,35 @@ def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None
         assert names(violated_rules(args, adapted)) == expected
 
 
+def test_the_norm_is_recomputed_in_one_way(prepared_experts: Run) -> None:
+    overlap = {"overlap_moe_expert_parallel_comm": True, "bf16": True, "world_size": 2}
+    overlap |= {"expert_model_parallel_size": 2, "recompute_granularity": "selective"}
+    for modules, expected in (
+        (["a2a_overlap_mlp", "layernorm"], True),
+        (["layernorm"], False),
+        (["a2a_overlap_mlp"], False),
+    ):
+        found = violated(prepared_experts, recompute_modules=modules, **overlap)
+        assert ("decoder-recompute-nodes-alone" in found) == expected
+
+
+def test_adapters_of_shared_experts_stay_beside_whole_linears(prepared_experts: Run) -> None:
+    _, model = prepared_experts
+    beside = {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 48}
+    beside |= {"world_size": 8, "global_batch_size": 16, "sequence_parallel": True}
+    for target, tp, expected in (
+        ("linear_fc2", 2, ["lora-shared-experts"]),
+        ("linear_fc2", 1, []),
+        ("linear_qkv", 2, []),
+    ):
+        lora = LoraSettings(rank=2, target_modules=(target,))
+        adapted = dataclasses.replace(
+            model, foundation=dataclasses.replace(model.foundation, lora=lora)
+        )
+        found = violated(prepared_experts, model=adapted, tensor_model_parallel_size=tp, **beside)
+        assert found == expected, (target, tp)
+
+
 def test_embeddings_have_one_learning_rate(prepared: Run) -> None:
     model = changed(prepared[1], ["foundation.lr_mult=0.5"])
     assert violated(prepared, model=model, decoupled_lr=1e-4) == ["lr-mult-decoupled"]
@@ -213,7 +242,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
-    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder"}
+    with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

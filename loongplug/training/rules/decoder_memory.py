@@ -63,6 +63,22 @@ def nodes(args: Namespace, model: Any) -> str | None:
     return f"--recompute-modules {' '.join(given)} without {' and '.join(lacks)}"
 
 
+def nodes_alone(args: Namespace, model: Any) -> str | None:
+    """What Megatron spreads over several nodes stands without nodes that are computed twice."""
+    given = [name for name in args.recompute_modules or () if name in RECOMPUTED]
+    others = [
+        *(
+            ["--recompute-modules layernorm"]
+            if "layernorm" in (args.recompute_modules or ())
+            else []
+        ),
+        *(["--offload-modules"] if args.offload_modules else []),
+    ]
+    if not given or not others:
+        return None
+    return f"{' and '.join(others)} with --recompute-modules {' '.join(given)}"
+
+
 def discarded(args: Namespace, model: Any) -> str | None:
     """What lets go of outputs is recomputed where TransformerEngine is."""
     given = [name for name in args.recompute_modules or () if name in _DISCARDED]
@@ -111,6 +127,16 @@ RULES: tuple[Rule, ...] = (
         check=nodes,
         reason="these are parts of the overlap's schedule",
         cure="add both, or use --recompute-granularity full",
+    ),
+    Rule(
+        name="decoder-recompute-nodes-alone",
+        refuses="`--recompute-modules layernorm` or `--offload-modules` with "
+        + ", ".join(f"`{name}`" for name in RECOMPUTED),
+        check=nodes_alone,
+        reason="Megatron begins these in one node of a layer and ends them in another, and a node "
+        "that is computed twice does its own part only",
+        cure="drop layernorm (a2a_overlap_post_attn computes the norm twice), and offload by "
+        "--offload-tensors",
     ),
     Rule(
         name="decoder-recompute-discarded",

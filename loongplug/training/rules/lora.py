@@ -112,6 +112,22 @@ def rates_twice(args: Namespace, model: Any) -> str | None:
     return f"--decoupled-lr with model.foundation.lr_mult {rate:g}" if rate != 1.0 else None
 
 
+def shared_experts_beside_the_exchange(args: Namespace, model: Any) -> str | None:
+    """An adapter does what its linear does, which with this flag depends on who calls it."""
+    if not args.moe_shared_expert_overlap or args.moe_shared_expert_intermediate_size is None:
+        return None
+    adapted = any(
+        settings.targets(f"mlp.shared_experts.{linear}")
+        for key, settings in _lora(model)
+        if key.startswith("model.foundation")
+        for linear in ("linear_fc1", "linear_fc2")
+    )
+    tp = args.tensor_model_parallel_size
+    if not adapted or tp < 2:
+        return None
+    return f"--moe-shared-expert-overlap with adapters on the shared experts and tp {tp}"
+
+
 OWN_FOLDER = "give the adapters a folder beside the others"
 
 RULES: tuple[Rule, ...] = (
@@ -145,6 +161,14 @@ RULES: tuple[Rule, ...] = (
         check=lora_own_folder,
         reason="an export replaces its whole folder, and nothing that is not its own",
         cure=OWN_FOLDER,
+    ),
+    Rule(
+        name="lora-shared-experts",
+        refuses="`--moe-shared-expert-overlap` with adapters on the shared experts and tp above 1",
+        check=shared_experts_beside_the_exchange,
+        reason="the linears then leave gathering and reducing to Megatron's dispatcher, which "
+        "knows no adapters",
+        cure="drop the flag, or name target_modules of the attention alone",
     ),
     Rule(
         name="lr-mult",

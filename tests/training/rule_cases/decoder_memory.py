@@ -47,5 +47,9 @@ WITH_EXPERTS: Cases = {
         [NODES, {**OVERLAP, "recompute_modules": ["a2a_overlap_mlp", "core_attn"]}],
         [{**OVERLAP, **NODES}],
     ),
+    "decoder-recompute-nodes-alone": (
+        [{**OVERLAP, **NODES, **ON, "offload_modules": ["core_attn"]}],
+        [{**OVERLAP, **ON, "offload_modules": ["core_attn"]}],
+    ),
     "decoder-offload-experts": ([], [{**NAMED, "offload_tensors": ["dispatched_input"]}]),
 }
