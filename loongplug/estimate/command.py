@@ -124,6 +124,8 @@ def _print(
     table.add_section()
     table.add_row("total", *(_shown(each.total, unit) for each in found))
     table.add_row("at its fullest in", *(each.when for each in found))
+    if any(each.host for each in found):
+        table.add_row("named tensors on the host", *(_shown(each.host, unit) for each in found))
     Console().print(table)
 
 

@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.estimate.encoder_side import Encoding, NoSide, Side, between, side_of
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import Rank, as_rank
-from loongplug.estimate.schedule import Pipeline
+from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
 from loongplug.estimate.state import State, rank_state
-from loongplug.estimate.step import CostOf, follow, pipeline_buffers
+from loongplug.estimate.step import Change, ChangeOf, follow, one_by_one, pipeline_buffers
 from loongplug.estimate.trace import Cost, Shapes, Tracer
 from loongplug.estimate.units import UnitSize, owners_of
+from loongplug.estimate.whole_step import Held, StepTracer
 from loongplug.hetero.modes import mode_of
 from loongplug.models.vision_encoder import patch_values
 from loongplug.training.arguments import ParsedArguments
@@ -29,7 +31,8 @@ class RankMemory:
     """The fullest rank of a pipeline stage, in bytes.
 
     ``parts`` is what there is at its fullest moment of a step, ``when``, by what it is; ``most``
-    has of each of these the most at any moment.
+    has of each of these the most at any moment. ``host`` is the most of the tensors that leave by
+    name, which are none of these.
     """
 
     stage: int
@@ -38,6 +41,7 @@ class RankMemory:
     parts: dict[str, int]
     when: str
     most: dict[str, int]
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -80,6 +84,7 @@ def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> 
                 parts={name: nbytes for name, nbytes in ledger.peak.items() if nbytes},
                 when=ledger.when,
                 most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
+                host=step.host,
             )
         )
     return max(found, key=lambda each: each.total)
@@ -116,38 +121,84 @@ class _Step:
         self._encoder_state = _by_name(encoder_state)
         self._apart = self._mode.timing is not None
         self._shapes = self._largest()
-        tracer = Tracer(self._args, self._shapes, merge=self._merge)
         self._encoder = self._blank = Cost()
         if self.has_encoder:
             side = self._model.image_encoder.spatial_merge_size
             blank = replace(self._shapes, grids=((1, side, side),))
             self._blank = Tracer(self._args, blank, merge=self._merge).encoder(first)
         if self.has_encoder and self._apart:
+            tracer = Tracer(self._args, self._shapes, merge=self._merge)
             self._encoder = tracer.encoder(first)
-        self._costs = [
-            tracer.inline(chunk)
-            if not self._apart and chunk.image_encoder is not None
-            else tracer.decoder(chunk, features_train=self._trains)
-            for chunk in rank.chunks
-        ]
+        self._pipeline = Pipeline(
+            stages=self._args.pipeline_model_parallel_size,
+            stage=rank.stage,
+            chunks=len(rank.chunks),
+            group=self._args.microbatch_group_size_per_vp_stage
+            or self._args.pipeline_model_parallel_size,
+            overlaps=self._args.overlap_moe_expert_parallel_comm,
+        )
+        self.host = self._buffers = 0
+        depend = self._pipeline.overlaps or self._args.offload_tensors
+        self._change_of = self._whole() if depend else self._one_by_one()
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """A step of ``rank``, which has the same chunks as this process's."""
-        args = self._args
-        pipeline = Pipeline(
-            stages=args.pipeline_model_parallel_size,
-            stage=self._rank.stage,
-            chunks=len(self._rank.chunks),
-            group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
-        )
         follow(
             ledger,
-            pipeline,
+            self._pipeline,
             self._side(rank),
             microbatches=len(self._units),
-            cost_of=self._cost_of(),
-            buffers=pipeline_buffers(self._costs),
+            change_of=self._change_of,
+            buffers=self._buffers,
         )
+
+    def _one_by_one(self) -> ChangeOf:
+        """Passes that are traced each by itself."""
+        tracer = Tracer(self._args, self._shapes, merge=self._merge)
+        costs = [
+            tracer.inline(chunk)
+            if not self._apart and chunk.image_encoder is not None
+            else tracer.decoder(chunk, features_train=self._trains)
+            for chunk in self._rank.chunks
+        ]
+        self._buffers = pipeline_buffers(costs)
+
+        def cost_of(chunk: int, microbatch: int) -> Cost:
+            cost = costs[chunk]
+            return replace(cost, encoder=self._encoder_of(microbatch, cost))
+
+        return one_by_one(cost_of)
+
+    def _whole(self) -> ChangeOf:
+        """Passes that depend on each other, traced as a step."""
+        few = enough(self._pipeline, len(self._units))
+        held = StepTracer(self._args, self._shapes, merge=self._merge).step(
+            self._rank.chunks,
+            list(pieces(self._pipeline, few)),
+            features_train=self._trains if self._apart else None,
+        )
+        self.host = held.host
+        # The first piece is a forward of the first chunk alone.
+        inline = Cost(encoder=held.pieces[0].encoder)
+
+        def encoder_of(each: Pass | None) -> int:
+            return 0 if each is None or each.chunk else self._encoder_of(each.microbatch, inline)
+
+        def traced(number: int) -> Held:
+            if number < 0:
+                return Held()
+            number = stands_for(self._pipeline, len(self._units), number=number)
+            return held.pieces[number]
+
+        def change_of(number: int, piece: Piece) -> Change:
+            before, there = traced(number - 1), traced(number)
+            return Change(
+                encoder=encoder_of(piece.forward) - encoder_of(piece.backward),
+                decoder=there.decoder - before.decoder,
+                most=there.most - before.total,
+            )
+
+        return change_of
 
     def _largest(self) -> Shapes:
         unit = max(self._units, key=lambda each: each.patches)
@@ -159,27 +210,23 @@ class _Step:
             segments=unit.segments,
         )
 
-    def _cost_of(self) -> CostOf:
-        def cost_of(chunk: int, microbatch: int) -> Cost:
-            cost = self._costs[chunk]
-            if not cost.encoder:
-                return cost
-            part = between(
-                self._blank,
-                cost,
-                self._units[microbatch].patches,
-                smallest=self._merge,
-                largest=self._shapes.patches,
-            )
-            return replace(cost, encoder=part.encoder)
+    def _encoder_of(self, microbatch: int, largest: Cost) -> int:
+        """What a chunk that encodes keeps of the encoder's, of the largest unit or another."""
+        if not largest.encoder:
+            return 0
+        return between(
+            self._blank,
+            largest,
+            self._units[microbatch].patches,
+            smallest=self._merge,
+            largest=self._shapes.patches,
+        ).encoder
 
-        return cost_of
-
-    def _embeds_with_gradient(self) -> bool:
-        """Whether the encoder's first linear trains, whose backward takes the pixels."""
+    def _keeps_pixels(self) -> bool:
+        """Whether a backward takes them as they come: of the first linear, where that trains."""
         encoder = self._rank.chunks[0].image_encoder
         return encoder is not None and any(
-            parameter.requires_grad
+            parameter.requires_grad and parameter.dtype == torch.float32
             for name, parameter in encoder.named_parameters()
             if name.startswith("patch_embed")
         )
@@ -204,7 +251,7 @@ class _Step:
             traced=self._shapes.patches,
             payload=streams * config.hidden_size * config.params_dtype.itemsize,
             pixels=pixels,
-            blank_pixels=self._merge * pixels if self._embeds_with_gradient() else 0,
+            blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
             trains=self._trains,
             copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )

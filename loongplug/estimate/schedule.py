@@ -8,41 +8,92 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Where a stage stands; ``group`` is how many microbatches each chunk takes in turn."""
+    """Where a stage stands; ``group`` is how many microbatches each chunk takes in turn.
+
+    With ``overlaps`` one microbatch's forward runs together with another's backward.
+    """
 
     stages: int
     stage: int
     chunks: int
     group: int
+    overlaps: bool = False
+
+    def ahead(self, microbatches: int) -> int:
+        """How many forwards there are before the first backward."""
+        behind = self.stages - self.stage - 1
+        ahead = behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.group
+        return min(ahead + self.overlaps, microbatches * self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A microbatch's forward or backward through one of the rank's chunks."""
+    """A microbatch's way through one of the rank's chunks, forward or backward."""
 
-    forward: bool
     chunk: int
     microbatch: int
 
 
-def passes(pipeline: Pipeline, microbatches: int) -> Iterator[Pass]:
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is done at a time: a forward, a backward, or both together."""
+
+    forward: Pass | None = None
+    backward: Pass | None = None
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        there = (("forward", self.forward), ("backward", self.backward))
+        return " with ".join(name for name, each in there if each is not None)
+
+
+def pieces(pipeline: Pipeline, microbatches: int) -> Iterator[Piece]:
     """All forwards and backwards of a step: 1F1B, interleaved with several chunks.
 
     >>> first = Pipeline(stages=2, stage=0, chunks=1, group=2)
-    >>> "".join("fb"[not each.forward] + str(each.microbatch) for each in passes(first, 3))
-    'f0f1b0f2b1b2'
+    >>> [each.name[0] for each in pieces(first, 3)]
+    ['f', 'f', 'b', 'f', 'b', 'b']
     """
     order = get_schedule_table(microbatches, pipeline.chunks, pipeline.group)
-    behind = pipeline.stages - pipeline.stage - 1
-    ahead = behind if pipeline.chunks == 1 else 2 * behind + (pipeline.chunks - 1) * pipeline.group
-    ahead = min(ahead, len(order))
-    last = pipeline.chunks - 1
-    forwards = [Pass(forward=True, chunk=chunk, microbatch=number) for number, chunk in order]
-    backwards = [
-        Pass(forward=False, chunk=last - chunk, microbatch=number) for number, chunk in order
-    ]
-    yield from forwards[:ahead]
+    ahead, last = pipeline.ahead(microbatches), pipeline.chunks - 1
+    forwards = [Pass(chunk=chunk, microbatch=number) for number, chunk in order]
+    backwards = [Pass(chunk=last - chunk, microbatch=number) for number, chunk in order]
+    for forward in forwards[:ahead]:
+        yield Piece(forward=forward)
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards[len(order) - ahead :]
+        if pipeline.overlaps:
+            yield Piece(forward=forward, backward=backward)
+        else:
+            yield Piece(forward=forward)
+            yield Piece(backward=backward)
+    for backward in backwards[len(order) - ahead :]:
+        yield Piece(backward=backward)
+
+
+def enough(pipeline: Pipeline, microbatches: int) -> int:
+    """As few microbatches as make a step in which there is any pair of passes that there is.
+
+    What a step of ``microbatches`` has besides are repetitions of its steady state. The last group
+    may be smaller than the others; then two of them are whole.
+    """
+    period = pipeline.group * pipeline.chunks
+    steady = 2 * period if microbatches % pipeline.group else period
+    more = microbatches * pipeline.chunks - pipeline.ahead(microbatches) - steady
+    return microbatches - max(0, more) // period * pipeline.group
+
+
+def stands_for(pipeline: Pipeline, microbatches: int, *, number: int) -> int:
+    """Which piece of the step of :func:`enough` microbatches is like piece ``number`` of the whole.
+
+    So are the pieces before the two.
+    """
+    pieces_each = 1 if pipeline.overlaps else 2  # of a microbatch in a chunk, in the steady state
+    period = pipeline.group * pipeline.chunks * pieces_each
+    first = pipeline.ahead(microbatches)  # of the steady state
+    left_out = (microbatches - enough(pipeline, microbatches)) * pipeline.chunks * pieces_each
+    if number < first + period:
+        return number
+    if number >= first + period + left_out:
+        return number - left_out
+    return first + (number - first) % period

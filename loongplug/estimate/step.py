@@ -1,13 +1,40 @@
-"""One step of a rank, followed pass by pass."""
+"""One step of a rank, followed piece by piece."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from loongplug.estimate.encoder_side import Side
 from loongplug.estimate.ledger import PIPELINE, Ledger
-from loongplug.estimate.schedule import Pipeline, passes
+from loongplug.estimate.schedule import Piece, Pipeline, pieces
 from loongplug.estimate.trace import DECODER, ENCODER, Cost
 
 CostOf = Callable[[int, int], Cost]  # of a chunk and a microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a piece of work leaves or frees, and the most that it holds besides what was there."""
+
+    encoder: int
+    decoder: int
+    most: int
+
+
+ChangeOf = Callable[[int, Piece], Change]  # of a step's piece, by its number in the step
+
+
+def one_by_one(cost_of: CostOf) -> ChangeOf:
+    """Where a forward and a backward have nothing to do with each other."""
+
+    def change_of(number: int, piece: Piece) -> Change:
+        if piece.forward is not None:
+            cost = cost_of(piece.forward.chunk, piece.forward.microbatch)
+            return Change(encoder=cost.encoder, decoder=cost.decoder, most=cost.forward)
+        assert piece.backward is not None
+        cost = cost_of(piece.backward.chunk, piece.backward.microbatch)
+        return Change(encoder=-cost.encoder, decoder=-cost.decoder, most=cost.backward)
+
+    return change_of
 
 
 def pipeline_buffers(costs: Sequence[Cost]) -> int:
@@ -27,27 +54,32 @@ def follow(
     side: Side,
     *,
     microbatches: int,
-    cost_of: CostOf,
+    change_of: ChangeOf,
     buffers: int,
 ) -> None:
     """Enter into ``ledger`` what a step makes and frees; ``buffers`` are there all along."""
     side.begin(ledger)
     ledger.add(PIPELINE, buffers)
-    for each in passes(pipeline, microbatches):
-        cost = cost_of(each.chunk, each.microbatch)
-        if each.forward:
-            if each.chunk == 0:
-                side.forward(ledger, each.microbatch)
-            ledger.add(ENCODER, cost.encoder)
-            ledger.add(DECODER, cost.decoder)
-            ledger.work("forward", cost.forward - cost.encoder - cost.decoder)
-            continue
-        if each.chunk == 0:
-            side.before_backward(ledger, each.microbatch)
-        ledger.work("backward", cost.backward)
-        ledger.take(ENCODER, cost.encoder)
-        ledger.take(DECODER, cost.decoder)
-        if each.chunk == 0:
-            side.backward(ledger, each.microbatch)
+    for number, piece in enumerate(pieces(pipeline, microbatches)):
+        change = change_of(number, piece)
+        forward, backward = piece.forward, piece.backward
+        if forward is not None and forward.chunk == 0:
+            side.forward(ledger, forward.microbatch)
+        if backward is not None and backward.chunk == 0:
+            side.before_backward(ledger, backward.microbatch)
+        _work(ledger, piece.name, change)
+        if backward is not None and backward.chunk == 0:
+            side.backward(ledger, backward.microbatch)
     ledger.clear(PIPELINE)
     side.end(ledger)
+
+
+def _work(ledger: Ledger, name: str, change: Change) -> None:
+    """What stays is entered before the work, what goes is there until it is done."""
+    changes = {ENCODER: change.encoder, DECODER: change.decoder}
+    more = {part: max(0, nbytes) for part, nbytes in changes.items()}
+    for part, nbytes in more.items():
+        ledger.add(part, nbytes)
+    ledger.work(name, change.most - sum(more.values()))
+    for part, nbytes in changes.items():
+        ledger.take(part, more[part] - nbytes)

@@ -27,8 +27,8 @@ from loongplug.training.forward_step import token_loss
 
 ENCODER, DECODER = "encoder activations", "decoder activations"
 _META = torch.device("meta")
-_PIXELS = "pixels"
-_SHARED = "shared buffers"  # one set for all layers and microbatches
+PIXELS = "pixels"
+SHARED = "shared buffers"  # one set for all layers and microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Tracer:
             before = tape.total
             payload = chunk.encode(self._vision(pixels)).packed()
             forward = tape.most - before
-            kept = tape.total - before - payload.nbytes - tape.live.get(_SHARED, 0)
+            kept = tape.total - before - payload.nbytes - tape.live.get(SHARED, 0)
             if not payload.requires_grad:
                 return Cost(forward=forward)
             tape.restart()
@@ -111,9 +111,7 @@ class Tracer:
     def inline(self, chunk: MultimodalModel) -> Cost:
         """A chunk that encodes its own unit within its forward."""
         with self._tape(DECODER, chunk) as tape:
-            with tape.region(_PIXELS):
-                pixels = self._pixels(chunk)
-            return self._through(tape, chunk, vision=self._vision(pixels))
+            return self._through(tape, chunk, encodes=True)
 
     def _through(
         self,
@@ -121,7 +119,7 @@ class Tracer:
         chunk: MultimodalModel,
         *,
         features: VisionFeatures | None = None,
-        vision: VisionInput | None = None,
+        encodes: bool = False,
         before: int = 0,
     ) -> Cost:
         decoder = chunk.text_decoder
@@ -133,10 +131,12 @@ class Tracer:
             del hidden
         ids, positions, mask = self._text()
         segments = self._shapes.segments
-        if vision is not None:
+        if encodes:
+            with tape.region(PIXELS):
+                vision = self._vision(self._pixels(chunk))
             with tape.region(ENCODER):
                 encoded = chunk.encode(vision)
-            vision = None
+            del vision  # the graph may not need the pixels as they come
             features = decoder.share_of(encoded, ids)
             del encoded
         output = decoder(
@@ -157,8 +157,8 @@ class Tracer:
             gradient = torch.empty_like(output)
             deallocate_output_tensor(output, decoder.config.deallocate_pipeline_outputs)
         given = 0 if gradient is None else gradient.nbytes
-        encoder = tape.live.get(ENCODER, 0) + tape.live.get(_PIXELS, 0)
-        kept = tape.total - before - given - tape.live.get(_SHARED, 0)
+        encoder = tape.live.get(ENCODER, 0) + tape.live.get(PIXELS, 0)
+        kept = tape.total - before - given - tape.live.get(SHARED, 0)
         tape.restart()
         if output.requires_grad:
             if gradient is None:
@@ -179,10 +179,11 @@ class Tracer:
         return max(0, tape.most - before)
 
     @contextmanager
-    def _tape(self, region: str, chunk: nn.Module) -> Iterator[Tape]:
+    def _tape(self, region: str, *chunks: nn.Module) -> Iterator[Tape]:
         """A tape under which gradients go where the run's go: away, into buffers that are there."""
         handles = [
-            each.register_post_accumulate_grad_hook(_drop)
+            each.register_post_accumulate_grad_hook(drop)
+            for chunk in chunks
             for each in chunk.parameters()
             if each.requires_grad
         ]
@@ -195,9 +196,10 @@ class Tracer:
                 experts=self._args.num_experts or 1,
             ),
         )
-        spread_tokens_evenly(chunk)
+        for chunk in chunks:
+            spread_tokens_evenly(chunk)
         try:
-            with FlashAttention(), devices_and_buffers(tape, region=_SHARED), tape:
+            with FlashAttention(), devices_and_buffers(tape, region=SHARED), tape:
                 yield tape
         finally:
             for handle in handles:
@@ -230,5 +232,6 @@ class Tracer:
         return torch.empty(shape, dtype=config.params_dtype, device=_META).requires_grad_()
 
 
-def _drop(parameter: Tensor) -> None:
+def drop(parameter: Tensor) -> None:
+    """Let go of a gradient: in a run it is added to a buffer that is there."""
     parameter.grad = None

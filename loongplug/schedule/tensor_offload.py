@@ -1,6 +1,6 @@
 """Large activations of decoder layers on the host between their forward and their backward."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,10 @@ class TensorOffload:
             self._begun, self._order, self._passes = 0, [], {}
         self._begun += 1
         return Pass(self, self._begun - 1, in_nodes=in_nodes)
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Before a step: the numbers of its passes, in the order in which they will go backward."""
+        self._order = list(order)
 
     def name(self, name: str, tensor: Tensor) -> None:
         """What passes by in the forward that is under way, if one is."""

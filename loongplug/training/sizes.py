@@ -79,7 +79,6 @@ def build_on_meta(
     config = core_transformer_config_from_args(args, DecoderConfig)
     config.use_cpu_initialization = True  # upstream names a CUDA device otherwise
     config.perform_initialization = False
-    config.delay_wgrad_compute = False  # no schedule will ask for the gradients of weights
     with torch.device("meta"):
         stage: nn.Module = family.load_builder()(
             model,

@@ -2,11 +2,11 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,6 +27,7 @@ from loongplug.models.features import VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.cpu import CpuPlatform
+from loongplug.schedule.tensor_offload import LayerTensors
 from loongplug.training.run import run
 
 AWAY = "encoder's state on the host"  # counts below zero
@@ -34,11 +35,15 @@ AWAY = "encoder's state on the host"  # counts below zero
 
 @dataclass
 class Measured:
-    """Bytes: what stays between steps, the most of each kind within one, and the most of all."""
+    """Bytes: what stays between steps, the most of each kind within one, and the most of all.
+
+    ``host`` is the most of what has left the device, which counts for none of these.
+    """
 
     state: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     total: int = 0
+    host: int = 0
 
 
 class _Watch:
@@ -46,15 +51,18 @@ class _Watch:
 
     def __init__(self, *, apart: bool) -> None:
         self.tape = Tape(region=DECODER)
+        self.host = Tape(region="host")
         self.apart = apart
         self.found = Measured()
         self.steps = 0
+        self.entered = ExitStack()
         self.stored: list[weakref.ref[KeptOnDevice | KeptOnHost]] = []
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
         self._name_regions()
-        self.tape.__enter__()
+        self.entered.enter_context(self.tape.resizes())
+        self.entered.enter_context(self.tape)
 
     def loss(self, microbatch: Any, report: Any) -> None:
         pass
@@ -64,6 +72,7 @@ class _Watch:
         if self.steps == 1:
             self.found.most.clear()
             self.tape.restart()
+            self.host.restart()
             return
         state = self._state()
         self.found.state = {name: sum(each.values()) for name, each in state.items()}
@@ -74,7 +83,8 @@ class _Watch:
             if key in self.tape._known
         )
         self.found.total = sum(self.found.state.values()) + self.tape.most - inside
-        self.tape.__exit__(None, None, None)
+        self.found.host = self.host.most
+        self.entered.close()
 
     def _state(self) -> dict[str, dict[int, int]]:
         """Storages and their bytes."""
@@ -147,6 +157,7 @@ class _Watch:
             VisionFeatures.packed = packed_counted
         for name in ("forward_step", "backward_step"):
             around(schedules, name, before=self._sample)
+        around(combined_1f1b, "combined_forward_backward_step", before=self._sample)
         self._follow_offload()
 
     def _follow_offload(self) -> None:
@@ -157,7 +168,17 @@ class _Watch:
             tape.live[AWAY] = tape.live.get(AWAY, 0) + nbytes
             tape.look()
 
-        around(HostCopies, "host_like", inside=_disable_current_modes)
+        def host_like(copies: Any, tensor: Tensor) -> Tensor:
+            with _disable_current_modes():
+                made = on_host(copies, tensor)
+            self.host.see(made)
+            return made
+
+        def let_go(tensors: Any, release: Any) -> None:
+            lets_go(tensors, tape.given_back)
+
+        on_host, HostCopies.host_like = HostCopies.host_like, host_like
+        lets_go, LayerTensors.let_go = LayerTensors.let_go, let_go
         around(KeptOnHost, "_send_for_next", inside=lambda: tape.region(FEATURES))
         around(KeptOnHost, "gradients", inside=lambda: tape.region(FEATURE_GRADIENTS))
         around(SavedOnHost, "_send_for_next", inside=lambda: tape.region(ENCODER))

@@ -1,21 +1,29 @@
 """The parts of the estimate that are plain arithmetic, and the command's refusals."""
 
+import re
+from argparse import Namespace
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.estimate.command import _print
+from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.ledger import TRANSIENT, Ledger
-from loongplug.estimate.schedule import Pipeline, passes
+from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
 from loongplug.estimate.tape import Tape
 
 pytestmark = pytest.mark.quick
 
 
 def order(microbatches, **pipeline):
+    def shown(letter, each):
+        return "" if each is None else f"{letter}{each.chunk}{each.microbatch}"
+
     return " ".join(
-        f"{'f' if each.forward else 'b'}{each.chunk}{each.microbatch}"
-        for each in passes(Pipeline(**pipeline), microbatches)
+        shown("f", each.forward) + shown("b", each.backward)
+        for each in pieces(Pipeline(**pipeline), microbatches)
     )
 
 
@@ -26,8 +34,40 @@ def test_schedules_are_megatron_s():
     assert order(2, stages=2, stage=1, chunks=2, group=2) == "f00 f01 f10 b10 f11 b11 b00 b01"
 
 
+def test_the_overlap_goes_one_microbatch_further_ahead_and_pairs_what_follows():
+    overlap = {"overlaps": True}
+    assert order(3, stages=1, stage=0, chunks=1, group=1, **overlap) == "f00 f01b00 f02b01 b02"
+    found = order(2, stages=2, stage=1, chunks=2, group=2, **overlap)
+    assert found == "f00 f01 f10 f11b10 b11 b00 b01"
+
+
 def test_a_schedule_with_less_microbatches_than_stages_goes_backward_too():
     assert order(1, stages=4, stage=0, chunks=1, group=4) == "f00 b00"
+    assert order(1, stages=1, stage=0, chunks=1, group=1, overlaps=True) == "f00 b00"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 4, 20, 23])
+@pytest.mark.parametrize(
+    ("stages", "chunks", "group"), [(1, 1, 1), (2, 1, 2), (2, 2, 2), (2, 3, 4)]
+)
+def test_a_shorter_step_has_a_piece_like_each_of_a_long_one(
+    stages, chunks, group, microbatches, overlaps
+):
+    """Of the same chunks, a forward as many microbatches before the backward that it goes with."""
+
+    def like(each):
+        both = each.forward, each.backward
+        apart = None if None in both else each.forward.microbatch - each.backward.microbatch
+        return [None if one is None else one.chunk for one in both], apart
+
+    pipeline = Pipeline(stages=stages, stage=0, chunks=chunks, group=group, overlaps=overlaps)
+    few = enough(pipeline, microbatches)
+    assert few <= max(6 * group, 8)
+    whole, short = (list(pieces(pipeline, number)) for number in (microbatches, few))
+    numbers = [stands_for(pipeline, microbatches, number=number) for number in range(len(whole))]
+    assert [like(each) for each in whole] == [like(short[number]) for number in numbers]
+    assert (numbers[0], numbers[-1]) == (0, len(short) - 1)
 
 
 def test_the_ledger_keeps_the_fullest_moment():
@@ -56,6 +96,17 @@ def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():
         del other
         assert tape.total == 0
         assert tape.most == 800
+
+
+@pytest.mark.parametrize("host", [0, 3_000_000])
+def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
+    args = Namespace(model_name="tiny", world_size=1)
+    parts = {"weights": 2_000_000}
+    found = RankMemory(stage=0, rank=0, role="decoder", parts=parts, when="", most={}, host=host)
+    _print([found], Namespace(args=args), patches=[4])
+    shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
+    assert "total 2.00" in shown  # on the device
+    assert ("named tensors on the host 3.00" in shown) == bool(host)
 
 
 @pytest.mark.parametrize(
