@@ -53,7 +53,12 @@ def estimate(
             if visual_tokens is None
             else units_of_size(parsed.args, parsed.model, visual_tokens=visual_tokens)
         )
-        found = run(parsed, units)
+        with Console(stderr=True).status("") as shown:
+            found = run(
+                parsed,
+                units,
+                on_stage=lambda stage, stages: shown.update(f"stage {stage} of {stages}"),
+            )
     _print(found, parsed, patches=[unit.patches for unit in units])
     if json_path is not None:
         _write(found, json_path)

@@ -1,7 +1,7 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,15 +49,22 @@ class RankMemory:
         return sum(self.parts.values())
 
 
-def estimate(parsed: ParsedArguments, units: Sequence[UnitSize]) -> list[RankMemory]:
+def estimate(
+    parsed: ParsedArguments,
+    units: Sequence[UnitSize],
+    *,
+    on_stage: Callable[[int, int], None] = lambda stage, stages: None,
+) -> list[RankMemory]:
     """The fullest rank of each pipeline stage of the first model replica.
 
-    ``units`` are the microbatches of a replica's step. No collectives; there must be no process
-    group. Makes no tensor with memory that grows with the model.
+    ``units`` are the microbatches of a replica's step; ``on_stage`` is told which of how many
+    stages comes next. No collectives; there must be no process group. Makes no tensor with memory
+    that grows with the model.
     """
     stages = parsed.args.pipeline_model_parallel_size
     found = []
     for stage in range(stages):
+        on_stage(stage, stages)
         with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
             found.append(_fullest(rank, parsed, units))
     return found

@@ -10,6 +10,7 @@ from ranks import RankError, model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_qwen3_vl_moe import SP, architecture
 
+from loongplug.checkpoint.adapter_files import check_adapter_export
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.demo_processor import write_processor
@@ -130,8 +131,8 @@ def test_square_experts_are_not_written(ffn):
         hf_config(hugging_face(dataclasses.replace(model, foundation=square)))
 
 
-def load_square(rank, *, folder, model):
-    with model_parallel(), pytest.raises(ValueError, match="square matrices"):
+def refuse_folder(rank, *, folder, model, message):
+    with model_parallel(), pytest.raises(ValueError, match=message):
         load_hf_weights([], folder, model=hugging_face(model))
 
 
@@ -143,14 +144,20 @@ def test_square_experts_are_not_read(tmp_path):
     model = dataclasses.replace(model, foundation=square)
     described = dataclasses.replace(hugging_face(model), inexpressible=())
     getattr(transformers, described.architecture)(hf_config(described)).save_pretrained(tmp_path)
-    run_ranks(load_square, 1, folder=tmp_path, model=model)
+    run_ranks(refuse_folder, 1, folder=tmp_path, model=model, message="square matrices")
 
 
-def test_shared_experts_stay_out_of_transformers_hands(processor, tmp_path):
-    """Its model would leave them aside without a word."""
+def test_shared_experts_stay_out_of_transformers_hands(published, processor, tmp_path):
+    """Its model would leave them aside without a word, and has none to give."""
     model = architecture()
     text = dataclasses.replace(model.foundation, shared_expert_ffn_hidden_size=32)
-    described = hugging_face(dataclasses.replace(model, foundation=text))
-    with pytest.raises(ValueError, match="shared_expert_ffn_hidden_size is 32"):
+    with_shared = dataclasses.replace(model, foundation=text)
+    described = hugging_face(with_shared)
+    message = "shared_expert_ffn_hidden_size is 32, but transformers' model has no shared experts"
+    with pytest.raises(ValueError, match=message):
         check_hf_export(tmp_path, model=described, processor_folder=processor)
+    with pytest.raises(ValueError, match=message):
+        check_adapter_export(tmp_path, model=described)
     check_hf_export(tmp_path, model=hugging_face(model), processor_folder=processor)
+    check_adapter_export(tmp_path, model=hugging_face(model))
+    run_ranks(refuse_folder, 1, folder=published, model=with_shared, message=message)
