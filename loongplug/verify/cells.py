@@ -96,6 +96,13 @@ class Cell:
         """Names the model that it trains, and its weights."""
         return f"{self.model}-{self.layers}{'-tied' if self.tied else ''}"
 
+    def sizes(self) -> dict[str, object]:
+        """What of the model's small likeness is the cell's, by keys below ``model``."""
+        return {
+            "foundation.num_layers": self.layers,
+            "foundation.tie_word_embeddings": str(self.tied).lower(),
+        }
+
     @property
     def reference(self) -> str:
         """Names the single rank's run that it is held against."""

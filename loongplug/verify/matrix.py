@@ -185,11 +185,7 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     tokenizer = read_tokenizer(folder / "processor")
     largest = Layout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
     sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, demo_patches=True)
-    sizes |= {
-        "foundation.num_layers": cell.layers,
-        "foundation.tie_word_embeddings": str(cell.tied).lower(),
-    }
-    composed = compose_model(model_name=cell.model, overrides=as_overrides(sizes))
+    composed = compose_model(model_name=cell.model, overrides=as_overrides(sizes | cell.sizes()))
     (folder / "model.yaml").write_text(
         "# @package _global_\n" + composed.to_yaml(), encoding="utf-8"
     )

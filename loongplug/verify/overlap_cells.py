@@ -31,7 +31,7 @@ _TENSORS = (
     *("--offload-tensors", "dispatched_input", "pre_mlp_layernorm_input"),
     *("pre_mlp_layernorm_output", "fc1_output"),
 )
-_SHARED_EXPERTS = ("model.foundation.shared_expert_ffn_hidden_size=32",)
+_SHARED_EXPERTS = "foundation.shared_expert_ffn_hidden_size"
 # What is kept of a layer's activations, by the flags for it.
 KEPT: dict[str, tuple[str, ...]] = {
     "all": (),
@@ -65,9 +65,10 @@ class OverlapCell(TrainedCell):
         """Names the model that it trains, and its weights."""
         return f"{super().weights}{'-shared-experts' if self.shared_experts else ''}"
 
-    def shared_flags(self) -> list[str]:
-        """What the single rank is given, too."""
-        return [*super().shared_flags(), *(_SHARED_EXPERTS if self.shared_experts else ())]
+    def sizes(self) -> dict[str, object]:
+        """What of the model's small likeness is the cell's, by keys below ``model``."""
+        shared = {_SHARED_EXPERTS: 32} if self.shared_experts else {}
+        return super().sizes() | shared
 
     def twin_flags(self) -> list[str]:
         """The same layout without the overlap."""
