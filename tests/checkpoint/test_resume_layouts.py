@@ -72,7 +72,7 @@ JOURNEYS = {
         layouts=("full-ep2-tp2", "ep4-pp2", "full-pp2-vpp2", "tp2-pp2-encoder1", "dp-tp2"),
         flags=(
             *(*EXPERTS, DISTRIBUTED, "model.foundation.tie_word_embeddings=true"),
-            "+model.foundation.shared_expert_ffn_hidden_size=48",
+            "model.foundation.shared_expert_ffn_hidden_size=48",
             "+model.image_encoder.freeze=True",
         ),
         trained_on=True,

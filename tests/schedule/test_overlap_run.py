@@ -27,7 +27,7 @@ NOTHING_BEFORE_LAYERS_TRAINS = (
     *(ENCODER_FROZEN, "model.image_projector.freeze=true"),
     *("--freeze-parameters", "*word_embeddings*"),
 )
-SHARED = "+model.foundation.shared_expert_ffn_hidden_size=48"
+SHARED = "model.foundation.shared_expert_ffn_hidden_size=48"
 AHEAD = ("--overlap-grad-reduce", "--overlap-param-gather")
 BALANCED = (
     *("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
