@@ -125,9 +125,17 @@ def _embedding_rows(text: TextArchitecture, *, theirs: str) -> list[Row]:
 
 
 def swiglu_rows(
-    ours: str, theirs: str, *, hidden: int, ffn: int, count: int, bias: bool
+    layer: str,
+    theirs: str,
+    *,
+    hidden: int,
+    ffn: int,
+    count: int,
+    bias: bool,
+    mlp: str = "mlp",
 ) -> list[Row]:
-    """A gated MLP: gate and up in one projection, then down."""
+    """A gated MLP: gate and up in one projection, then down; ``mlp`` is its name in the layer."""
+    ours = f"{layer}{mlp}"
     rows: list[Row] = []
     for kind, width in (("weight", (hidden,)), *([("bias", ())] if bias else [])):
         gate_up = tuple(

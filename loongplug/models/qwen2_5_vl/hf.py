@@ -40,7 +40,7 @@ def hugging_face(config: Qwen25VLConfig) -> HuggingFaceModel:
         *projector_rows(config.image_encoder, out=text.hidden_size),
         *decoder_rows(text, qkv_bias=True, qk_norm=False, theirs=_DECODER_HF),
         *swiglu_rows(
-            f"{TEXT}mlp",
+            TEXT,
             f"{_DECODER_HF}.layers.{{}}.mlp",
             hidden=text.hidden_size,
             ffn=text.ffn_hidden_size,
@@ -84,7 +84,7 @@ def encoder_rows(vision: Qwen25VisionConfig) -> list[Row]:
             count=count,
         ),
         *swiglu_rows(
-            f"{VISION}mlp",
+            VISION,
             f"{_VISION_HF}mlp",
             hidden=hidden,
             ffn=vision.ffn_hidden_size,

@@ -32,7 +32,7 @@ def hugging_face(config: Qwen3VLConfig) -> HuggingFaceModel:
         *projector_rows(config.image_encoder, out=text.hidden_size),
         *decoder_rows(text, qkv_bias=False, qk_norm=True),
         *swiglu_rows(
-            f"{TEXT}mlp",
+            TEXT,
             f"{TEXT_HF}mlp",
             hidden=text.hidden_size,
             ffn=text.ffn_hidden_size,

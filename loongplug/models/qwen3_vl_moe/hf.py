@@ -105,12 +105,13 @@ def _shared_expert_rows(text: Qwen3MoeDecoderConfig) -> list[Row]:
     if text.shared_expert_ffn_hidden_size is None:
         return []
     return swiglu_rows(
-        f"{TEXT}mlp.shared_experts",
+        TEXT,
         f"{TEXT_HF}mlp.shared_expert",
         hidden=text.hidden_size,
         ffn=text.shared_expert_ffn_hidden_size,
         count=text.num_layers,
         bias=False,
+        mlp="mlp.shared_experts",
     )
 
 
