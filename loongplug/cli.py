@@ -7,7 +7,7 @@ import typer
 
 from loongplug.commands.bench import bench
 from loongplug.commands.data import data
-from loongplug.commands.options import Device, Json, user_errors
+from loongplug.commands.options import HANDS_ON, Device, Json, Ranks, user_errors
 
 app = typer.Typer(
     name="loongplug",
@@ -64,13 +64,10 @@ def evaluate(
         )
 
 
-@app.command(
-    "convert",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("convert", context_settings=HANDS_ON)
 def convert(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    ranks: Ranks = 1,
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint, or back, in any layout.
 
@@ -95,10 +92,7 @@ def trace(
         run(folder, step=step)
 
 
-@app.command(
-    "verify",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("verify", context_settings=HANDS_ON)
 def verify(
     context: typer.Context,
     scale: Annotated[str | None, typer.Option(help="tiny: a small likeness of the model.")] = None,
@@ -129,10 +123,7 @@ def verify(
     raise typer.Exit(code)
 
 
-@app.command(
-    "estimate",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("estimate", context_settings=HANDS_ON)
 def estimate(
     context: typer.Context,
     ranks: Annotated[int, typer.Option(help="Processes of the run, on all its machines.")],

@@ -58,22 +58,10 @@ class StorageCounter:
         return self.tape.most
 
 
-class HostBytes:
-    """What copies have on the host's side."""
-
-    def __init__(self) -> None:
-        self.tape = Tape(region=_STEP)
-
-    @property
-    def most(self) -> int:
-        """At one time, since the beginning."""
-        return self.tape.most
-
-
 class CountedCopies:
-    """A platform's copies; what they take of the host's memory is counted apart."""
+    """A platform's copies; what they take of the host's memory is counted by a tape of its own."""
 
-    def __init__(self, copies: Copies, host: HostBytes) -> None:
+    def __init__(self, copies: Copies, host: Tape) -> None:
         self._copies = copies
         self._host = host
 
@@ -81,16 +69,16 @@ class CountedCopies:
         """Counted as the host's, and not as the device's where the two are the same memory."""
         with _disable_current_modes():
             found = self._copies.host_like(tensor)
-        self._host.tape.see(found)
+        self._host.see(found)
         return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copies, name)
 
 
-def count_on(platform: Platform) -> tuple[Counter, HostBytes]:
+def count_on(platform: Platform) -> tuple[Counter, Tape]:
     """Counters for this process; from now on ``platform`` tells them what it moves."""
-    host = HostBytes()
+    host = Tape(region=_STEP)
     copies, release = platform.copies, platform.release
     counter = DeviceCounter() if platform.name == "cuda" else StorageCounter()
 

@@ -26,7 +26,7 @@ from loongplug.checkpoint.tensor_files import (
 )
 from loongplug.checkpoint.tensor_folder import FLOATS
 from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import config_problems, peft_config
 
@@ -41,8 +41,7 @@ def check_adapter_export(folder: Path, *, model: HuggingFaceModel) -> None:
         ValueError: ``folder`` is a file, or holds something else than an earlier export; or
             transformers has no such model to put adapters on.
     """
-    if model.unread:
-        raise ValueError("; ".join(model.unread))
+    check_all_is_read(model)
     _check_folder(folder)
 
 

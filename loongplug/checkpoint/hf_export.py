@@ -30,7 +30,12 @@ from loongplug.checkpoint.tensor_files import (
 )
 from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
 from loongplug.models.hf_mapping import Bundle
-from loongplug.models.hf_model import HuggingFaceModel, hf_config, hf_config_differences
+from loongplug.models.hf_model import (
+    HuggingFaceModel,
+    check_all_is_read,
+    hf_config,
+    hf_config_differences,
+)
 
 MAX_FILE_BYTES = 5 * 1024**3
 
@@ -45,8 +50,7 @@ def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: 
             lacks a file, the tokenizer has no end token, or transformers cannot express the model.
     """
     hf_config(model)
-    if model.unread:
-        raise ValueError("; ".join(model.unread))
+    check_all_is_read(model)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a folder for the export.")
     if folder.is_dir() and any(folder.iterdir()) and not written_here(folder):

@@ -6,25 +6,28 @@ from typing import Annotated
 import typer
 
 from loongplug.commands.options import (
+    HANDS_ON,
     Device,
     Json,
     Phase,
+    Ranks,
     phase_named,
     user_errors,
 )
 
+Warmup = Annotated[int, typer.Option(help="Steps before the measured ones.")]
+Steps = Annotated[int, typer.Option(help="Measured steps.")]
+Rounds = Annotated[int, typer.Option(help="How often each side takes its turn.")]
+
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 
-@bench.command(
-    "step",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command("step", context_settings=HANDS_ON)
 def bench_step(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
-    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
-    steps: Annotated[int, typer.Option(help="Measured steps.")] = 10,
+    ranks: Ranks = 1,
+    warmup: Warmup = 3,
+    steps: Steps = 10,
     json_path: Json = None,
 ) -> None:
     """Measure tokens/s and peak memory of a training run, given by train.py's own flags.
@@ -37,16 +40,13 @@ def bench_step(
         run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
 
 
-@bench.command(
-    "trace",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command("trace", context_settings=HANDS_ON)
 def bench_trace(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
-    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 3,
-    steps: Annotated[int, typer.Option(help="Measured steps.")] = 10,
-    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 3,
+    ranks: Ranks = 1,
+    warmup: Warmup = 3,
+    steps: Steps = 10,
+    rounds: Rounds = 3,
     json_path: Json = None,
 ) -> None:
     """Measure what --trace costs a training run, given by train.py's own flags."""
@@ -68,7 +68,7 @@ def bench_attention(
     sequence_length: Annotated[int, typer.Option(help="Tokens.")] = 2048,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 64,
-    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 9,
+    rounds: Rounds = 9,
     threads: Annotated[int | None, typer.Option(help="Threads; else all cores.")] = None,
     json_path: Json = None,
 ) -> None:
@@ -139,17 +139,14 @@ def bench_data(
         )
 
 
-@bench.command(
-    "convert",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@bench.command("convert", context_settings=HANDS_ON)
 def bench_convert(
     context: typer.Context,
     model_name: Annotated[
         str, typer.Option(help="The model to make random weights of.")
     ] = "qwen3_vl_2b",
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
-    rounds: Annotated[int, typer.Option(help="How often each side takes its turn.")] = 3,
+    ranks: Ranks = 1,
+    rounds: Rounds = 3,
     where: Annotated[
         Path | None, typer.Option(help="A folder on the disk to measure; else the temporary one.")
     ] = None,

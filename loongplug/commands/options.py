@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,9 @@ Processes = Annotated[
     int | None, typer.Option(help="Processes at a time; else one for each processor.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Ranks = Annotated[int, typer.Option(help="Processes on this machine.")]
+# Of commands that hand on what is no option of theirs.
+HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @contextmanager

@@ -45,6 +45,12 @@ class HuggingFaceModel:
         return name
 
 
+def check_all_is_read(model: HuggingFaceModel) -> None:
+    """Raise ValueError where transformers would leave some of the model's tensors aside."""
+    if model.unread:
+        raise ValueError("; ".join(model.unread))
+
+
 def hf_config(model: HuggingFaceModel) -> Any:
     """The same architecture as a config of ``transformers`` (without dtype).
 

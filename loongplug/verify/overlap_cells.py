@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import product
 
+from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.verify.cells import (
     ENCODER_DP,
     FULL,
@@ -22,10 +23,7 @@ _MODES = (
 _PIPELINES = ((1, 1), (2, 2))  # PP, VPP: Megatron's schedule takes no stages without virtual ones
 _EP = (2, 4)
 _TRAINED = ("all", "all but the encoder", "decoder's LoRA")
-_NODES = (
-    *("--recompute-granularity", "selective", "--recompute-modules"),
-    *("a2a_overlap_attn", "a2a_overlap_post_attn", "a2a_overlap_mlp"),
-)
+_NODES = (*("--recompute-granularity", "selective", "--recompute-modules", *RECOMPUTED),)
 _TENSORS = (
     *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "0"),
     *("--offload-tensors", "dispatched_input", "pre_mlp_layernorm_input"),

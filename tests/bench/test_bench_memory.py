@@ -5,9 +5,10 @@ import torch
 from typer.testing import CliRunner
 
 from loongplug.bench.memory import agree, measure
-from loongplug.bench.memory_counter import CountedCopies, HostBytes, StorageCounter
+from loongplug.bench.memory_counter import CountedCopies, StorageCounter
 from loongplug.bench.memory_plan import BOTH, FULL, NOTHING, PLAIN, TWICE, Work, ways
 from loongplug.cli import app
+from loongplug.estimate.tape import Tape
 from loongplug.platform.copies import HostCopies
 
 KIB = 1024
@@ -43,7 +44,7 @@ class TestCounter:
         assert counter.end() == 16 * KIB
 
     def test_what_left_is_the_hosts(self):
-        counter, host = StorageCounter(), HostBytes()
+        counter, host = StorageCounter(), Tape(region="host")
         copies = CountedCopies(HostCopies(), host)
         counter.begin()
         made = torch.zeros(KIB)
