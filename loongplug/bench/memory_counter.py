@@ -50,6 +50,7 @@ class StorageCounter:
         """Look at every operation of this thread from now on."""
         self.tape.restart()
         self._entered.enter_context(self.tape.resizes())
+        self._entered.enter_context(self.tape.all_to_alls_apart())
         self._entered.enter_context(self.tape)
 
     def end(self) -> int:

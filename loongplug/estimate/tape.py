@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 Answer = Callable[..., Any]
@@ -114,6 +115,30 @@ class Tape(TorchDispatchMode):
             yield
         finally:
             delattr(torch.UntypedStorage, "resize_")
+
+    @contextmanager
+    def all_to_alls_apart(self) -> Iterator[None]:
+        """Inside, ``dist.all_to_all_single`` moves copies that do not count.
+
+        Gloo's threads let go of what they moved at a moment of their own, when the collective has
+        returned already. A storage that the caller has dropped would count until then, or not.
+        """
+        move = dist.all_to_all_single
+
+        def moved(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes(), torch.no_grad():
+                arrived = torch.empty_like(output)
+                work = move(arrived, input.clone(), *args, **kwargs)
+                if work is not None:
+                    work.wait()
+                output.copy_(arrived)
+            return work
+
+        dist.all_to_all_single = moved
+        try:
+            yield
+        finally:
+            dist.all_to_all_single = move
 
     def _drop(self, key: int) -> None:
         _, region, nbytes = self._known.pop(key)

@@ -62,6 +62,7 @@ class _Watch:
         self.chunks, self.optimizer = chunks, optimizer
         self._name_regions()
         self.entered.enter_context(self.tape.resizes())
+        self.entered.enter_context(self.tape.all_to_alls_apart())
         self.entered.enter_context(self.tape)
 
     def loss(self, microbatch: Any, report: Any) -> None:

@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from loongplug.cli import app
@@ -96,6 +97,39 @@ def test_the_tape_counts_a_storage_once_and_not_what_was_there_before():
         del other
         assert tape.total == 0
         assert tape.most == 800
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_gloo_has_not_let_go_of_yet_does_not_count(monkeypatch, async_op):
+    held = []
+
+    class Work:
+        def __init__(self, output, input):
+            self.moves = output, input
+
+        def wait(self):
+            output, input = self.moves
+            output.copy_(input)
+
+    def moved(output, input, *, async_op):
+        work = Work(output, input)
+        held.append(work)  # as gloo's threads do, for a moment
+        return work if async_op else work.wait()
+
+    monkeypatch.setattr(dist, "all_to_all_single", moved)
+    with Tape(region="one") as tape:
+        with tape.all_to_alls_apart():
+            output, input = torch.zeros(50), torch.ones(50)
+            work = dist.all_to_all_single(output, input, async_op=async_op)
+            assert (work is not None) == async_op
+            assert output.tolist() == [1.0] * 50
+            assert tape.total == 400
+            del input
+            assert tape.total == 200
+            del output
+            assert tape.total == 0
+        assert dist.all_to_all_single is moved
+    assert held
 
 
 @pytest.mark.parametrize("host", [0, 3_000_000])
