@@ -8,12 +8,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from loongplug.platform import activate
 
 # Beside other work a draw takes any time. What hangs is ended by the bounds of the ranks.
-settings.register_profile("no deadline", deadline=None)
+settings.register_profile(
+    "no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("no deadline")
 
 # Before any parallel region: threads of an OpenMP pool don't survive a fork.

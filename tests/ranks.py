@@ -109,7 +109,7 @@ class _Rank:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *, timeout: float = 60.0, **kwargs: Any
+    function: Callable[..., Any], world_size: int, *, timeout: float = 120.0, **kwargs: Any
 ) -> list[Any]:
     """``[function(rank, **kwargs) for rank in range(world_size)]``, each in its own process.
 
@@ -229,7 +229,8 @@ def _run_rank(
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout),
+                # The parent's bound comes first: it shows what every rank does.
+                timeout=timedelta(seconds=timeout + GRACE_SECONDS),
             )
             result = function(rank, **kwargs)
             _leave(folder, rank, _Report(result=result))

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class Tape(TorchDispatchMode):
         """
         move = dist.all_to_all_single
 
+        @wraps(move)
         def moved(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes(), torch.no_grad():
                 arrived = torch.empty_like(output)

@@ -199,7 +199,8 @@ class _Watch:
     def _sample(self, *_: Any, **__: Any) -> None:
         state = {key for each in self._state().values() for key in each}
         live: dict[str, int] = {}
-        for key, (_, region, nbytes) in self.tape._known.items():
+        # As a list: a thread of gloo's may free what it has moved meanwhile.
+        for key, (_, region, nbytes) in list(self.tape._known.items()):
             if key not in state:
                 live[region] = live.get(region, 0) + nbytes
         gradients = [

@@ -1,5 +1,7 @@
 """Decoder layouts, encoder sizes and ranks for property tests of who encodes what."""
 
+from collections.abc import Callable, Sequence
+
 from hypothesis import strategies as st
 
 from loongplug.hetero.placement import Placement, in_turn, on_all_ranks, together
@@ -18,14 +20,16 @@ def decoders(draw: st.DrawFn) -> tuple[Layout, int]:
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> tuple[Placement, Layout, int]:
+def placements(
+    draw: st.DrawFn, places: Sequence[Callable[..., Placement]] = PLACES
+) -> tuple[Placement, Layout, int]:
     """A placement as some rank has it, with its decoder's layout and that rank.
 
     An encoder that lies on all stages may be sharded over several of them.
     """
     decoder, tp = draw(decoders())
     rank = draw(st.sampled_from(decoder.ranks))
-    place = draw(st.sampled_from(PLACES))
+    place = draw(st.sampled_from(places))
     if place is on_all_ranks:
         tp = draw(st.sampled_from(encoder_sizes(decoder, on_first_stage=False)))
     return place(decoder, tp=tp, rank=rank), decoder, rank
