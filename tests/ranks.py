@@ -109,7 +109,7 @@ class _Rank:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *, timeout: float = 120.0, **kwargs: Any
+    function: Callable[..., Any], world_size: int, *, timeout: float = 60.0, **kwargs: Any
 ) -> list[Any]:
     """``[function(rank, **kwargs) for rank in range(world_size)]``, each in its own process.
 

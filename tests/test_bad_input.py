@@ -80,7 +80,7 @@ def test_every_rank_ends_with_one_sentence(demo, tmp_path, capsys, case, ranks, 
         "image tokens": ("--train-data-path", stray),
         "image file": ("--train-data-path", lost),
     }[case]
-    codes = run_ranks(exit_code, ranks, argv=flags(demo, *more), timeout=120.0)
+    codes = run_ranks(exit_code, ranks, argv=flags(demo, *more), timeout=60.0)
     assert codes == [1] * ranks
     printed = capsys.readouterr().out
     for rank in range(ranks):

@@ -145,9 +145,9 @@ def _hang(rank: int) -> int:
 
 def test_hang_shows_the_stack_of_each_rank_alive() -> None:
     started = time.monotonic()
-    with pytest.raises(RankError, match="after 3 s these ranks still ran: 0, 1, 2") as caught:
-        run_ranks(_hang, 3, timeout=3.0)
-    assert time.monotonic() - started < 15
+    with pytest.raises(RankError, match="after 1 s these ranks still ran: 0, 1, 2") as caught:
+        run_ranks(_hang, 3, timeout=1.0)
+    assert time.monotonic() - started < 6
     assert "in barrier" in caught.value.errors[0]  # done, waiting for the others
     assert "in recv" in caught.value.errors[1]
     assert "in _hang_in_python" in caught.value.errors[2]

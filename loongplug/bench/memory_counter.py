@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.tape import Tape, all_to_alls_apart
 from loongplug.platform import Platform
 from loongplug.platform.copies import Copies
 
@@ -50,7 +50,7 @@ class StorageCounter:
         """Look at every operation of this thread from now on."""
         self.tape.restart()
         self._entered.enter_context(self.tape.resizes())
-        self._entered.enter_context(self.tape.all_to_alls_apart())
+        self._entered.enter_context(all_to_alls_apart())
         self._entered.enter_context(self.tape)
 
     def end(self) -> int:

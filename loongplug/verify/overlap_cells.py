@@ -23,7 +23,7 @@ _MODES = (
 _PIPELINES = ((1, 1), (2, 2))  # PP, VPP: Megatron's schedule takes no stages without virtual ones
 _EP = (2, 4)
 _TRAINED = ("all", "all but the encoder", "decoder's LoRA")
-_NODES = (*("--recompute-granularity", "selective", "--recompute-modules", *RECOMPUTED),)
+_NODES = ("--recompute-granularity", "selective", "--recompute-modules", *RECOMPUTED)
 _TENSORS = (
     *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "0"),
     *("--offload-tensors", "dispatched_input", "pre_mlp_layernorm_input"),

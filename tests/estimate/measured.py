@@ -15,7 +15,7 @@ from loongplug.data.microbatch import VisionInput
 from loongplug.estimate.encoder_side import PIXELS
 from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.tape import Tape, all_to_alls_apart
 from loongplug.estimate.trace import DECODER, ENCODER
 from loongplug.hetero.activations import SavedOnHost
 from loongplug.hetero.exchange import Exchange
@@ -62,7 +62,7 @@ class _Watch:
         self.chunks, self.optimizer = chunks, optimizer
         self._name_regions()
         self.entered.enter_context(self.tape.resizes())
-        self.entered.enter_context(self.tape.all_to_alls_apart())
+        self.entered.enter_context(all_to_alls_apart())
         self.entered.enter_context(self.tape)
 
     def loss(self, microbatch: Any, report: Any) -> None:

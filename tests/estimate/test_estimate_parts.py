@@ -13,7 +13,7 @@ from loongplug.estimate.command import _print
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
-from loongplug.estimate.tape import Tape
+from loongplug.estimate.tape import Tape, all_to_alls_apart
 
 pytestmark = pytest.mark.quick
 
@@ -118,7 +118,7 @@ def test_what_gloo_has_not_let_go_of_yet_does_not_count(monkeypatch, async_op):
 
     monkeypatch.setattr(dist, "all_to_all_single", moved)
     with Tape(region="one") as tape:
-        with tape.all_to_alls_apart():
+        with all_to_alls_apart():
             output, input = torch.zeros(50), torch.ones(50)
             work = dist.all_to_all_single(output, input, async_op=async_op)
             assert (work is not None) == async_op

@@ -150,7 +150,7 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_5_ms(
     ]
     balance = Balance(work=EncoderWork.of(encoder("qwen3_vl_8b")))
     took = []
-    for _ in range(21):
+    for _ in range(7):
         start = time.process_time()
         owners = balance.owners(units, replicas=256)
         took.append(time.process_time() - start)

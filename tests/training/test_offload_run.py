@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import time
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from loongplug.estimate.tape import all_to_alls_apart
 from loongplug.hetero.activations import SavedOnHost
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
@@ -46,8 +46,7 @@ class Counter:
     state that was not there in phase 2.
     """
 
-    def __init__(self, *, on_host: bool) -> None:
-        self._on_host = on_host
+    def __init__(self) -> None:
         self._features: dict[int, tuple[StorageWeakRef, int]] = {}
         self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
         self._released = self.away = 0
@@ -67,10 +66,6 @@ class Counter:
             self.steps[-1]["features"].append(_alive(self._features))
 
     def phase_2(self, sizes: list[int]) -> None:
-        until = time.monotonic() + 5.0  # a thread of gloo's may still hold what it has moved
-        due = sum(sizes[:1] if self._on_host else sizes)
-        while _alive(self._features) > due and time.monotonic() < until:
-            time.sleep(0.01)
         self.steps.append(
             {
                 "features": [],
@@ -154,12 +149,13 @@ class Chunks:
 
 def trained(rank: int, *, flags: list[str], late: bool = False) -> dict[str, Any]:
     """Losses, norms, a digest of this rank's parameters, and bytes; copies as late as may be."""
-    counter, chunks = Counter(on_host=FEATURES in flags), Chunks()
+    counter, chunks = Counter(), Chunks()
     watched(counter)
     if late:
         CpuPlatform.copies = lambda self: LazyCopies()
     compared_runs.run = lambda flags: run(flags, watch=chunks)
-    found = compared_runs.steps(rank, flags=flags)
+    with all_to_alls_apart():
+        found = compared_runs.steps(rank, flags=flags)
     digest = hashlib.sha256()
     for chunk in chunks.chunks:
         for name, parameter in chunk.named_parameters():
