@@ -7,7 +7,17 @@ import typer
 
 from loongplug.commands.bench import bench
 from loongplug.commands.data import data
-from loongplug.commands.options import HANDS_ON, Device, Json, Ranks, user_errors
+from loongplug.commands.options import (
+    HANDS_ON,
+    ConfineMedia,
+    Device,
+    Json,
+    MaxRowMib,
+    Ranks,
+    SpecialTokensInText,
+    user_errors,
+)
+from loongplug.data.row_json import MAX_ROW_MIB
 
 app = typer.Typer(
     name="loongplug",
@@ -42,9 +52,12 @@ def evaluate(
     media_root: Annotated[
         Path | None, typer.Option(help="What image paths are relative to; else the JSONL's folder.")
     ] = None,
+    confine_media: ConfineMedia = False,
     batch_size: Annotated[int, typer.Option(help="Questions answered at once.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 32,
     limit: Annotated[int | None, typer.Option(help="Only the first so many questions.")] = None,
+    max_row_mib: MaxRowMib = MAX_ROW_MIB,
+    special_tokens_in_text: SpecialTokensInText = False,
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:
@@ -56,9 +69,12 @@ def evaluate(
             model,
             data,
             media_root=media_root,
+            confine_media=confine_media,
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             limit=limit,
+            max_row_mib=max_row_mib,
+            special_tokens_in_text=special_tokens_in_text,
             device=device,
             json_path=json_path,
         )

@@ -1,7 +1,7 @@
 """Train a multimodal model: ``torchrun ... loongplug/train.py FLAGS`` (or ``-m loongplug.train``).
 
-This file only chooses the platform, which has to happen before Megatron is imported, and sees to
-it that an error on one rank ends all of them.
+Started without torchrun it is a single rank. This file only chooses the platform, which has to
+happen before Megatron is imported, and sees to it that an error on one rank ends all of them.
 """
 
 import os
@@ -12,35 +12,81 @@ import sys
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]
 
+import logging
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loongplug.parallel.failure import AtEnd
+
+# What torchrun tells a rank. Port 0: the rank takes one that is free.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 @contextmanager
-def started(flags: Sequence[str]) -> Iterator[None]:
-    """Around a rank's main: the platform that ``flags`` ask for; a failure ends all ranks."""
-    from loongplug.parallel.failure import failure_board
+def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
+    """Around a rank's main: the platform that ``flags`` ask for; a failure ends all ranks.
 
+    Gives what takes functions to call where another rank's failure ends this one.
+    """
+    with _ctrl_c_is_silent():
+        from loongplug.parallel.failure import failure_board
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        os.environ.update(ALONE)
     # Megatron wants it on Hopper and before; CUDA reads it when it starts, so it is set first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with failure_board():
+    with failure_board() as at_end:
         from loongplug.platform import activate
         from loongplug.training.flags import requested_device
 
-        if activate(requested_device(flags)).name == "cpu":
-            # Megatron warns, on every rank, of each CUDA library that a CPU run does without.
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+        _quiet()
+        activate(requested_device(flags))
+        yield at_end
+
+
+@contextmanager
+def _ctrl_c_is_silent() -> Iterator[None]:
+    """While torch is imported; later, Ctrl-C ends all ranks with one line."""
+    as_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if as_usual:  # else, it is ignored or somebody's
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
         yield
+    finally:
+        if as_usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _quiet() -> None:
+    """Leave out what libraries say to those who write code, on every rank.
+
+    Megatron warns of each CUDA library that it does without; ``loongplug doctor`` says which.
+    """
+    for module in (r"megatron\.", r"torch\.distributed\.checkpoint\b"):
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    for library in ("torch", "megatron", "transformers"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\b")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"{library}\b")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def main(flags: Sequence[str] | None = None) -> None:
     """Run training with ``flags`` (default: the command line). Every rank enters."""
     flags = sys.argv[1:] if flags is None else flags
-    with started(flags):
+    with started(flags) as at_end:
         from loongplug.training.run import run
 
-        run(flags)
+        run(flags, without_save="log", at_end=at_end)
 
 
 if __name__ == "__main__":

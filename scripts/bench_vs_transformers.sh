@@ -7,4 +7,4 @@ loongplug_environment demo
 cd "$ROOT"
 DATA=runs/bench/data
 [[ -f "$DATA/train.jsonl" ]] || python scripts/make_demo_data.py --out "$DATA"
-exec python -m loongplug.bench.against_transformers "$DATA" "$@"
+PYTHONPATH="$ROOT/benchmarks${PYTHONPATH:+:$PYTHONPATH}" exec python -m micro.against_transformers "$DATA" "$@"

@@ -8,4 +8,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment demo
 cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec python -m loongplug.verify.matrix "$@"
+PYTHONPATH="$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" exec python -m parity.matrix "$@"

@@ -11,7 +11,12 @@ cd "$ROOT"
 
 RUN=runs/quickstart
 DATA=$RUN/data
-rm -rf "$RUN"
+if [ -e "$RUN" ]; then
+    # Its checkpoints would be gone on with, and users may have added files to it.
+    kept=$RUN.$(date +%Y%m%d-%H%M%S)
+    mv "$RUN" "$kept"
+    echo "the run before is kept in $kept; remove it when you like"
+fi
 mkdir -p "$RUN"
 
 echo "1/4 demo data: questions about scanned digits"
@@ -48,10 +53,10 @@ FIRST_PHASE=(
     --tensor-model-parallel-size 2
     --pipeline-model-parallel-size 2
     --enable-full-hetero-dp
-    --train-iters 420
+    --train-iters 300
     --lr 2e-3
     --lr-warmup-iters 30
-    --eval-interval 210
+    --eval-interval 150
     --save "$RUN/checkpoints"
 )
 
@@ -61,9 +66,9 @@ SECOND_PHASE=(
     --enable-encoder-hetero-dp
     --load "$RUN/checkpoints"
     --finetune
-    --train-iters 120
-    --lr 5e-4
-    --eval-interval 120
+    --train-iters 240
+    --lr 1e-3
+    --eval-interval 240
     --save "$RUN/sft"
     --save-hf "$RUN/hf"
     --metrics-name second_phase
@@ -71,7 +76,7 @@ SECOND_PHASE=(
 )
 
 train() {
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 loongplug/train.py \
+    OMP_NUM_THREADS=1 python -m loongplug.parallel.launch --standalone --nproc_per_node 4 loongplug/train.py \
         "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@"
 }
 

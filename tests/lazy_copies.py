@@ -26,6 +26,7 @@ class LazyCopies:
         self._follows = False
         self._queue: list[Callable[[], None]] = []
         self._done = 0
+        self._kept: list[tuple[int, Tensor]] = []  # and how far the queue has to come first
 
     def _remembered(self) -> bool:
         self.waits += 1
@@ -57,6 +58,9 @@ class LazyCopies:
 
         self._queue.append(late)
 
+    def keep(self, tensor: Tensor) -> None:
+        self._kept.append((len(self._queue), tensor))
+
     def mark(self) -> int:
         self._follows = False
         return len(self._queue)
@@ -67,3 +71,4 @@ class LazyCopies:
         while self._done < mark:
             self._queue[self._done]()
             self._done += 1
+        self._kept = [(place, kept) for place, kept in self._kept if place > self._done]

@@ -32,6 +32,8 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 
+from loongplug.verify.ranks import own_thread_pool
+
 # After a rank failed, how long the others may take to end by themselves. What they say then
 # is shown too; a gloo peer of a dead rank fails at once.
 GRACE_SECONDS = 2.0
@@ -223,6 +225,7 @@ def _run_rank(
     code = 1
     try:
         _own_process(rank, world_size, folder)
+        own_thread_pool()
         try:
             dist.init_process_group(
                 "gloo",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+from loongplug.checkpoint.save_lock import LOCK_FILE
 from loongplug.data.demo import make_demo_data
 from loongplug.train import main
 
@@ -53,6 +54,13 @@ def question(*content: dict) -> dict:
     }
 
 
+def locked_folder(folder: Path) -> str:
+    holder = {"host": "elsewhere", "process": 1, "born": "1", "since": "yesterday", "job": ""}
+    folder.mkdir()
+    (folder / LOCK_FILE).write_text(json.dumps(holder))
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     ("case", "ranks", "sentence"),
     [
@@ -62,6 +70,9 @@ def question(*content: dict) -> dict:
         ("empty data", 2, "has no rows"),
         ("image tokens", 2, "1 image tokens in the text for 0 images"),
         ("image file", 2, "no image file at"),
+        ("an output", 2, "stray.jsonl is a file: give a folder"),
+        ("an earlier export", 2, "no earlier export of LoongPlug"),
+        ("another run", 2, "in use by another run (process 1 on elsewhere since yesterday)"),
     ],
 )
 def test_every_rank_ends_with_one_sentence(demo, tmp_path, capsys, case, ranks, sentence):
@@ -77,8 +88,11 @@ def test_every_rank_ends_with_one_sentence(demo, tmp_path, capsys, case, ranks, 
         "heads": ("--tensor-model-parallel-size=4",),
         "tokenizer": ("--tokenizer-model", str(tmp_path / "nowhere")),
         "empty data": ("--train-data-path", write_rows(tmp_path / "empty.jsonl")),
-        "image tokens": ("--train-data-path", stray),
+        "image tokens": ("--train-data-path", stray, "--special-tokens-in-text"),
         "image file": ("--train-data-path", lost),
+        "an output": ("--save-hf", stray),
+        "an earlier export": ("--save-hf", str(tmp_path)),  # which has files of another
+        "another run": ("--save", locked_folder(tmp_path / "locked")),
     }[case]
     codes = run_ranks(exit_code, ranks, argv=flags(demo, *more), timeout=60.0)
     assert codes == [1] * ranks
@@ -113,6 +127,6 @@ def test_an_image_that_only_one_rank_decodes_ends_all_ranks(demo, tmp_path):
     )
     assert ended.returncode != 0
     lines = [line for line in ended.stderr.splitlines() if line.startswith("loongplug: error")]
-    assert len(lines) == 2, ended.stderr[-3000:]
-    assert all("cut.png" in line for line in lines)
-    assert any("rank 0 failed" in line for line in lines)
+    assert len(lines) == 1, ended.stderr[-3000:]
+    assert lines[0].startswith("loongplug: error [rank 0]: ")
+    assert "cut.png" in lines[0]

@@ -26,7 +26,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     for target in (
         "loongplug.evaluate.command.evaluate",
         "loongplug.bench.step.bench_step",
-        "loongplug.bench.attention.run",
         "loongplug.platform.doctor.doctor",
     ):
         monkeypatch.setattr(target, noted)
@@ -60,9 +59,12 @@ def test_eval_defaults(calls: _Calls) -> None:
             (Path("hf"), Path("test.jsonl")),
             {
                 "media_root": None,
+                "confine_media": False,
                 "batch_size": 32,
                 "max_new_tokens": 32,
                 "limit": None,
+                "max_row_mib": 64,
+                "special_tokens_in_text": False,
                 "device": "auto",
                 "json_path": None,
             },
@@ -71,13 +73,19 @@ def test_eval_defaults(calls: _Calls) -> None:
 
 
 def test_eval_options(calls: _Calls) -> None:
-    options = "--media-root m --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu --json j"
+    options = (
+        "--media-root m --confine-media --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu"
+        " --json j"
+    )
     assert _run("eval", "--model", "hf", "--data", "d", *options.split())[0] == 0
     assert calls[0][1] == {
         "media_root": Path("m"),
+        "confine_media": True,
         "batch_size": 2,
         "max_new_tokens": 3,
         "limit": 4,
+        "max_row_mib": 64,
+        "special_tokens_in_text": False,
         "device": "cpu",
         "json_path": Path("j"),
     }
@@ -95,18 +103,6 @@ def test_bench_step_hands_training_flags_on(calls: _Calls) -> None:
     (flags,), options = calls[0]
     assert flags == ["--model-name", "tiny", "--bf16", "model.image_encoder.freeze=true"]
     assert options == {"ranks": 2, "warmup": 3, "steps": 5, "json_path": None}
-
-
-def test_bench_attention(calls: _Calls) -> None:
-    assert _run("bench", "attention", "--heads", "2", "--threads", "1", "--json", "j")[0] == 0
-    assert calls[0][1] == {
-        "sequence_length": 2048,
-        "heads": 2,
-        "head_dim": 64,
-        "rounds": 9,
-        "threads": 1,
-        "json_path": Path("j"),
-    }
 
 
 def test_doctor(calls: _Calls) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from loongplug import train
 from loongplug.data.demo import make_demo_data
 
 ROOT = Path(__file__).parent.parent
@@ -76,13 +79,68 @@ def test_train_export_evaluate_and_answer(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_misspelt_flag_is_one_sentence_on_every_rank_and_a_code(tmp_path):
+def test_a_misspelt_flag_is_one_sentence_and_a_code(tmp_path):
     ended = torchrun("--model-name", "qwen3_vl_tiny", "--tensor-modle-parallel-size=2", ranks=2)
     assert ended.returncode != 0
     lines = [line for line in ended.stderr.splitlines() if line.startswith("loongplug: error")]
-    assert [line[: len("loongplug: error [rank 0]")] for line in sorted(lines)] == [
-        "loongplug: error [rank 0]",
-        "loongplug: error [rank 1]",
-    ]
-    assert all(line.endswith("the closest is --tensor-model-parallel-size") for line in lines)
+    assert len(lines) == 1
+    assert lines[0].startswith("loongplug: error [rank 0]: ")
+    assert lines[0].endswith("the closest is --tensor-model-parallel-size")
+    assert "CUDA" not in ended.stderr  # what a machine without a GPU lacks
     assert "loongplug/training" not in ended.stderr  # no traceback of ours
+
+
+@pytest.mark.slow
+def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp_path):
+    """What a terminal shows of a run without --save; all else is in a log that it names."""
+    make_demo_data(tmp_path, train=32, test=8)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    run = subprocess.Popen(
+        [
+            *(sys.executable, "loongplug/train.py", "--model-name", "qwen3_vl_tiny"),
+            *("--training-phase", "sft", "--device", "cpu", "--num-workers", "1"),
+            *("--tokenizer-model", str(tmp_path / "processor"), "--seq-length", "48"),
+            *("--train-data-path", str(tmp_path / "train.jsonl"), "--train-iters", "100000"),
+            *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
+        ],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's Ctrl-C reaches its loading process too
+        # A shell without a terminal has what it starts with & ignore Ctrl-C, as ./scripts/test.sh
+        # starts its second process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        told, first = run.stdout.readline(), run.stdout.readline()
+        os.killpg(run.pid, signal.SIGINT)
+        _, stderr = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert told.startswith(f"Megatron's own log of each rank: {tmp_path}/loongplug-"), stderr
+    assert first.startswith("iteration 1/100000 | loss")
+    assert stderr == "loongplug: interrupted\n"
+    assert run.returncode == 130
+    log = Path(told.split(": ")[1].strip()) / "rank_0.log"
+    assert "consumed samples" in log.read_text()
+
+
+@pytest.mark.quick
+def test_what_libraries_tell_those_who_write_code_is_left_out():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train._quiet()
+        for kind, module in (
+            (FutureWarning, "torch.distributed.distributed_c10d"),
+            (DeprecationWarning, "megatron.core.utils"),
+            (UserWarning, "megatron.core.optimizer"),
+            (UserWarning, "torch.distributed.checkpoint.utils"),
+            (UserWarning, "loongplug.data.images"),
+            (FutureWarning, "a_package_of_the_user"),
+        ):
+            warnings.warn_explicit("old", kind, "file.py", 1, module=module)
+    assert [each.category for each in caught] == [UserWarning, FutureWarning]

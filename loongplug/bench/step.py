@@ -70,7 +70,7 @@ def measure_step(
         figures = Path(folder) / "figures.json"
         command = [
             sys.executable,
-            *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+            *("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"),
             *("-m", "loongplug.bench.step_worker", str(figures), str(warmup)),
             *flags,
             *(f"--train-iters={warmup + steps}", "--log-interval=1"),

@@ -17,14 +17,13 @@ from loongplug.checkpoint.hf_import import fill_all
 from loongplug.checkpoint.holders import all_holders, own_rank, replica_groups
 from loongplug.checkpoint.owned import Owned, owned_parameters
 from loongplug.checkpoint.progress import OnBytes, ignore_bytes
-from loongplug.checkpoint.replaced_folder import replaced_folder
+from loongplug.checkpoint.replaced_files import Building, check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import (
     PlannedFile,
     PlannedTensor,
     TensorFileWriter,
-    written_here,
 )
-from loongplug.checkpoint.tensor_folder import FLOATS
+from loongplug.checkpoint.tensor_folder import FLOATS, check_finite
 from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
 from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 from loongplug.models.lora.mapping import AdapterTable
@@ -32,29 +31,23 @@ from loongplug.models.lora.peft_config import config_problems, peft_config
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+_KIND = "adapters"
 
 
 def check_adapter_export(folder: Path, *, model: HuggingFaceModel) -> None:
-    """Refuse an export of adapters that cannot work. No collectives.
+    """Refuse an export of adapters that cannot work; for one rank, no collectives.
 
     Raises:
-        ValueError: ``folder`` is a file, or holds something else than an earlier export; or
-            transformers has no such model to put adapters on.
+        ValueError: ``folder`` is refused as in :func:`check_replaceable`, or transformers has no
+            such model to put adapters on.
     """
     check_all_is_read(model)
     _check_folder(folder)
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder for the adapters.")
-    if folder.is_dir() and any(folder.iterdir()):
-        if written_here(folder) and (folder / ADAPTER_CONFIG_FILE).is_file():
-            return
-        raise ValueError(
-            f"{folder} is not empty and holds no adapters that LoongPlug wrote, which alone it "
-            "would replace; give another folder."
-        )
+    names = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE)
+    check_replaceable(folder, kind=_KIND, writes=lambda name: name in names)
 
 
 def save_adapters(
@@ -68,9 +61,9 @@ def save_adapters(
 ) -> None:
     """Write the adapters into ``folder``, in the parameters' dtype.
 
-    Rank 0 writes, tensor by tensor as they are put together. The folder appears whole or not at
-    all. ``base`` is what the config names as the model; ``on_bytes`` and ``weight_of`` as in
-    :func:`~loongplug.checkpoint.hf_export.save_hf_folder`.
+    Rank 0 writes, tensor by tensor as they are put together. Older adapters there give way as an
+    older export does. ``base`` is what the config names as the model; ``on_bytes`` and
+    ``weight_of`` as in :func:`~loongplug.checkpoint.hf_export.save_hf_folder`.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -85,12 +78,12 @@ def save_adapters(
         error = caught
     raise_together(error)
     tensors = WholeTensors(model_chunks, table.mapping, weight_of=weight_of)
-    with replaced_folder(folder, rank=own_rank()) as building:
+    with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
         error = _write(building, tensors, table, on_bytes=on_bytes)
         if error is None and own_rank() == 0:
             config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
             error = error_of_writing(
-                building, lambda: _write_text(building / ADAPTER_CONFIG_FILE, config)
+                folder, lambda: _write_text(building.folder / ADAPTER_CONFIG_FILE, config)
             )
         raise_together(error)
 
@@ -100,7 +93,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _write(
-    folder: Path, tensors: WholeTensors, table: AdapterTable, *, on_bytes: OnBytes
+    building: Building, tensors: WholeTensors, table: AdapterTable, *, on_bytes: OnBytes
 ) -> Exception | None:
     """Write the one file on rank 0; an error comes back once all has been received."""
     planned = tuple(
@@ -115,7 +108,7 @@ def _write(
 
     def write(names: Sequence[str], tensor: Tensor) -> None:
         if not writers:
-            writers.append(opened.enter_context(TensorFileWriter(folder, plan)))
+            writers.append(opened.enter_context(TensorFileWriter(building.folder, plan)))
         for name in names:
             writers[0].add(name, tensor)
 
@@ -123,8 +116,12 @@ def _write(
     for bundle, source, tensor in tensors.collect(lambda _: 0, on_bytes=on_bytes):
         if error is None:  # else the other ranks send what they have all the same
             names = table.file_names(bundle, source)
-            error = error_of_writing(folder, partial(write, names, table.to_file(source, tensor)))
-    return error or error_of_writing(folder, opened.close)
+            add = partial(write, names, table.to_file(source, tensor))
+            error = error_of_writing(building.target, add)
+    error = error or error_of_writing(building.target, opened.close)
+    if writers:
+        building.digests[ADAPTER_WEIGHTS_FILE] = writers[0].digest
+    return error
 
 
 def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: AdapterTable) -> None:
@@ -232,6 +229,7 @@ class AdapterReader:
         if self._last is None or self._last[0] != source.name:
             first, *copies = self._names[source.name]
             tensor: Tensor = self._file.get_tensor(first)
+            check_finite(first, tensor, file=self._folder / ADAPTER_WEIGHTS_FILE)
             for copy in copies:
                 if not tensor.equal(self._file.get_tensor(copy)):
                     raise ValueError(
@@ -247,7 +245,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): give the folder of adapters that --save-lora or "
             "peft wrote."

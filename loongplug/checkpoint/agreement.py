@@ -3,6 +3,18 @@
 import torch.distributed as dist
 
 
+class CommonError(Exception):
+    """An error that every rank has raised: all are still in step."""
+
+
+class CommonValueError(CommonError, ValueError):
+    """One for the user to mend."""
+
+
+class CommonRuntimeError(CommonError, RuntimeError):
+    """One that is a bug, or the machine's."""
+
+
 def raise_together(error: Exception | None) -> None:
     """Raise on every rank when any rank has an error; return on every rank otherwise.
 
@@ -10,9 +22,10 @@ def raise_together(error: Exception | None) -> None:
     once.
 
     Raises:
-        ValueError: every rank's error is a ValueError; with all distinct messages, and the ranks
-            that had them.
-        RuntimeError: some rank has another error, which is a bug or the machine's; the same text.
+        CommonValueError: every rank's error is a ValueError; with all distinct messages, and the
+            ranks that had them.
+        CommonRuntimeError: some rank has another error, which is a bug or the machine's; the same
+            text.
     """
     mine = None if error is None else (_message(error), isinstance(error, ValueError))
     everyone = [mine]
@@ -31,7 +44,7 @@ def raise_together(error: Exception | None) -> None:
         for message, where in ranks.items()
     )
     expected = all(found[1] for found in everyone if found is not None)
-    raise (ValueError if expected else RuntimeError)(text) from error
+    raise (CommonValueError if expected else CommonRuntimeError)(text) from error
 
 
 def _message(error: Exception) -> str:

@@ -5,11 +5,11 @@ the setting that differs.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.notes import read_note, write_note
 from loongplug.checkpoint.tracker import TRACKER
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
@@ -40,11 +40,7 @@ def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: i
         return
     if rank != 0:
         return
-    save_dir.mkdir(parents=True, exist_ok=True)
-    path = save_dir / ARCHITECTURE_FILE
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(_plain(model_yaml), indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_note(save_dir / ARCHITECTURE_FILE, _plain(model_yaml))
 
 
 def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
@@ -54,17 +50,12 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
     when it is loaded (:mod:`loongplug.checkpoint.same_tensors`). No collectives.
 
     Raises:
-        ValueError: with the settings that differ, or for a note that cannot be read.
+        ValueError: with the settings that differ, or for a note that is damaged or another file.
     """
     path = load_dir / ARCHITECTURE_FILE
-    if not path.is_file():
+    noted = read_note(path, keys=model_yaml.keys(), without=": the tensors are compared, too.")
+    if noted is None:
         return
-    try:
-        noted = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); remove it: the tensors are compared, too."
-        ) from error
     refuse_differences(
         _that_matter(dict(_flat(noted))),
         _that_matter(dict(_flat(_plain(model_yaml)))),

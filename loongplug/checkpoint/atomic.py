@@ -6,9 +6,11 @@ when all ranks are done; only then does Megatron advance its tracker file.
 """
 
 import functools
+import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,11 @@ from loongplug.checkpoint.tracker import flush
 
 _SAVING = ".saving_"
 _REPLACED = ".replaced_"
+# Only what has a name as given here is removed or put back.
+_CHECKPOINT = r"(iter_\d+|release)"
+_SAVING_NAME = re.compile(re.escape(_SAVING) + _CHECKPOINT + "_[0-9a-f]+")
+_REPLACED_NAME = re.compile(re.escape(_REPLACED) + _CHECKPOINT)
+_FILES_OF_A_CHECKPOINT = (".metadata", "metadata.json", "common.pt")
 
 
 class AtomicSaves:
@@ -82,9 +89,10 @@ class AtomicSaves:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give the complete folder ``partial`` its name; what had that name before is removed.
+    """Give the complete folder ``partial`` its name; the checkpoint of that name before is removed.
 
-    Killed between the two renames, it leaves the old folder aside, for ``recover``.
+    What others put into the older one's folder comes into the new one's. Killed between the two
+    renames, it leaves the old folder aside, for ``recover``.
     """
     for file in partial.iterdir():
         if file.suffix != ".distcp":  # whoever wrote one of those has flushed it
@@ -92,11 +100,11 @@ def put_in_place(partial: Path, final: Path) -> None:
     flush(partial)
     aside = final.with_name(_REPLACED + final.name)
     if final.exists() and any(final.iterdir()):
-        _remove(aside)
+        _remove_replaced(aside, final)
         final.rename(aside)
     partial.rename(final)  # over an empty folder, too
     flush(final.parent)
-    _remove(aside)
+    _remove_replaced(aside, final)
 
 
 def recover(folder: Path) -> None:
@@ -104,8 +112,7 @@ def recover(folder: Path) -> None:
 
     For all ranks, before they look at ``folder``; no collectives: whoever comes first does it.
     """
-    for aside in folder.glob(f"{_REPLACED}*"):
-        final = folder / aside.name.removeprefix(_REPLACED)
+    for aside, final in _set_aside(folder):
         with suppress(OSError):  # another rank was first
             if not final.exists() or not any(final.iterdir()):
                 aside.rename(final)
@@ -114,15 +121,29 @@ def recover(folder: Path) -> None:
 def remove_left_overs(folder: Path, *, keep: set[Path]) -> None:
     """Remove what saves left that never ended, but for the folders in ``keep``."""
     for partial in folder.glob(f"{_SAVING}*"):
-        if partial not in keep:
-            _remove(partial)
+        if partial not in keep and _SAVING_NAME.fullmatch(partial.name):
+            shutil.rmtree(partial)
+    for aside, final in _set_aside(folder):
+        if final.exists():
+            _remove_replaced(aside, final)
+
+
+def _set_aside(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The older checkpoints that were moved aside, and where they were."""
     for aside in folder.glob(f"{_REPLACED}*"):
-        if (folder / aside.name.removeprefix(_REPLACED)).exists():
-            _remove(aside)
+        if _REPLACED_NAME.fullmatch(aside.name):
+            yield aside, folder / aside.name.removeprefix(_REPLACED)
 
 
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+def _remove_replaced(aside: Path, final: Path) -> None:
+    """Remove an older checkpoint, but for what others put there, which moves into ``final``."""
+    if aside.is_symlink():
+        aside.unlink()
+        return
+    if not aside.exists():
+        return
+    for path in list(aside.iterdir()):
+        own = path.suffix == ".distcp" or path.name in _FILES_OF_A_CHECKPOINT
+        if not own and not os.path.lexists(final / path.name):
+            path.rename(final / path.name)
+    shutil.rmtree(aside)

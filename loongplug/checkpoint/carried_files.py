@@ -24,9 +24,13 @@ _CARRIED = (
 CARRIED_FOLDER = "hugging_face"
 
 
+def carried_names(source: Path) -> list[str]:
+    """The files of ``source`` that are carried along."""
+    return [name for name in _CARRIED if (source / name).is_file()]
+
+
 def copy_carried_files(source: Path, target: Path) -> None:
     """Copy tokenizer, chat template, processor and the configs as they are."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in _CARRIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    for name in carried_names(source):
+        shutil.copyfile(source / name, target / name)

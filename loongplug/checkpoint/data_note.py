@@ -5,15 +5,16 @@ another template it would silently name another sample.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.notes import read_note, write_note
 from loongplug.checkpoint.tracker import TRACKER
 
 DATA_FILE = "loongplug_data.json"
 _SHOWN = 5
+_LETTERS = 200  # of a value
 
 
 def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int) -> None:
@@ -29,11 +30,7 @@ def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int
         check_data_note(save_dir, fingerprint)
     if rank != 0:
         return
-    save_dir.mkdir(parents=True, exist_ok=True)
-    path = save_dir / DATA_FILE
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(fingerprint, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_note(save_dir / DATA_FILE, fingerprint)
 
 
 def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
@@ -42,22 +39,17 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
     A folder without a note (checkpoints from elsewhere) passes. No collectives.
 
     Raises:
-        ValueError: with what differs, or for a note that cannot be read.
+        ValueError: with what differs, or for a note that is damaged or another file.
     """
     path = load_dir / DATA_FILE
-    if not path.is_file():
+    noted = read_note(path, keys=fingerprint.keys(), without=" to go on with the data unchecked.")
+    if noted is None:
         return
-    try:
-        noted = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); remove it to go on with the data unchecked."
-        ) from error
     found = dict(_flat(noted))
     expected = dict(_flat(json.loads(json.dumps(fingerprint))))  # as it would come back
     keys = [*expected, *(key for key in found if key not in expected)]
     differences = [
-        f"{key} was {found.get(key, 'absent')}, is {expected.get(key, 'absent')}"
+        f"{key} was {_shown(found, key)}, is {_shown(expected, key)}"
         for key in keys
         if key not in found or key not in expected or found[key] != expected[key]
     ]
@@ -70,6 +62,11 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
             f" or start anew from its weights with --finetune and another --save; or remove {path}"
             " to go on at the same number of samples in the new data."
         )
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    text = str(values.get(key, "absent"))
+    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}..."
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

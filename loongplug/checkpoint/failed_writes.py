@@ -42,7 +42,9 @@ def write_buckets(
                 use_msc=use_msc,
             )
         except Exception as error:
-            return number, error
+            written = number, error
+        if isinstance(written[1], Exception):
+            _let_go(written[1])
         return written
 
     collects = gc.isenabled()
@@ -56,6 +58,18 @@ def write_buckets(
     errors = [result for _, result in written if isinstance(result, Exception)]
     words = dict.fromkeys(f"{type(error).__name__}: {error}" for error in errors)
     global_results_queue.put(RuntimeError("; ".join(words)) if errors else dict(written))
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop the frames that ``error`` and what it came from hold, and with them what they have open.
+
+    Upstream's frame keeps the error that keeps the frame. Were they left to the collector, it could
+    take a file from under torch's writer, which still writes to it as it ends: a crash.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
 
 
 def told_to_all(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,6 +1,7 @@
 """Export a model as a Hugging Face folder that ``transformers`` loads."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,21 +14,23 @@ from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.carried_files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
+    carried_names,
     copy_carried_files,
 )
 from loongplug.checkpoint.dtypes import usual_dtype
 from loongplug.checkpoint.hf_gather import WeightOf, WholeTensors, loaded_weight
 from loongplug.checkpoint.holders import own_rank
 from loongplug.checkpoint.progress import OnBytes, ignore_bytes
-from loongplug.checkpoint.replaced_folder import replaced_folder
+from loongplug.checkpoint.replaced_files import Building, check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import (
     PlannedFile,
     PlannedTensor,
     TensorFileWriter,
     plan_files,
     write_index,
-    written_here,
 )
+from loongplug.checkpoint.tensor_folder import INDEX_FILE, WEIGHTS_FILE
+from loongplug.checkpoint.write_errors import write_error
 from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
 from loongplug.models.hf_mapping import Bundle
 from loongplug.models.hf_model import (
@@ -38,26 +41,30 @@ from loongplug.models.hf_model import (
 )
 
 MAX_FILE_BYTES = 5 * 1024**3
+_KIND = "model"
+_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: Path) -> None:
     """Refuse an export that cannot work; for the start of a run that exports at its end.
 
-    No collectives.
+    For one rank; no collectives.
 
     Raises:
-        ValueError: ``folder`` holds something else than an earlier export, ``processor_folder``
+        ValueError: ``folder`` is refused as in :func:`check_replaceable`, ``processor_folder``
             lacks a file, the tokenizer has no end token, or transformers cannot express the model.
     """
     hf_config(model)
     check_all_is_read(model)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder for the export.")
-    if folder.is_dir() and any(folder.iterdir()) and not written_here(folder):
-        raise ValueError(
-            f"{folder} is not empty and no earlier export of LoongPlug, which alone it would "
-            "replace; give another folder."
-        )
+    fixed = {
+        *(WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE),
+        *carried_names(processor_folder),
+    }
+    check_replaceable(
+        folder,
+        kind=_KIND,
+        writes=lambda name: name in fixed or _WEIGHTS.fullmatch(name) is not None,
+    )
     for names in (TOKENIZER_FILES, IMAGE_PROCESSOR_FILES):
         if not any((processor_folder / name).is_file() for name in names):
             raise ValueError(
@@ -81,10 +88,11 @@ def save_hf_folder(
 
     Weights keep the parameters' dtype; the files are the same, to the byte, from any layout. A
     file is written by the rank that has the beginning of it, tensor by tensor as they are put
-    together: memory beside the parameters is that of one tensor and a slice of it. The folder
-    appears whole or not at all; an older export under that name is replaced. All ranks must see
-    the same folder. ``on_bytes`` is told, on every rank, how many bytes of how many have been
-    dealt with. ``weight_of`` gives a parameter's values where they are not in it.
+    together: memory beside the parameters is that of one tensor and a slice of it. The files come
+    into the folder when all are whole; those of an older export there, and only those, give way
+    (:mod:`loongplug.checkpoint.replaced_files`). All ranks must see the same folder.
+    ``on_bytes`` is told, on every rank, how many bytes of how many have been dealt with.
+    ``weight_of`` gives a parameter's values where they are not in it.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -110,16 +118,16 @@ def save_hf_folder(
             for source in bundle.sources
         }
     )
-    with replaced_folder(folder, rank=own_rank()) as building:
+    with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
 
         def finish() -> None:
-            write_index(building, files)
-            _write_configs(building, model, dtype=dtype, processor_folder=processor_folder)
+            write_index(building.folder, files)
+            _write_configs(building.folder, model, dtype=dtype, processor_folder=processor_folder)
 
         error = _write_files(building, files, tensors, on_bytes=on_bytes)
         raise_together(error)
         if own_rank() == 0:
-            error = error_of_writing(building, finish)
+            error = error_of_writing(folder, finish)
         raise_together(error)
 
 
@@ -130,8 +138,10 @@ def _planned(bundle: Bundle, dtype: torch.dtype) -> list[PlannedTensor]:
 class _Writers:
     """Which rank writes which file, and the file that this rank is writing."""
 
-    def __init__(self, folder: Path, files: Sequence[PlannedFile], tensors: WholeTensors) -> None:
-        self._folder = folder
+    def __init__(
+        self, building: Building, files: Sequence[PlannedFile], tensors: WholeTensors
+    ) -> None:
+        self._building = building
         self._file_of = {tensor.name: file for file in files for tensor in file.tensors}
         self._ranks: dict[str, int] = {}
         for bundle in tensors.bundles:
@@ -148,23 +158,26 @@ class _Writers:
         file = self._file(bundle)
         if self._current is None or self._current[0] != file.name:
             self.close()
-            writer = self._open.enter_context(TensorFileWriter(self._folder, file))
+            writer = self._open.enter_context(TensorFileWriter(self._building.folder, file))
             self._current = (file.name, writer)
         self._current[1].add(name, tensor)
 
     def close(self) -> None:
         """Close the file that is being written."""
         self._open.close()
+        if self._current is not None:
+            name, writer = self._current
+            self._building.digests[name] = writer.digest
 
     def _file(self, bundle: Bundle) -> PlannedFile:
         return self._file_of[bundle.sources[0].name]
 
 
 def _write_files(
-    folder: Path, files: Sequence[PlannedFile], tensors: WholeTensors, *, on_bytes: OnBytes
+    building: Building, files: Sequence[PlannedFile], tensors: WholeTensors, *, on_bytes: OnBytes
 ) -> Exception | None:
     """Write this rank's files; an error (a full disk) comes back once all has been received."""
-    writers = _Writers(folder, files, tensors)
+    writers, folder = _Writers(building, files, tensors), building.target
     error: Exception | None = None
     for bundle, source, tensor in tensors.collect(writers.rank_of, on_bytes=on_bytes):
         if error is None:  # else the other ranks send what they have all the same
@@ -177,9 +190,7 @@ def error_of_writing(folder: Path, write: Callable[[], None]) -> Exception | Non
     try:
         write()
     except OSError as caught:
-        return ValueError(
-            f"{folder} cannot be written ({caught}): make room, or give another folder."
-        )
+        return write_error(folder, caught)
     except Exception as caught:  # whatever it is, the other ranks are waiting
         return caught
     return None
@@ -220,7 +231,9 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 def _end_and_pad_ids(processor_folder: Path) -> tuple[int, int]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(processor_folder), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(processor_folder), local_files_only=True, trust_remote_code=False
+    )
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     if end is None:
         raise ValueError(

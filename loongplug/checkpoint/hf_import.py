@@ -128,8 +128,12 @@ def fill_all(
     """Read or receive every parameter; the first error comes back, once all have taken part.
 
     ``fill`` is called for what this rank is the first to hold; ``groups`` are those of
-    :func:`~loongplug.checkpoint.holders.replica_groups`. Collective: these groups.
+    :func:`~loongplug.checkpoint.holders.replica_groups`. The parameters have to be on the
+    platform's device, where NCCL broadcasts from. Collective: these groups.
     """
+    device = current_platform().device
+    elsewhere = [own.name for own in owned if own.parameter.device != device]
+    assert not elsewhere, f"not on {device} yet: {', '.join(elsewhere)}"
     done, total = 0, sum(own.parameter.nbytes for own in owned)
     error: Exception | None = None
     for own in owned:

@@ -6,6 +6,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+from loongplug.checkpoint.whole import told_of_damage
+from loongplug.platform.safe_reading import DamagedFileError
+
 _FLAG = "--use-distributed-optimizer"
 ANEW = (
     "Load the weights alone: by --finetune to start at iteration 0, by --no-load-optim to go on "
@@ -23,11 +28,29 @@ def checked_common_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]
     def load_common_state_dict(checkpoint_dir: Any) -> Any:
         from megatron.training.global_vars import get_args
 
-        state = original(checkpoint_dir)
-        check_optimizer(state.get("args"), get_args(), folder=Path(checkpoint_dir))
+        checkpoint = Path(checkpoint_dir)
+        with told_of_damage(checkpoint):
+            state = _read(original, checkpoint)
+        check_optimizer(state.get("args"), get_args(), folder=checkpoint)
         return state
 
     return load_common_state_dict
+
+
+def _read(original: Callable[[Any], Any], checkpoint: Path) -> dict[str, Any]:
+    alone = checkpoint / COMMON_STATE_FNAME  # what older checkpoints have it in
+    try:
+        state = original(checkpoint)
+    except Exception as error:  # damaged bytes raise nearly anything
+        if not alone.is_file() or isinstance(error, DamagedFileError):
+            raise
+        raise DamagedFileError.unreadable(alone, error) from error
+    if not isinstance(state, dict):
+        raise DamagedFileError(
+            f"What is no tensor in {checkpoint} is {type(state).__name__}, expected dict: copy or "
+            "save the checkpoint anew."
+        )
+    return state
 
 
 def check_optimizer(saved: Namespace | None, args: Namespace, *, folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.architecture import refuse_differences
 from loongplug.checkpoint.same_optimizer import ANEW
+from loongplug.checkpoint.whole import description, told_of_damage
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,7 +32,8 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
     ``--dist-ckpt-strictness`` with another value than its default leaves the check out: then the
     user has said what to do about differences.
 
-    Collective: the default group. Raises ValueError, on every rank, with the first differences.
+    Collective: the default group. Raises ValueError, on every rank, with the first differences;
+    on the ranks that read it, with a file that turns out to be damaged.
     """
 
     @functools.wraps(load)
@@ -42,7 +44,8 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(strict, "value", strict) == "assume_ok_unexpected":
             check_same_tensors(sharded_state_dict, Path(checkpoint_dir))
             check_trained_tensors(sharded_state_dict, Path(checkpoint_dir))
-        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        with told_of_damage(Path(checkpoint_dir)):
+            return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load_checked
 
@@ -120,33 +123,17 @@ def _shapes(
     }
 
 
-def saved_metadata(folder: Path) -> Any:
-    """torch's own description of a ``torch_dist`` checkpoint.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    from torch.distributed.checkpoint import FileSystemReader
-
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(
-            f"{folder / '.metadata'} cannot be read ({error!r}): copy or save the checkpoint anew."
-        ) from error
-
-
 def saved_tensors(folder: Path) -> dict[str, Any]:
     """torch's description (size and properties) of each tensor of a ``torch_dist`` checkpoint.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it is damaged.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     return {
         name: described
-        for name, described in saved_metadata(folder).state_dict_metadata.items()
+        for name, described in description(folder).state_dict_metadata.items()
         if isinstance(described, TensorStorageMetadata)
     }
 

@@ -5,7 +5,9 @@ The layout of a file (its header) is planned before any tensor is there. That is
 Format: https://huggingface.co/docs/safetensors/index#format
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +16,6 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loongplug.checkpoint.tensor_folder import FLOATS, INDEX_FILE, WEIGHTS_FILE
@@ -84,12 +85,13 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 class TensorFileWriter:
-    """Writes one planned file; a context manager."""
+    """Writes one planned file, which the disk has when it is left; a context manager."""
 
     def __init__(self, folder: Path, plan: PlannedFile) -> None:
         self._expected = iter(plan.tensors)
+        self._digest = hashlib.sha256()
         self._file: BinaryIO = (folder / plan.name).open("wb")
-        self._file.write(_header(plan))
+        self._write(_header(plan))
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +102,15 @@ class TensorFileWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of what was written so far."""
+        return self._digest.hexdigest()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor; names come in the order of the plan."""
@@ -108,7 +118,11 @@ class TensorFileWriter:
         found = PlannedTensor(name, tuple(tensor.shape), tensor.dtype)
         assert found == planned, (found, planned)
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(memoryview(data.numpy()))
+        self._write(memoryview(data.numpy()))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
 
 
 def _header(plan: PlannedFile) -> bytes:
@@ -125,17 +139,3 @@ def _header(plan: PlannedFile) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def written_here(folder: Path) -> bool:
-    """Whether all weights in ``folder`` were written by this module."""
-    files = list(folder.glob("*.safetensors"))
-    return bool(files) and all(_metadata(file) == _METADATA for file in files)
-
-
-def _metadata(file: Path) -> dict[str, str] | None:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return dict(handle.metadata() or {})
-    except (OSError, SafetensorError):
-        return None

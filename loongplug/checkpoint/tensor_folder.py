@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loongplug.models.hf_mapping import Shape
+from loongplug.platform.finite import is_finite
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,17 +27,23 @@ _NONE: Mapping[str, Shape] = MappingProxyType({})
 
 
 class TensorFolder:
-    """All tensors of a folder by name; counts what is read of them.
+    """All tensors of a folder by name, with the files they lie in; counts what is read of them.
 
     ``turnable`` are tensors whose last two axes may stand the other way round, with the shape that
     they should have; those that do are turned as they are read.
     """
 
     def __init__(
-        self, path: Path, slices: dict[str, Any], *, turnable: Mapping[str, Shape] = _NONE
+        self,
+        path: Path,
+        slices: dict[str, Any],
+        *,
+        files: Mapping[str, Path],
+        turnable: Mapping[str, Shape] = _NONE,
     ) -> None:
         self.path = path
         self.slices = slices  # safetensors' lazy slices
+        self._files = files
         self.bytes_read = 0
         self._turned: frozenset[str] = frozenset()
         found = self.shapes()
@@ -62,11 +69,24 @@ class TensorFolder:
         return {name: str(kind) for name, kind in types.items() if kind not in FLOATS}
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """One slice of a tensor, on the CPU; only that slice is read."""
+        """One slice of a tensor, on the CPU; only that slice is read.
+
+        ValueError where it has a value that is NaN or infinite.
+        """
         turned = name in self._turned
         tensor: Tensor = self.slices[name][_swapped(where) if turned else where]
         self.bytes_read += tensor.nbytes
+        check_finite(name, tensor, file=self._files[name])
         return tensor.transpose(-1, -2) if turned else tensor
+
+
+def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
+    """ValueError where what was read of a tensor has a value that is NaN or infinite."""
+    if not is_finite(tensor):
+        raise ValueError(
+            f"{name} in {file} has values that are NaN or infinite: its training had failed, or "
+            "the file is damaged. Load an earlier checkpoint, or copy the file anew."
+        )
 
 
 def _swapped[T](axes: tuple[T, ...]) -> tuple[T, ...]:
@@ -84,6 +104,7 @@ def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iter
     """
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
+        files: dict[str, Path] = {}
         places = _index(folder)
         for file in _weight_files(folder, places):
             try:
@@ -99,7 +120,8 @@ def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iter
                         f"{places.get(name, 'no file')}: copy index and files anew, together."
                     )
                 slices[name] = handle.get_slice(name)
-        yield TensorFolder(folder, slices, turnable=turnable)
+                files[name] = file
+        yield TensorFolder(folder, slices, files=files, turnable=turnable)
 
 
 def _index(folder: Path) -> dict[str, str] | None:
@@ -109,7 +131,7 @@ def _index(folder: Path) -> dict[str, str] | None:
         return None
     try:
         places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{index} is no index of safetensors files ({error!r}): copy the file anew."
         ) from error

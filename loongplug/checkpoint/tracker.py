@@ -2,44 +2,51 @@
 
 import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.whole import check_whole, is_complete, whole_checkpoints, with_others
+
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def check_latest(folder: Path, *, step: int | None = None) -> None:
-    """Refuse a folder whose latest checkpoint (or that of iteration ``step``) is not there.
+def check_latest(folder: Path, *, step: int | None = None) -> Path:
+    """The latest checkpoint of ``folder`` (or that of iteration ``step``), which has to be whole.
 
-    Megatron ends such a run without an error. For all ranks; no collectives.
+    Megatron ends a run without an error where it is not there. Looks at no more of the files than
+    their sizes; no collectives.
 
     Raises:
-        ValueError: the tracker is damaged, or names a checkpoint that is missing or incomplete.
+        ValueError: the tracker is damaged, or names a checkpoint that is missing or damaged; with
+            those that are whole.
     """
-    text = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    if not (text.isdecimal() or text == "release"):
+    tracker = folder / TRACKER
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if not (re.fullmatch("[0-9]{1,18}", text) or text == "release"):
         raise ValueError(
-            f"{folder / TRACKER} says {text!r} where an iteration or 'release' is expected; write "
-            f"the iteration of the checkpoint to load into it: {_complete(folder)}."
+            f"{tracker} says {text[:40]!r} where an iteration or 'release' is expected; write "
+            f"the iteration of the checkpoint to load into it: {whole_checkpoints(folder)}."
         )
-    name = f"iter_{step:07d}" if step else text if text == "release" else f"iter_{int(text):07d}"
-    if not is_complete(folder / name):
+    if step and text == "release":
         raise ValueError(
-            f"{folder} has no complete checkpoint {name}, which "
-            f"{'--ckpt-step' if step else TRACKER} asks for; complete are: {_complete(folder)}."
+            f"{tracker} says 'release', which goes before --ckpt-step {step}; write {step} into it"
         )
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether ``checkpoint`` is a ``torch_dist`` checkpoint: its metadata is written last."""
-    return all((checkpoint / name).is_file() for name in (".metadata", "metadata.json"))
-
-
-def _complete(folder: Path) -> str:
-    return ", ".join(sorted(p.name for p in folder.glob("*") if is_complete(p))) or "none"
+    number = step or text
+    checkpoint = folder / (text if text == "release" else f"iter_{int(number):07d}")
+    if not is_complete(checkpoint):
+        raise with_others(
+            ValueError(
+                f"{folder} has no complete checkpoint {checkpoint.name}, which "
+                f"{'--ckpt-step' if step else TRACKER} asks for."
+            ),
+            checkpoint,
+        )
+    check_whole(checkpoint)
+    return checkpoint
 
 
 def replaced_whole(original: Callable[..., Any]) -> Callable[..., Any]:

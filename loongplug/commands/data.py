@@ -6,15 +6,19 @@ from typing import Annotated
 import typer
 
 from loongplug.commands.options import (
+    ConfineMedia,
     Files,
+    MaxRowMib,
     MediaRoot,
     Phase,
     Processes,
+    SpecialTokensInText,
     TokenizerModel,
     VideoFps,
     phase_named,
     user_errors,
 )
+from loongplug.data.row_json import MAX_ROW_MIB
 
 data = typer.Typer(help="Check training data, and look at them.", no_args_is_help=True)
 
@@ -26,7 +30,10 @@ def data_check(
     seq_length: Annotated[int, typer.Option(help="The longest sample, in tokens.")],
     training_phase: Phase = "sft",
     media_root: MediaRoot = None,
+    confine_media: ConfineMedia = False,
     video_fps: VideoFps = None,
+    max_row_mib: MaxRowMib = MAX_ROW_MIB,
+    special_tokens_in_text: SpecialTokensInText = False,
     processes: Processes = None,
 ) -> None:
     """Read every row as training would, decode its media, and print what is wrong.
@@ -43,7 +50,10 @@ def data_check(
             seq_length=seq_length,
             training_phase=phase_named(training_phase),
             media_root=media_root,
+            confine_media=confine_media,
             video_fps=video_fps,
+            max_row_mib=max_row_mib,
+            special_tokens_in_text=special_tokens_in_text,
             processes=default_processes() if processes is None else processes,
         )
     raise typer.Exit(1 if bad else 0)
@@ -55,7 +65,10 @@ def data_inspect(
     tokenizer_model: TokenizerModel,
     training_phase: Phase = "sft",
     media_root: MediaRoot = None,
+    confine_media: ConfineMedia = False,
     video_fps: VideoFps = None,
+    max_row_mib: MaxRowMib = MAX_ROW_MIB,
+    special_tokens_in_text: SpecialTokensInText = False,
     samples: Annotated[int, typer.Option(help="How many to show, evenly chosen.")] = 3,
     plots: Annotated[
         Path | None, typer.Option(help="A folder for histograms of all rows as PNG.")
@@ -72,7 +85,10 @@ def data_inspect(
             tokenizer_model=tokenizer_model,
             training_phase=phase_named(training_phase),
             media_root=media_root,
+            confine_media=confine_media,
             video_fps=video_fps,
+            max_row_mib=max_row_mib,
+            special_tokens_in_text=special_tokens_in_text,
             samples=samples,
             plots=plots,
             processes=default_processes() if processes is None else processes,

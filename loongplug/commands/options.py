@@ -1,11 +1,20 @@
 """Options that several commands have, and what becomes of a user's errors."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+
+def _finite(value: float | None) -> float | None:
+    """NaN and infinity pass for numbers, and NaN is not below any least one."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 Files = Annotated[
@@ -18,15 +27,34 @@ Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
 MediaRoot = Annotated[
     Path | None, typer.Option(help="What paths of media are relative to; else the JSONL's folder.")
 ]
+ConfineMedia = Annotated[
+    bool,
+    typer.Option("--confine-media", help="Refuse media that lie outside of that folder."),
+]
 VideoFps = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Frames taken per second of video files; else the folder's."),
+    typer.Option(
+        min=0.001,
+        callback=_finite,
+        help="Frames taken per second of video files; else the folder's.",
+    ),
+]
+MaxRowMib = Annotated[int, typer.Option(min=1, help="A row of more MiB cannot be used.")]
+SpecialTokensInText = Annotated[
+    bool,
+    typer.Option(
+        "--special-tokens-in-text",
+        help="Special tokens that are written in rows' text are special tokens; else text.",
+    ),
 ]
 Processes = Annotated[
     int | None, typer.Option(help="Processes at a time; else one for each processor.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Ranks = Annotated[int, typer.Option(help="Processes on this machine.")]
+Warmup = Annotated[int, typer.Option(help="Steps before the measured ones.")]
+Steps = Annotated[int, typer.Option(help="Measured steps.")]
+Rounds = Annotated[int, typer.Option(help="How often each side takes its turn.")]
 # Of commands that hand on what is no option of theirs.
 HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -13,7 +13,7 @@ def convert(flags: Sequence[str], *, ranks: int) -> None:
     """
     command = [
         sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"),
         *("-m", "loongplug.convert.worker", *flags),
     ]
     ended = subprocess.run(command, check=False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from loongplug.checkpoint.same_tensors import saved_metadata
+from loongplug.checkpoint.whole import described_files
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,13 @@ class MappedWeights:
                 off.
         """
         self._folder = folder
-        metadata = saved_metadata(folder)
+        metadata = described_files(folder)
         self._described = metadata.state_dict_metadata
         self._stored = metadata.storage_data
         self._chunks: dict[str, _Chunks] = {}
         self._files: dict[str, Tensor] = {}
         self._parts: dict[nn.Parameter, list[_Part]] = {}
         self._latest: tuple[nn.Parameter, Tensor] | None = None
-        self._check_files()
 
     def add(self, parameter: nn.Parameter, shards: Sequence[ShardedTensor]) -> bool:
         """Leave ``parameter`` in the files; False where they do not hold it as it is.
@@ -125,20 +124,6 @@ class MappedWeights:
             whole = _put_together(parts, parameter)
         self._latest = (parameter, whole)
         return whole
-
-    def _check_files(self) -> None:
-        needed: dict[str, int] = {}
-        for stored in self._stored.values():
-            end = stored.offset + stored.length
-            needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
-        for name, size in sorted(needed.items()):
-            path = self._folder / name
-            if not path.is_file():
-                raise ValueError(f"The checkpoint {self._folder} lacks {name}: copy it there.")
-            if path.stat().st_size < size:
-                raise ValueError(
-                    f"{path} ends after {path.stat().st_size} of {size} bytes: copy it anew."
-                )
 
     def _parts_of(self, shard: ShardedTensor) -> list[_Part | None]:
         """One for each saved box that overlaps the shard; None for a box that cannot be mapped."""

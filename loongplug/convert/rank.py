@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from loongplug.checkpoint.adapter_files import (
-    check_adapter_export,
     give_adapter_dtype,
     load_adapters,
     save_adapters,
@@ -24,7 +23,7 @@ from loongplug.checkpoint.dtypes import (
     give_folder_dtypes,
     usual_dtype,
 )
-from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.hf_export import save_hf_folder
 from loongplug.checkpoint.hf_gather import WeightOf, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tracker import TRACKER, check_latest
@@ -32,15 +31,19 @@ from loongplug.convert.progress import ByteProgress
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.failure import AtEnd, nothing_at_end
 from loongplug.platform import current_platform
 from loongplug.platform.upstream import apply_upstream_replacements
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.checkpoints import check_source_folders, use_whole_checkpoints
+from loongplug.training.exports import check_exports
 from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
+from loongplug.training.outputs import outputs_ready
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
 from loongplug.training.rules.lora import OWN_FOLDER, shared_lora_folder
 from loongplug.training.rules.start import HF_OWN_FOLDER, within_hf_folder
+from loongplug.training.same_start import require_same_start
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
 _FLAGS = (
@@ -58,27 +61,30 @@ class Converted:
     largest_tensor_bytes: int  # of the model's tensors on the Hugging Face side
 
 
-def convert(flags: Sequence[str]) -> Converted:
+def convert(flags: Sequence[str], *, at_end: AtEnd = nothing_at_end) -> Converted:
     """Convert as ``flags``, train.py's own, say. Every rank enters.
 
     ``--load-hf`` or ``--load`` names the source, ``--save``, ``--save-hf`` or ``--save-lora`` the
     target. A checkpoint is written as a *release*, from which training starts at iteration 0. Every
     tensor keeps its dtype. Where the model has adapters, ``--save-hf`` merges them into the
-    weights; ``--load-lora`` brings them to those of a folder.
+    weights; ``--load-lora`` brings them to those of a folder. ``at_end`` is as for a training run.
 
     Raises:
         ValueError: on every rank; the flags, the source or the target cannot be used.
     """
     parsed, dtypes = _parse(flags)
+    require_same_start(parsed)
+    with outputs_ready(parsed.args, at_end=at_end):
+        return _convert(parsed, dtypes)
+
+
+def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Converted:
     args = parsed.args
     model = parsed.family.load_hugging_face(parsed.model)
     processor_folder = Path(args.tokenizer_model)
     check_source_folders(args, parsed.model_yaml)
-    if args.save_hf:
-        check_hf_export(Path(args.save_hf), model=model, processor_folder=processor_folder)
     table = adapter_table(parsed.model, model)
-    if args.save_lora:
-        check_adapter_export(Path(args.save_lora), model=model)
+    check_exports(args, model)
     use_whole_checkpoints(current_platform(), asynchronous=False)
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
@@ -98,7 +104,7 @@ def convert(flags: Sequence[str]) -> Converted:
                     give_adapter_dtype(chunks, table, Path(args.load_lora))
                     load_adapters(chunks, Path(args.load_lora), table=table)
             else:
-                folder = _iteration_folder(Path(args.load))
+                folder = _iteration_folder(args)
                 give_checkpoint_dtypes(chunks, dtypes, folder=folder)
                 weight_of = load_in_place(chunks, folder, in_the_file=args.device == "cpu")
             if args.save:
@@ -141,7 +147,7 @@ def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype
         dtypes = folder_dtypes(Path(given.load_hf))
         processor_folder = Path(given.load_hf)
     else:
-        dtypes = checkpoint_dtypes(_iteration_folder(Path(given.load)))
+        dtypes = checkpoint_dtypes(_iteration_folder(given))
         processor_folder = Path(given.load) / CARRIED_FOLDER
     completed = [*_FLAGS, *flags]
     if not given.tokenizer_model:
@@ -180,15 +186,12 @@ def _check_ends(given: Namespace) -> None:
         )
 
 
-def _iteration_folder(load: Path) -> Path:
-    from megatron.training.checkpointing import get_checkpoint_name, read_metadata
-
-    tracker = load / TRACKER
-    if not tracker.is_file():
+def _iteration_folder(given: Namespace) -> Path:
+    """The checkpoint that is converted; no collectives."""
+    load = Path(given.load)
+    if not (load / TRACKER).is_file():
         raise ValueError(f"--load {load} has no checkpoint; give the folder that --save named")
-    check_latest(load)
-    iteration, release = read_metadata(str(tracker))
-    return Path(get_checkpoint_name(str(load), iteration, release, return_base_dir=True))
+    return check_latest(load, step=given.ckpt_step)
 
 
 def _build(parsed: ParsedArguments) -> list[MultimodalModel]:

@@ -6,7 +6,6 @@ model once more. That is right beside training, and too much for a conversion.
 
 from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.hf_gather import WeightOf
 from loongplug.checkpoint.same_tensors import check_same_tensors
+from loongplug.checkpoint.whole import told_of_damage
+from loongplug.checkpoint.write_errors import write_error
 from loongplug.convert.mapped_weights import MappedWeights
 
 
@@ -37,19 +38,36 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
     """
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write this rank's tensors. Collective: the default group."""
+        """Write this rank's tensors. Collective: the default group.
+
+        Raises:
+            ValueError: on all ranks; the folder cannot be written to.
+        """
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        dcp.save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica,
-                flatten_state_dict=False,
-                flatten_sharded_tensors=False,
-            ),
-        )
+        try:
+            dcp.save(
+                mcore_to_pyt_state_dict(by_key, False),
+                storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+                planner=MCoreSavePlanner(
+                    dedup_replicated_tensors=not self.keep_only_main_replica,
+                    flatten_state_dict=False,
+                    flatten_sharded_tensors=False,
+                ),
+            )
+        except CheckpointException as caught:  # on all ranks; no Exception
+            reason = _first_reason(caught)
+            if not isinstance(reason, OSError):
+                raise
+            raise write_error(checkpoint_dir.parent, reason) from caught
+
+
+def _first_reason(caught: BaseException) -> BaseException:
+    """What went wrong on the first rank that torch's error tells of, else the error itself."""
+    failures = getattr(caught, "failures", {})  # by rank, each with its trace
+    reason: BaseException = next((failure[0] for failure in failures.values()), caught)
+    return reason
 
 
 def load_in_place(
@@ -117,13 +135,10 @@ def _left_out(
 def _read(state: dict[str, Any], folder: Path) -> None:
     """Upstream's load, with an error for the user."""
     try:
-        TorchDistLoadShardedStrategy().load(state, folder)
-    except (Exception, CheckpointException) as caught:  # torch's is no Exception
-        failures = getattr(caught, "failures", {})  # by rank, each with its trace
-        reason = next((failure[0] for failure in failures.values()), caught)
-        told = repr(reason)
-        if isinstance(reason, UnpicklingError):  # whose text says how to run what is in there
-            told = "some of it is no saved tensor"
+        with told_of_damage(folder):
+            TorchDistLoadShardedStrategy().load(state, folder)
+    except CheckpointException as caught:  # torch's is no Exception
+        reason = _first_reason(caught)
         raise ValueError(
-            f"The checkpoint {folder} cannot be read ({told}): copy or save it anew."
+            f"The checkpoint {folder} cannot be read ({reason!r}): copy or save it anew."
         ) from caught

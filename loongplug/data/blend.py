@@ -11,9 +11,13 @@ import numpy as np
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
+from loongplug.data.row_json import MAX_ROW_MIB
 from loongplug.data.rows import Rows
 
 Source = JsonlIndex | EnergonRows
+
+# Of a mixture by weights, whose order takes some 3 GB then.
+_MOST_ROWS = 2**28
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,31 @@ def open_rows(
     flag: str,
     seed: int,
     media_root: str | Path | None = None,
+    confine_media: bool = False,
     split: str | None = None,
+    max_row_mib: int = MAX_ROW_MIB,
 ) -> Rows:
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
     Of energon datasets, ``split`` is taken, or all.
     """
     spec = parse_blend(values, flag=flag)
-    sources = [open_source(path, media_root=media_root, split=split) for path in spec.paths]
+    sources = [
+        open_source(
+            path,
+            media_root=media_root,
+            confine_media=confine_media,
+            split=split,
+            max_row_mib=max_row_mib,
+        )
+        for path in spec.paths
+    ]
     if len(sources) == 1:
         return sources[0]
-    return Blend(sources, weights=spec.weights, seed=seed)
+    try:
+        return Blend(sources, weights=spec.weights, seed=seed)
+    except ValueError as error:
+        raise ValueError(f"{flag} {' '.join(values)}: {error}") from error
 
 
 def sources_of(rows: Rows) -> tuple[Source, ...]:
@@ -84,11 +102,23 @@ def sources_of(rows: Rows) -> tuple[Source, ...]:
     return (rows,)
 
 
-def open_source(path: Path, *, media_root: str | Path | None, split: str | None) -> Source:
-    """The rows of a JSONL file, or of the folder of a prepared energon dataset."""
+def open_source(
+    path: Path,
+    *,
+    media_root: str | Path | None,
+    confine_media: bool,
+    split: str | None,
+    max_row_mib: int = MAX_ROW_MIB,
+) -> Source:
+    """The rows of a JSONL file, or of the folder of a prepared energon dataset.
+
+    Media of the latter are in its shards, so nothing is left to be confined.
+    """
     if is_energon(path):
-        return EnergonRows(path, split=split)
-    return JsonlIndex(path, media_root=media_root)
+        return EnergonRows(path, split=split, max_row_mib=max_row_mib)
+    return JsonlIndex(
+        path, media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
+    )
 
 
 class Blend:
@@ -97,7 +127,7 @@ class Blend:
     Without weights, each row comes once. With weights, each source has its share of the rows,
     and the mixture is as short as it can be with every row of every source in it at least once:
     a source whose share is larger than its rows comes round again, and where it does so for a
-    part only, ``seed`` chooses the rows.
+    part only, ``seed`` chooses the rows. ValueError where that makes more rows than can be kept.
 
     The order takes 10 bytes a row.
     """
@@ -113,6 +143,7 @@ class Blend:
             assert len(weights) == len(sizes)
             # Relative to the source that decides the length, whose rows come once.
             scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+            _check_length(scale, sizes, weights)
             draws = [
                 max(size, round(weight * scale))
                 for size, weight in zip(sizes, weights, strict=True)
@@ -151,6 +182,19 @@ class Blend:
 
     def _find(self, index: int) -> tuple[Rows, int]:
         return self.sources[self._source[index]], int(self._row[index])
+
+
+def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:
+    """Refuse weights by which the other sources come round until nobody waits for the end."""
+    rows = scale * sum(weights)
+    if rows <= _MOST_ROWS:
+        return
+    rarest = max(range(len(sizes)), key=lambda source: sizes[source] / weights[source])
+    raise ValueError(
+        f"weight {weights[rarest]:g} is too small: for each of its file's {sizes[rarest]} rows to "
+        f"come once beside the others, the mixture has {rows:.3g} rows, and {_MOST_ROWS} at most "
+        "are kept in order. Raise it, or leave its file out."
+    )
 
 
 def _drawn(size: int, draws: int, *, seed: int, source: int) -> "np.typing.NDArray[np.int64]":

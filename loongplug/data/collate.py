@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.dataset import Sample
-from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds
+from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, VisionInput
 
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
@@ -21,8 +21,15 @@ def collate(
     visual_token_ids: Sequence[int] = (),
     packed: bool = False,
     needs: TextNeeds = ALL_TEXT,
+    vision: VisionInput | None = None,
+    patches: int = 0,
+    owner: int = 0,
+    pins: bool = False,
 ) -> Microbatch:
-    """Pad the samples' text parts to ``seq_length`` on the right; there is no vision part yet.
+    """Pad the samples' text parts to ``seq_length`` on the right, beside their images and videos.
+
+    ``vision``, ``patches`` and ``owner`` are the microbatch's. With ``pins``, the text is in
+    page-locked memory, once for all chunks that copy it.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
     Padding has position 0 and mask 0. Only what ``needs`` names is made. Tokens with one of
@@ -38,7 +45,11 @@ def collate(
         target: NDArray[np.generic] = np.full(shape, padding, dtype=dtype)
         for row, span, sample in spans:
             target[row, span] = getattr(sample, values)
-        return torch.from_numpy(target)  # [b, s]
+        return placed(target)  # [b, s]
+
+    def placed(values: NDArray[np.generic]) -> Tensor:
+        made = torch.from_numpy(values)
+        return made.pin_memory() if pins else made
 
     position_ids = np.zeros((3, *shape), dtype=np.int64)
     for row, span, sample in spans:
@@ -50,13 +61,15 @@ def collate(
     lengths = [len(sample) for sample in samples]
     return Microbatch(
         input_ids=filled(needs.input_ids, "input_ids", pad_token_id, np.int64),
-        position_ids=torch.from_numpy(position_ids),  # [3, b, s]
+        position_ids=placed(position_ids),  # [3, b, s]
         labels=filled(needs.labels, "labels", pad_token_id, np.int64),
         loss_mask=filled(needs.loss_mask, "loss_mask", 0, np.float32),
         tokens=sum(lengths),
-        vision=None,
+        vision=vision,
         segments=tuple(length for length in lengths if length) if packed else None,
+        patches=patches,
         visual_places=tuple(np.concatenate([*row, _NOWHERE]) for row in places),
+        owner=owner,
     )
 
 

@@ -5,7 +5,6 @@ are read here, by their places, so that order, sharding and resume are those of 
 Nothing that a dataset's folder or a shard names is imported or unpickled.
 """
 
-import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.media_files import TarMember, open_media_file
+from loongplug.data.outside_yaml import require_bounded_yaml
+from loongplug.data.row_json import MAX_ROW_MIB, parse_row_json, require_row_size
 
 _META = ".nv-meta"
 _CHUNK = 65_536
@@ -64,12 +65,13 @@ class EnergonRows:
     Opening reads the lists of shards; samples are read with a fresh file handle each.
     """
 
-    def __init__(self, folder: Path, *, split: str | None) -> None:
+    def __init__(self, folder: Path, *, split: str | None, max_row_mib: int = MAX_ROW_MIB) -> None:
         """``split`` is one of the dataset's parts, None for all.
 
         Raises ValueError where the package is missing, and for a folder that is not prepared.
         """
         self.folder = folder
+        self._max_row_mib = max_row_mib
         shards, excluded = _shards(folder, split=split)
         self.shards = tuple(folder / name for name, _ in shards)
         for shard in self.shards:
@@ -112,12 +114,14 @@ class EnergonRows:
                 f"{where}: the parts {', '.join(pickled)} are pickled, and unpickling runs what"
                 " they say: prepare the dataset anew without them."
             )
-        with open_media_file(_row_part(sample)) as file:
+        part = _row_part(sample)
+        require_row_size(part.size, max_row_mib=self._max_row_mib, where=where)
+        with open_media_file(part) as file:
             content = file.read()
         try:
-            row = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: the part json is no JSON ({error}).") from error
+            row = parse_row_json(content)
+        except ValueError as error:
+            raise ValueError(f"{where}: the part json: {error}.") from error
         if isinstance(row, list):
             turns = bool(row) and isinstance(row[0], dict) and "from" in row[0]
             row = {"conversations" if turns else "messages": row}
@@ -199,6 +203,8 @@ def _shards(folder: Path, *, split: str | None) -> tuple[list[tuple[str, int]], 
             f"{folder} is read by megatron-energon, which is not installed ({error}): pip install"
             " 'loongplug[energon]'."
         ) from error
+    for file in (folder / _META).glob("*.yaml"):
+        require_bounded_yaml(file)
     path = EPath(str(folder.absolute()))
     if not check_dataset_info_present(path):
         raise ValueError(

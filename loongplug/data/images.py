@@ -4,14 +4,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, open_media_file
+from loongplug.data.media_files import (
+    MediaFile,
+    TarMember,
+    file_on_disk,
+    open_media_file,
+    unreadable,
+)
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
+# All that is opened: of Pillow's other formats, some start programs (EPS), and few are pictures'.
+# By how common they are: Pillow tries them in this order.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
+_BITS_PER_SAMPLE = 258  # a TIFF tag
 _EXIF_ORIENTATION = 0x0112
 _TURN_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -58,7 +70,7 @@ def decode_image(path: MediaFile, *, where: str) -> Image.Image:
     """The image, upright and in RGB; ValueError for a file that is missing or damaged."""
     with _opened(path, where=where) as image:
         turn = _TURN_UPRIGHT.get(_orientation(image))
-        upright = image.convert("RGB")
+        upright = _in_rgb(image)
     return upright if turn is None else upright.transpose(turn)
 
 
@@ -76,7 +88,7 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
     try:
         state = file_on_disk(path).stat()
     except OSError as error:
-        raise _unreadable(path, error, where=where) from error
+        raise unreadable("image", path, error, where=where) from error
     size = path.size if isinstance(path, TarMember) else state.st_size
     return FileVersion(path, modified_ns=state.st_mtime_ns, size=size)
 
@@ -87,39 +99,55 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
     try:
         source = open_media_file(path)
     except OSError as error:
-        raise _unreadable(path, error, where=where) from error
+        raise unreadable("image", path, error, where=where) from error
     with source:
         try:
-            image = Image.open(source)
+            with Image.open(source, formats=FORMATS) as image:
+                depth = _unknown_range(image)
+                if depth is None:
+                    yield image
         except UnidentifiedImageError as error:
-            raise ValueError(f"{where}: {path} is no image that Pillow can read.") from error
+            raise ValueError(
+                f"{where}: {path} is no image in a format that is read ({', '.join(FORMATS)}), or"
+                " its header is damaged: convert it, or replace the file."
+            ) from error
         except Image.DecompressionBombError as error:
             raise ValueError(
                 f"{where}: image {path} has too many pixels ({error}): make it smaller."
             ) from error
-        except OSError as error:
-            raise _unreadable(path, error, where=where) from error
-        except ValueError as error:  # a PNG's text that unpacks to too much
-            raise _damaged(path, error, where=where) from error
-        try:
-            with image:
-                yield image
-        # SyntaxError: of a PNG's chunks, of EXIF
-        except (OSError, SyntaxError, ValueError) as error:
-            raise _damaged(path, error, where=where) from error
-
-
-def _damaged(path: MediaFile, error: Exception, *, where: str) -> ValueError:
-    return ValueError(f"{where}: image {path} is damaged ({error}): replace the file.")
-
-
-def _unreadable(path: MediaFile, error: OSError, *, where: str) -> ValueError:
-    if isinstance(error, FileNotFoundError):
-        return ValueError(
-            f"{where}: no image file at {path}: relative paths start at the JSONL file's folder or"
-            " at --media-root."
+        # Decoders raise any kind for damaged files: SyntaxError, struct.error, MemoryError.
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise ValueError(
+                f"{where}: image {path} is damaged ({reason}): replace the file."
+            ) from error
+    if depth is not None:
+        raise ValueError(
+            f"{where}: image {path} has pixels of {depth}, of which nothing says how bright they"
+            " are: save it with 8 or 16 bits."
         )
-    return ValueError(f"{where}: image {path} cannot be opened: {error}.")
+
+
+def _unknown_range(image: Image.Image) -> str | None:
+    """What the pixels are of an image that Pillow would clip, and whose range is not known."""
+    if image.mode == "F":
+        return "floating point numbers"
+    if isinstance(image, TiffImageFile) and image.mode.startswith("I"):
+        bits = image.tag_v2[_BITS_PER_SAMPLE]
+        if image.mode == "I" or bits != (16,):
+            return "12 or 32 bits, or with a sign"
+    return None
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """In 8 bits per colour, without transparency, as image processors of transformers do it.
+
+    But for grey of 16 bits, which Pillow would clip at 255: 0 to 65,535 become 0 to 255.
+    """
+    if image.mode.startswith("I"):
+        wide = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _orientation(image: Image.Image) -> int:

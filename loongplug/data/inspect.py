@@ -16,6 +16,7 @@ from loongplug.data.images import image_size
 from loongplug.data.media_files import MediaFile
 from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.row_json import MAX_ROW_MIB
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import video_style_of
 
@@ -28,7 +29,10 @@ def inspect(
     tokenizer_model: Path,
     training_phase: TrainingPhase,
     media_root: Path | None,
+    confine_media: bool = False,
     video_fps: float | None,
+    max_row_mib: int = MAX_ROW_MIB,
+    special_tokens_in_text: bool = False,
     samples: int,
     plots: Path | None,
     processes: int,
@@ -45,9 +49,16 @@ def inspect(
     if plots is not None:
         require_matplotlib()  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
-    processor = load_processor(tokenizer_model)
+    processor = load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text)
     dataset = ChatDataset(
-        open_rows(data, flag="--data", seed=0, media_root=media_root),
+        open_rows(
+            data,
+            flag="--data",
+            seed=0,
+            media_root=media_root,
+            confine_media=confine_media,
+            max_row_mib=max_row_mib,
+        ),
         processor=processor,
         seq_length=_UNBOUNDED,
         training_phase=training_phase,

@@ -1,11 +1,12 @@
 """Rows of a JSONL file by index, without holding the file in memory."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from loongplug.data.line_index import LineIndex, line_index
+from loongplug.data.media_files import ConfinedFolder, MediaRoot
+from loongplug.data.row_json import MAX_ROW_MIB, parse_row_json, require_row_size
 
 
 class JsonlIndex:
@@ -14,13 +15,23 @@ class JsonlIndex:
     Opening reads the file once; of a large file, what was found is kept in an index file and
     memory-mapped from then on. Rows are read with a fresh file handle each, so that forked
     processes never share a file position. Relative paths in rows start at ``media_root``, by
-    default the file's folder.
+    default the file's folder; with ``confine_media``, no medium is opened that lies elsewhere. Of a
+    row above ``max_row_mib`` no more is read, and it is refused.
     """
 
-    def __init__(self, path: str | Path, *, media_root: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        media_root: str | Path | None = None,
+        confine_media: bool = False,
+        max_row_mib: int = MAX_ROW_MIB,
+    ) -> None:
         self.path = Path(path)
         self._name = str(path)
-        self._media_root = self.path.parent if media_root is None else Path(media_root)
+        folder = self.path.parent if media_root is None else Path(media_root)
+        self._media_root: MediaRoot = ConfinedFolder(folder) if confine_media else folder
+        self._max_row_mib = max_row_mib
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
         self._index: LineIndex = line_index(self.path)
@@ -34,17 +45,18 @@ class JsonlIndex:
         """``path:line`` of a row, for messages."""
         return f"{self.path}:{self._index.lines[index]}"
 
-    def media_root(self, index: int) -> Path:
+    def media_root(self, index: int) -> MediaRoot:
         """What relative paths in the row start at."""
         return self._media_root
 
     def read(self, index: int) -> dict[str, Any]:
-        """The row as a dictionary; ValueError when it is no JSON object."""
+        """The row as a dictionary; ValueError when it is too large or no JSON object."""
+        line = self._line(index)
         try:
-            row = json.loads(self._line(index))
-        except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
+            row = parse_row_json(line)
+        except ValueError as error:
             raise ValueError(
-                f"{self.where(index)}: not JSON ({error}). Each line must be one JSON object."
+                f"{self.where(index)}: {error}. Each line must be one JSON object."
             ) from error
         if not isinstance(row, dict):
             raise ValueError(
@@ -61,12 +73,17 @@ class JsonlIndex:
         try:
             last = index + 1 == len(offsets)
             end = os.fstat(file).st_size if last else int(offsets[index + 1])
-            found = os.pread(file, end - start, start)
+            # Blank lines may follow, so what is up to the next row may be larger than the row.
+            most = min(end - start, self._max_row_mib * 2**20 + 1)
+            found = os.pread(file, most, start)
             # The system may give less than was asked for; nothing is the file's end.
-            while (more := end - start - len(found)) > 0:
+            while (more := most - len(found)) > 0:
                 if not (rest := os.pread(file, more, start + len(found))):
                     break
                 found += rest
         finally:
             os.close(file)
-        return found.partition(b"\n")[0]  # blank lines may follow
+        line, newline, _ = found.partition(b"\n")
+        if not newline:
+            require_row_size(end - start, max_row_mib=self._max_row_mib, where=self.where(index))
+        return line

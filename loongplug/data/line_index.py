@@ -1,11 +1,15 @@
 """Where the lines of a file start, kept in an index file beside it."""
 
-import contextlib
 import hashlib
+import logging
 import os
 import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +18,13 @@ _WORTH_KEEPING = 4 * 2**20  # bytes; a smaller file is read as quickly as its in
 _CHUNK = 16 * 2**20
 _NEWLINE = 10
 _BLANKS = np.frombuffer(b" \t\n\r\x0b\x0c", dtype=np.uint8)
-_VERSION = 1
-# The index file: these words of 64 bits, then the offsets, then the line numbers.
-_HEADER = ("magic", "version", "size", "modified_ns", "rows")
+_VERSION = 2
+# The index file: these words of 64 bits, then the offsets, then the line numbers. The checksum is
+# that of all behind the header.
+_HEADER = ("magic", "version", "size", "modified_ns", "rows", "checksum")
 _MAGIC = int.from_bytes(b"loongidx", "little")
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ def line_index(path: Path) -> LineIndex:
 
     Otherwise the file is read, and the index of a large one is kept: beside the file or, where
     that folder cannot be written, in the user's cache folder. Processes that do so at one time
-    each write a file of their own and put it in place at once; all are equal.
+    each write a file of their own and put it in place at once; all are equal. An index file that
+    is damaged or of other data is made again, which is logged in one line.
 
     Raises ValueError for a file that is written to meanwhile.
     """
@@ -44,17 +52,32 @@ def line_index(path: Path) -> LineIndex:
     places = (path.with_name(f"{path.name}.index"), _cache_place(path))
     if before[0] >= _WORTH_KEEPING:
         for place in places:
-            if (found := _mapped(place, before)) is not None:
+            found = _mapped(place, before)
+            if isinstance(found, LineIndex):
                 return found
+            if found is not None:
+                _LOG.warning("%s %s: it is made again from %s.", place, found, path)
     index = scan_lines(path)
     if _version(path) != before:
         raise ValueError(f"{path} changed while it was read: wait until it is written whole.")
     if before[0] >= _WORTH_KEEPING:
         for place in places:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 _keep(index, place, before)
-                return _mapped(place, before) or index
+                kept = _mapped(place, before)
+                return kept if isinstance(kept, LineIndex) else index
     return index
+
+
+@contextmanager
+def said_by(first: bool) -> Iterator[None]:
+    """Of ranks that open the same files, have the ``first`` alone say what index is made again."""
+    before = _LOG.disabled
+    _LOG.disabled = before or not first
+    try:
+        yield
+    finally:
+        _LOG.disabled = before
 
 
 def scan_lines(path: Path) -> LineIndex:
@@ -80,8 +103,18 @@ def scan_lines(path: Path) -> LineIndex:
     with path.open("rb") as file:
         for row in np.flatnonzero(np.concatenate(doubtful)).tolist():
             file.seek(int(offsets[row]))
-            kept[row] = bool(file.readline().strip())
+            kept[row] = not _at_blank_line(file)
     return LineIndex(offsets[kept], np.flatnonzero(kept) + 1)
+
+
+def _at_blank_line(file: BinaryIO) -> bool:
+    """Whether nothing but blanks follows up to the line's end, however long it is."""
+    while piece := file.readline(_CHUNK):
+        if piece.strip():
+            return False
+        if piece.endswith(b"\n"):
+            return True
+    return True
 
 
 def _version(path: Path) -> tuple[int, int]:
@@ -95,32 +128,42 @@ def _cache_place(path: Path) -> Path:
     return Path(root) / "loongplug" / f"{name}.index"
 
 
-def _mapped(place: Path, version: tuple[int, int]) -> LineIndex | None:
-    """The index in this file, unless it is not there, not whole or of another version."""
+def _mapped(place: Path, version: tuple[int, int]) -> LineIndex | str | None:
+    """The index in this file, what is wrong with the file, or None where there is none."""
+    if not place.is_file():
+        return None
     try:
         words = np.memmap(place, dtype=np.int64, mode="r")
-    except (OSError, ValueError):  # ValueError: an empty file
-        return None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except ValueError:  # of an empty file, or one of no whole words
+        return "is cut off"
     width = len(_HEADER)
-    rows = (len(words) - width) // 2
-    if len(words) < width or words[:width].tolist() != _header(version, rows):
-        return None
-    offsets, lines = words[width : width + rows], words[width + rows :]
-    return LineIndex(offsets, lines) if len(offsets) == len(lines) else None
-
-
-def _header(version: tuple[int, int], rows: int) -> list[int]:
-    return [_MAGIC, _VERSION, *version, rows]
+    if not len(words) or words[0] != _MAGIC:
+        return "is no index of lines"
+    if len(words) < width or words[1] != _VERSION:
+        return "is cut off or of another version of LoongPlug"
+    if tuple(words[2:4].tolist()) != version:
+        return "is of what the file was before it changed"
+    rows, checksum = words[4:width].tolist()
+    if len(words) != width + 2 * rows:
+        return "is cut off"
+    if checksum != zlib.crc32(memoryview(words[width:]).cast("B")):
+        return "is damaged"
+    return LineIndex(words[width : width + rows], words[width + rows :])
 
 
 def _keep(index: LineIndex, place: Path, version: tuple[int, int]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    header = np.array(_header(version, len(index)), dtype=np.int64)
+    checksum = zlib.crc32(index.lines.tobytes(), zlib.crc32(index.offsets.tobytes()))
+    words = (_MAGIC, _VERSION, *version, len(index), checksum)
+    assert len(words) == len(_HEADER)
+    header = np.array(words, dtype=np.int64)
     handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
     try:
         with open(handle, "wb") as file:
-            for words in (header, index.offsets, index.lines):
-                file.write(words.tobytes())
+            for part in (header, index.offsets, index.lines):
+                file.write(part.tobytes())
         os.chmod(name, 0o644)  # other users may read the data, so let them read its index
         os.replace(name, place)
     except BaseException:

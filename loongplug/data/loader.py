@@ -9,7 +9,14 @@ from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, VisionInput
 from loongplug.data.text_stream import PackedTexts, PaddedTexts, ResumePoint
-from loongplug.data.units import EncodesAll, EncodesNone, LoadedUnit, Unit, UnitLoader, UnitRoles
+from loongplug.data.units import (
+    EncodesAll,
+    EncodesNone,
+    LoadedUnit,
+    MediaBatch,
+    UnitLoader,
+    UnitRoles,
+)
 from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
 
 _MEDIA_CACHE_BYTES = 256 * 2**20
@@ -20,7 +27,7 @@ class _Planned:
     """A microbatch whose text parts are made."""
 
     samples: list[Sample]
-    unit: Unit
+    unit: MediaBatch
     resume: ResumePoint | None  # the place of it and its neighbours in a stream of packs
 
 
@@ -74,7 +81,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
         self.decoded = 0  # images and videos that this rank has read for its microbatches
         self._planned: deque[_Planned] = deque()
-        self._to_load: deque[Unit] = deque()
+        self._to_load: deque[MediaBatch] = deque()
         self._next_unit = 0
         # What processes keep is theirs alone: together they keep what one would.
         share = max(1, workers.processes)
@@ -118,8 +125,9 @@ class MicrobatchLoader(Iterator[Microbatch]):
                 self._bad_samples.meet(sample.bad)
         loaded = self._load(planned.unit)
         pixels, bad = self._roles.deliver(planned.unit, loaded)
-        processor = self._dataset.processor
-        microbatch = collate(
+        processor, unit = self._dataset.processor, planned.unit
+        self.consumed_samples += self._step
+        return collate(
             [
                 sample.untrained() if number in bad else sample
                 for number, sample in enumerate(planned.samples)
@@ -129,16 +137,11 @@ class MicrobatchLoader(Iterator[Microbatch]):
             visual_token_ids=(processor.image_token_id, processor.video_token_id),
             packed=self._packed,
             needs=self._needs,
+            vision=None if pixels is None else VisionInput(pixels=pixels, grid_thw=unit.grid_thw()),
+            patches=unit.patches,
+            owner=unit.owner,
+            pins=self._pin,
         )
-        if self._pin:
-            microbatch = microbatch.pin_memory()
-        self.consumed_samples += self._step
-        unit = planned.unit
-        microbatch = replace(microbatch, patches=unit.patches, owner=unit.owner)
-        if pixels is None:
-            return microbatch
-        vision = VisionInput(pixels=pixels, grid_thw=unit.grid_thw())
-        return replace(microbatch, vision=vision)
 
     def resume_point(self) -> ResumePoint | None:
         """Where a loader of packs goes on that has consumed as many; None without packs."""
@@ -151,7 +154,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._texts.close()
         self._loaded.close()
 
-    def _load(self, unit: Unit) -> LoadedUnit | None:
+    def _load(self, unit: MediaBatch) -> LoadedUnit | None:
         """The unit, where this rank loads it."""
         if not self._roles.loads(unit):
             return None
@@ -162,7 +165,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             self._bad_samples.meet(bad)
         return loaded
 
-    def _units_to_load(self) -> Iterator[Unit]:
+    def _units_to_load(self) -> Iterator[MediaBatch]:
         """The units that this rank loads; plans as far ahead as they are asked for."""
         while True:
             while not self._to_load:
@@ -181,7 +184,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
 
     def _next_text(self) -> _Planned:
         samples = next(self._texts)
-        unit = Unit.of(self._next_unit, samples)
+        unit = MediaBatch.of(self._next_unit, samples)
         self._next_unit += 1
         place = self._texts.before if isinstance(self._texts, PackedTexts) else None
         return _Planned(samples, unit, place)

@@ -1,7 +1,11 @@
-"""Files of images and videos: files of their own, or members of a tar archive."""
+"""Files of images and videos: files of their own, or members of a tar archive.
+
+Rows name them, so nothing is opened but plain files: a pipe would hang, a device may do something.
+"""
 
 import io
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -20,7 +24,18 @@ class TarMember:
         return f"{self.archive}:{self.name}"
 
 
-MediaFile = Path | TarMember
+@dataclass(frozen=True)
+class ConfinedFile:
+    """A file that is opened only if it lies in a folder, once all links have been followed."""
+
+    path: Path
+    folder: str  # without links
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+MediaFile = Path | TarMember | ConfinedFile
 
 
 class MediaRoot(Protocol):
@@ -31,12 +46,24 @@ class MediaRoot(Protocol):
         ...
 
 
+class ConfinedFolder:
+    """A folder at which the names of media start, and out of which none of them may lead."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._real = os.path.realpath(folder)
+
+    def __truediv__(self, name: str, /) -> ConfinedFile:
+        """The file of this name; where it lies is asked when it is opened."""
+        return ConfinedFile(self._folder / name, self._real)
+
+
 def read_head(file: MediaFile, count: int) -> bytes:
     """At most ``count`` bytes from the file's beginning, without a buffer; OSError as of open."""
     start = 0
     if isinstance(file, TarMember):
         start, count = file.offset, min(count, file.size)
-    handle = os.open(file_on_disk(file), os.O_RDONLY)
+    handle = _open(file)
     try:
         return os.pread(handle, count, start)
     finally:
@@ -45,14 +72,60 @@ def read_head(file: MediaFile, count: int) -> bytes:
 
 def file_on_disk(file: MediaFile) -> Path:
     """The file itself, or the archive that it is in."""
-    return file.archive if isinstance(file, TarMember) else file
+    if isinstance(file, TarMember):
+        return file.archive
+    return file.path if isinstance(file, ConfinedFile) else file
 
 
 def open_media_file(file: MediaFile) -> BinaryIO:
-    """The file's bytes, to be closed by the caller; of a member, no others can be reached."""
+    """The file's bytes, to be closed by the caller; of a member, no others can be reached.
+
+    Raises OSError, also for what is no plain file, and for a confined file that lies elsewhere.
+    """
     if isinstance(file, TarMember):
         return io.BufferedReader(_MemberReader(file))
-    return file.open("rb")
+    return os.fdopen(_open(file), "rb")
+
+
+def unreadable(kind: str, file: MediaFile, error: OSError, *, where: str) -> ValueError:
+    """What to tell users of an ``image`` or ``video`` that could not be opened."""
+    if isinstance(error, FileNotFoundError):
+        return ValueError(
+            f"{where}: no {kind} file at {file}: relative paths start at the JSONL file's folder or"
+            " at --media-root."
+        )
+    return ValueError(f"{where}: {kind} {file} cannot be opened: {error}.")
+
+
+def _open(file: MediaFile) -> int:
+    """A descriptor of the file, or of the archive that it is in; OSError as of open_media_file."""
+    path = file_on_disk(file)
+    try:
+        _require_plain(os.stat(path).st_mode)
+        # Another one may have taken its place since: this flag keeps a pipe from hanging.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:  # a name that no file can have, say with a zero byte
+        raise OSError(str(error)) from error
+    try:
+        _require_plain(os.fstat(handle).st_mode)
+        if isinstance(file, ConfinedFile):
+            _require_inside(file.folder, handle)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _require_plain(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError("it is no plain file, but a folder, a pipe, a socket or a device")
+
+
+def _require_inside(folder: str, handle: int) -> None:
+    """Asks the system where the opened file lies: nothing can change between check and use."""
+    real = os.readlink(f"/proc/self/fd/{handle}")
+    if not real.startswith(os.path.join(folder, "")):
+        raise OSError(f"it is {real}, and --confine-media takes only what lies in {folder}")
 
 
 class _MemberReader(io.RawIOBase):
@@ -62,7 +135,7 @@ class _MemberReader(io.RawIOBase):
         super().__init__()
         self._member = member
         self._position = 0
-        self._handle = os.open(member.archive, os.O_RDONLY)
+        self._handle = _open(member)
 
     def readable(self) -> bool:
         """It is."""

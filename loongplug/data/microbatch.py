@@ -1,12 +1,14 @@
 """What one microbatch holds when it reaches the model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from loongplug.platform.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,25 @@ class Microbatch:
         return self.position_ids[0].numel()
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same microbatch with its tensors on ``device`` (grids stay on the host)."""
+        """The same microbatch with its tensors on ``device`` (grids and places stay on the host).
+
+        The host does not wait for the copies.
+        """
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else to_device(tensor, device)
+
         vision = self.vision
         if vision is not None:
-            vision = VisionInput(
-                pixels=vision.pixels.to(device, non_blocking=True), grid_thw=vision.grid_thw
-            )
-        text = self._text(lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(text, vision=vision)
-
-    def pin_memory(self) -> "Microbatch":
-        """The same with the text part in page-locked memory."""
-        return self._text(Tensor.pin_memory)
+            vision = VisionInput(pixels=to_device(vision.pixels, device), grid_thw=vision.grid_thw)
+        return replace(
+            self,
+            input_ids=there(self.input_ids),
+            position_ids=to_device(self.position_ids, device),
+            labels=there(self.labels),
+            loss_mask=there(self.loss_mask),
+            vision=vision,
+        )
 
     def only(self, needs: TextNeeds) -> "Microbatch":
         """The same without the text that ``needs`` does not name; what it names has to be here."""
@@ -116,14 +125,4 @@ class Microbatch:
             input_ids=self.input_ids if needs.input_ids else None,
             labels=self.labels if needs.labels else None,
             loss_mask=self.loss_mask if needs.loss_mask else None,
-        )
-
-    def _text(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
-        """The same with ``change`` made to each tensor of the text that is there."""
-        return replace(
-            self,
-            input_ids=None if self.input_ids is None else change(self.input_ids),
-            position_ids=change(self.position_ids),
-            labels=None if self.labels is None else change(self.labels),
-            loss_mask=None if self.loss_mask is None else change(self.loss_mask),
         )

@@ -23,7 +23,7 @@ def plain_size(file: MediaFile) -> tuple[int, int] | None:
     """Height and width, or None for whatever takes a closer look, a missing file among it."""
     try:
         head = read_head(file, _READ)
-    except OSError:  # it is not there, or a folder
+    except OSError:  # it is not there, or no plain file
         return None
     if head.startswith(_PNG):
         size = _png_size(head)

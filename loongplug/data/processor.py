@@ -1,10 +1,14 @@
 """The tokenizer and the image processor of a model, from one folder in Hugging Face format."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+
+from loongplug.data.special_text import SpecialTexts
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
@@ -40,6 +44,7 @@ class Processor:
     image_processor: Qwen2VLImageProcessorPil
     folder: Path
     tokens: VisionTokens
+    special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
@@ -66,25 +71,33 @@ class Processor:
         )
 
 
-def load_processor(folder: str | Path, *, tokens: VisionTokens = QWEN_TOKENS) -> Processor:
+def load_processor(
+    folder: str | Path, *, tokens: VisionTokens = QWEN_TOKENS, special_tokens_in_text: bool = False
+) -> Processor:
     """Load tokenizer, chat template and image processor from ``folder``, without any network.
 
-    ``tokens`` are those of the model's family.
+    ``tokens`` are those of the model's family. With ``special_tokens_in_text``, special tokens that
+    are written in a row's text are special tokens; else they are text.
 
-    Raises ValueError when the folder or one of its files is missing, and when the tokenizer
-    has no vision tokens, no chat template or no end token.
+    Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
+    has no vision tokens, no chat template or no end token, and when pixels would be scaled to
+    what is not finite.
     """
     folder = Path(folder)
     _require_files(folder)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    image_processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
-    ids = _special_ids(tokenizer, tokens, folder=folder)
+    tokenizer = _loaded(AutoTokenizer, folder, names=TOKENIZER_FILES, trust_remote_code=False)
+    image_processor = _loaded(Qwen2VLImageProcessorPil, folder, names=IMAGE_PROCESSOR_FILES)
+    if problem := scaling_problem(image_processor):
+        raise ValueError(f"The image processor in {folder} has {problem}.")
+    texts = (tokens.image, tokens.video, tokens.start, tokens.end)
+    ids = _special_ids(tokenizer, texts, folder=folder)
     patch, temporal = image_processor.patch_size, image_processor.temporal_patch_size
     return Processor(
         tokenizer=tokenizer,
         image_processor=image_processor,
         folder=folder,
         tokens=tokens,
+        special_texts=None if special_tokens_in_text else SpecialTexts.of(tokenizer, more=texts),
         image_token_id=ids[tokens.image],
         video_token_id=ids[tokens.video],
         vision_start_token_id=ids[tokens.start],
@@ -100,6 +113,43 @@ def load_processor(folder: str | Path, *, tokens: VisionTokens = QWEN_TOKENS) ->
         spatial_merge_size=image_processor.merge_size,
         patch_dim=len(image_processor.image_mean) * temporal * patch * patch,
     )
+
+
+def scaling_problem(transform: Any) -> str | None:
+    """Why an image or video processor cannot make pixels finite numbers, if so."""
+    for name in ("image_mean", "image_std"):
+        values = getattr(transform, name)
+        numbers = isinstance(values, Sequence) and all(_is_number(value) for value in values)
+        if not numbers or len(values) != 3 or (name == "image_std" and min(values) <= 0):
+            above = " above 0" if name == "image_std" else ""
+            return (
+                f"{name} {values!r:.80}: expected three finite numbers{above}, for red, green and "
+                "blue. Copy the file from the model that it belongs to"
+            )
+    factor = transform.rescale_factor
+    if not _is_number(factor) or factor <= 0:
+        return (
+            f"rescale_factor {factor!r:.80}: expected a finite number above 0, such as 1 / 255. "
+            "Copy the file from the model that it belongs to"
+        )
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def _loaded(kind: Any, folder: Path, *, names: Sequence[str], **options: Any) -> Any:
+    """What transformers makes of the files; whatever it raises, the folder is to blame."""
+    try:
+        return kind.from_pretrained(str(folder), local_files_only=True, **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{' or '.join(names)} in {folder}, or what stands beside it, cannot be read "
+            f"({type(error).__name__}: {reason:.300}). Copy the files from the model that they "
+            "belong to."
+        ) from error
 
 
 def require_fit(
@@ -160,9 +210,8 @@ def _require_files(folder: Path) -> None:
             )
 
 
-def _special_ids(tokenizer: Any, tokens: VisionTokens, *, folder: Path) -> dict[str, int]:
+def _special_ids(tokenizer: Any, texts: Sequence[str], *, folder: Path) -> dict[str, int]:
     vocab = tokenizer.get_vocab()
-    texts = (tokens.image, tokens.video, tokens.start, tokens.end)
     missing = [text for text in texts if text not in vocab]
     if missing:
         raise ValueError(

@@ -180,12 +180,19 @@ _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
 
 
 def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
-    """The row in the first format whose key it has: messages, conversations or text.
+    """The row in the format whose key it has: messages, conversations or text.
 
     Raises ValueError with ``where``, the place in the row, what is there and what was expected.
     """
+    # Tables that hold several formats write null for those that a row is not in.
+    keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None]
+    if len(keys) > 1:
+        raise ValueError(
+            f"{where}: the row has the keys of {len(keys)} formats, {' and '.join(keys)}: keep the"
+            " one that is meant, and drop or rename the others."
+        )
     for key, schema, example in _BY_KEY:
-        if key not in row:
+        if key not in (keys or row):
             continue
         try:
             return schema.model_validate(row)

@@ -1,7 +1,8 @@
 """From a conversation to tokens, and which of them are trained on."""
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,8 +13,11 @@ from numpy.typing import NDArray
 from loongplug.data.chat_template import render_chat
 from loongplug.data.conversation import Conversation, Message, Part, VideoPart
 from loongplug.data.processor import Processor, VisionTokens
+from loongplug.data.special_text import encode_hidden, hide_special
 
 TrainingPhase = Literal["pretrain", "sft"]
+
+_MOST_REASON = 300  # characters of what a template says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +60,14 @@ def tokenize_conversation(
     Neither trains on the tokens that mark or stand for images and videos. An assistant's answer
     is tokenized apart from what comes before it, as it is when the model generates it.
 
+    Special tokens come from the template and the placeholders alone, unless ``processor`` allows
+    them in the row's text.
+
     Raises ValueError, with the row's place, for a conversation without anything to train on,
-    an image or video token in the text itself, and a template that this cannot be done with.
+    an image or video token in a text that may have some, and a template that this cannot be done
+    with.
     """
+    conversation, hidden = _hidden(conversation, processor)
     if conversation.plain:
         segments = _plain_segments(conversation, processor, phase=phase)
     elif phase == "sft":
@@ -72,7 +81,7 @@ def tokenize_conversation(
         tokens=processor.tokens,
         where=conversation.where,
     )
-    encoded = _encode(texts, processor)
+    encoded = _encode(texts, processor, hidden=hidden, where=conversation.where)
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
     trained = np.empty(len(ids), dtype=np.bool_)
     start = 0
@@ -87,13 +96,31 @@ def tokenize_conversation(
     return Tokens(ids=ids.repeat(repeats), trained=trained.repeat(repeats))
 
 
-def _encode(texts: Sequence[str], processor: Processor) -> list[list[int]]:
+def _hidden(
+    conversation: Conversation, processor: Processor
+) -> tuple[Conversation, Mapping[str, str]]:
+    """The conversation with marks for special tokens in its text, and what they stand for."""
+    if processor.special_texts is None:
+        return conversation, {}
+    found = hide_special(conversation.messages, processor.special_texts)
+    return dataclasses.replace(conversation, messages=found.messages), found.texts
+
+
+def _encode(
+    texts: Sequence[str], processor: Processor, *, hidden: Mapping[str, str], where: str
+) -> list[list[int]]:
     """The ids of each text.
 
     One by one: a sample's few texts take less time than handing them to the tokenizer's threads,
     of which a machine full of ranks and workers has none to spare.
     """
-    tokenizer = processor.tokenizer
+    tokenizer, special = processor.tokenizer, processor.special_texts
+    if hidden:
+        assert special is not None
+        try:
+            return [encode_hidden(text, hidden, special, tokenizer) for text in texts]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}.") from error
     if not tokenizer.is_fast:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     backend = tokenizer.backend_tokenizer
@@ -127,11 +154,12 @@ def tokenize_prompt(
     conversation: Conversation, processor: Processor, *, placeholders: Sequence[Placeholder]
 ) -> NDArray[np.int64]:
     """The tokens [n] after which the assistant would speak next, placeholders written."""
+    conversation, hidden = _hidden(conversation, processor)
     text = _render(conversation.messages, processor, where=conversation.where, prompt=True)
     (text,) = _write_placeholders(
         [text], placeholders, tokens=processor.tokens, where=conversation.where
     )
-    (encoded,) = _encode([text], processor)
+    (encoded,) = _encode([text], processor, hidden=hidden, where=conversation.where)
     ids = np.array(encoded, dtype=np.int64)
     return np.repeat(ids, _repeats(ids, processor, placeholders))
 
@@ -193,7 +221,11 @@ def _render(
             prompt=prompt,
         )
     except TemplateError as error:
-        raise ValueError(f"{where}: the chat template refuses this row: {error}.") from error
+        reason = str(error)[:_MOST_REASON].rstrip(".")
+        raise ValueError(f"{where}: the chat template refuses this row: {reason}.") from error
+    except Exception as error:  # whatever Python raises for what the template does
+        reason = f"{type(error).__name__}: {error}"[:_MOST_REASON].rstrip(".")
+        raise ValueError(f"{where}: the chat template fails on this row ({reason}).") from error
 
 
 def _as_template_input(message: Message) -> dict[str, Any]:

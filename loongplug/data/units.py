@@ -17,7 +17,7 @@ from loongplug.data.video import VideoProcessor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class MediaBatch:
     """The images and videos of one microbatch, in the order of their tokens, not loaded.
 
     Every rank of a replica knows it from the text part, and so what it will cost to encode.
@@ -75,7 +75,7 @@ class UnitLoader:
         self._media = MediaLoader(processor, videos=videos, cache_bytes=cache_bytes)
         self._patch_dim = processor.patch_dim
 
-    def __call__(self, unit: Unit) -> LoadedUnit:
+    def __call__(self, unit: MediaBatch) -> LoadedUnit:
         """Never raises for media that cannot be decoded, or not to the grids of the text."""
         before = self._media.decoded
         bad: dict[int, BadSample] = {}
@@ -94,7 +94,7 @@ class UnitLoader:
             index=unit.index, pixels=pixels, bad=bad, decoded=self._media.decoded - before
         )
 
-    def _load(self, unit: Unit, numbers: Sequence[int]) -> Tensor:
+    def _load(self, unit: MediaBatch, numbers: Sequence[int]) -> Tensor:
         """Pixels [patches, patch_dim] of these media of the unit."""
         where = ", ".join(dict.fromkeys(unit.where[number] for number in numbers))
         grids = [list(unit.grids[number]) for number in numbers]
@@ -121,15 +121,17 @@ class UnitRoles(Protocol):
         """How many units, from number ``first`` on, have to be known before it is assigned."""
         ...
 
-    def owners(self, units: Sequence[Unit]) -> Sequence[int]:
+    def owners(self, units: Sequence[MediaBatch]) -> Sequence[int]:
         """Which of the encoder's groups encodes each unit of a block. No communication."""
         ...
 
-    def loads(self, unit: Unit) -> bool:
+    def loads(self, unit: MediaBatch) -> bool:
         """Whether this rank reads the files of the unit."""
         ...
 
-    def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
+    def deliver(
+        self, unit: MediaBatch, loaded: LoadedUnit | None
+    ) -> tuple[Tensor | None, set[int]]:
         """The unit's pixels, or None where this rank does not encode it, and its bad samples.
 
         ``loaded`` is there where :meth:`loads` said so. The numbers of the bad samples are the
@@ -146,7 +148,7 @@ class OneOwner:
         """It alone."""
         return 1
 
-    def owners(self, units: Sequence[Unit]) -> Sequence[int]:
+    def owners(self, units: Sequence[MediaBatch]) -> Sequence[int]:
         """The first."""
         return [0] * len(units)
 
@@ -154,11 +156,13 @@ class OneOwner:
 class EncodesAll(OneOwner):
     """This rank loads and encodes every unit; no communication."""
 
-    def loads(self, unit: Unit) -> bool:
+    def loads(self, unit: MediaBatch) -> bool:
         """Every unit."""
         return True
 
-    def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
+    def deliver(
+        self, unit: MediaBatch, loaded: LoadedUnit | None
+    ) -> tuple[Tensor | None, set[int]]:
         """What was loaded."""
         assert loaded is not None
         return loaded.pixels, set(loaded.bad)
@@ -167,10 +171,12 @@ class EncodesAll(OneOwner):
 class EncodesNone(OneOwner):
     """This rank loads and encodes no unit, and hears nothing of them; no communication."""
 
-    def loads(self, unit: Unit) -> bool:
+    def loads(self, unit: MediaBatch) -> bool:
         """No unit."""
         return False
 
-    def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
+    def deliver(
+        self, unit: MediaBatch, loaded: LoadedUnit | None
+    ) -> tuple[Tensor | None, set[int]]:
         """No pixels."""
         return None, set()

@@ -14,7 +14,7 @@ from torch import Tensor
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.positions import Grid
-from loongplug.data.processor import Processor
+from loongplug.data.processor import Processor, scaling_problem
 from loongplug.data.video_files import decode_frames, video_header
 
 _USUAL_FPS = 2.0
@@ -123,7 +123,7 @@ class VideoProcessor:
             fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
         try:
             indices = transform.sample_frames(metadata, fps=fps)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:  # of rates that no video has
             raise ValueError(f"{where}: {video.path} cannot be sampled: {error}.") from error
         return [int(index) for index in indices]
 
@@ -225,6 +225,8 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
                 f"{where}: in {processor.folder}, {name} is {getattr(transform, name)} for videos"
                 f" but {value} for images: one encoder takes both, so make them equal."
             )
+    if problem := scaling_problem(transform):
+        raise ValueError(f"{where}: the video processor in {processor.folder} has {problem}.")
     # Unset means False, with a warning for each process.
     transform.cap_pixels_per_frame = bool(transform.cap_pixels_per_frame)
     return transform
@@ -254,6 +256,6 @@ def _read_json(path: Path, *, where: str) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {path} is not JSON ({error}): copy it anew.") from error
     return content if isinstance(content, dict) else {}

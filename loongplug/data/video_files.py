@@ -9,9 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.conversation import VideoClip
-from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, open_media_file
+from loongplug.data.media_files import MediaFile, TarMember, open_media_file, unreadable
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
+# All containers that are opened, by FFmpeg's names. Its playlists, patterns of names and scripts
+# (hls, concat, image2) lead to other files, and to the network.
+CONTAINERS = ("mov", "matroska", "webm", "avi", "mpegts", "mpeg", "ogg", "flv", "asf", "gif")
+_OPEN_OPTIONS = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,17 @@ def _upright(frame: Any) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _source(path: MediaFile) -> Iterator[str | BinaryIO]:
-    """What PyAV opens: a file by its path, which it reads quicker than through Python."""
-    if not isinstance(path, TarMember):
-        yield str(path)
-        return
-    with open_media_file(path) as file:
-        yield file
+def _source(path: MediaFile, *, where: str) -> Iterator[str | BinaryIO]:
+    """What PyAV opens: a file by its descriptor, which it reads quicker than through Python.
+
+    Never by its name, which may be an address to FFmpeg, and a link to another file by now.
+    """
+    try:
+        file = open_media_file(path)
+    except OSError as error:
+        raise unreadable("video", path, error, where=where) from error
+    with file:
+        yield file if isinstance(path, TarMember) else f"/proc/self/fd/{file.fileno()}"
 
 
 @contextmanager
@@ -95,21 +103,17 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
             f"{where}: {path} is a video file, and PyAV, which reads them, is not installed: pip"
             " install 'loongplug[video]', or give the video's frames as image files."
         ) from error
-    try:
-        known = file_on_disk(path).is_file()
-    except OSError as error:  # a name that is too long
-        raise ValueError(f"{where}: video {path} cannot be opened: {error}.") from error
-    if not known:
-        raise ValueError(
-            f"{where}: no video file at {path}: relative paths start at the JSONL file's folder or"
-            " at --media-root."
-        )
-    try:
-        with _source(path) as source, av.open(source) as container:
-            if not container.streams.video:
-                raise ValueError("it has no video stream")
-            yield container, container.streams.video[0]
-    except (av.FFmpegError, ValueError) as error:
-        raise ValueError(
-            f"{where}: video {path} is damaged or no video ({error}): replace the file."
-        ) from error
+    with _source(path, where=where) as source:
+        try:
+            with av.open(source, container_options=_OPEN_OPTIONS) as container:
+                if not container.streams.video:
+                    raise ValueError("it has no video stream")
+                yield container, container.streams.video[0]
+        # Of damaged files, decoders raise any kind, MemoryError among them.
+        except Exception as error:
+            # FFmpeg's own words, without the descriptor.
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise ValueError(
+                f"{where}: video {path} is damaged or no video of a kind that is read ({reason}):"
+                " replace the file, or convert it to MP4."
+            ) from error

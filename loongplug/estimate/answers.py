@@ -14,33 +14,35 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from loongplug.estimate.tape import Answer, Tape
+from loongplug.models.decoder import TextDecoder
+from loongplug.models.features import VisualPlaces, VisualTokens
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _META = torch.device("meta")
 _aten = torch.ops.aten
 
 
-def answers(
-    visual_tokens: int, *, share: int, experts_per_token: int, experts: int
-) -> dict[Any, Answer]:
-    """For a microbatch of so many visual tokens, ``share`` of them on this rank."""
-
-    def nonzero(mask: Tensor) -> Tensor:
-        return torch.empty(visual_tokens, mask.dim(), dtype=torch.int64, device=mask.device)
-
-    def index(values: Tensor, indices: list[Tensor | None]) -> Any:
-        if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool:
-            return NotImplemented
-        return values.new_empty(share, *values.shape[1:])
+def answers(*, experts_per_token: int, experts: int) -> dict[Any, Answer]:
+    """For experts that each get as many tokens as the others."""
 
     def masked_select(values: Tensor, mask: Tensor) -> Tensor:  # mask: [some experts, tokens]
         return values.new_empty(mask.numel() * experts_per_token // experts)
 
-    return {
-        _aten.nonzero.default: nonzero,
-        _aten.index.Tensor: index,
-        _aten.masked_select.default: masked_select,
-    }
+    return {_aten.masked_select.default: masked_select}
+
+
+def spread_visual_tokens(decoder: TextDecoder, *, tokens: int, share: int) -> None:
+    """Have ``decoder`` take it that ``share`` of a microbatch's visual ``tokens`` are its rank's.
+
+    Where they lie is of no account.
+    """
+
+    def visual_tokens(places: VisualPlaces, input_ids: Tensor) -> VisualTokens:
+        found = torch.empty(3, share, dtype=torch.int64, device=input_ids.device)
+        rows, sample, position = found.unbind()
+        return VisualTokens(rows=rows, sample=sample, position=position, count=tokens)
+
+    decoder.visual_tokens = visual_tokens  # type: ignore[method-assign]
 
 
 def spread_tokens_evenly(module: nn.Module) -> None:

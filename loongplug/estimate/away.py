@@ -49,6 +49,9 @@ class MetaCopies:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """There are no values."""
 
+    def keep(self, tensor: Tensor) -> None:
+        """Nothing is under way."""
+
     def mark(self) -> Any:
         """Nothing is under way."""
 

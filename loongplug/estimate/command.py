@@ -15,6 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from loongplug.estimate.estimate import RankMemory
+    from loongplug.estimate.state import Stepping
     from loongplug.training.arguments import ParsedArguments
 
 FITS, TOO_LARGE = 0, 1
@@ -57,6 +58,7 @@ def estimate(
             found = run(
                 parsed,
                 units,
+                stepping=stepping_of(flags),
                 on_stage=lambda stage, stages: shown.update(f"stage {stage} of {stages}"),
             )
     _print(found, parsed, patches=[unit.patches for unit in units])
@@ -94,6 +96,20 @@ def parsed_for(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
                 os.environ[name] = value
 
 
+def stepping_of(flags: Sequence[str]) -> "Stepping":
+    """How the optimizer of a run with these flags works: torch's, unless they ask for another.
+
+    Needs the platform to be active.
+    """
+    from loongplug.training.flags import read_command_line
+
+    line = read_command_line(flags)
+    args = line.args
+    if "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine":
+        return "fused"
+    return "one by one" if args.device == "cpu" else "all at once"
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what Megatron says of models that it builds."""
@@ -129,6 +145,7 @@ def _print(
     table.add_section()
     table.add_row("total", *(_shown(each.total, unit) for each in found))
     table.add_row("at its fullest in", *(each.when for each in found))
+    table.add_row("in the optimizer's step", *(_shown(each.step, unit) for each in found))
     if any(each.host for each in found):
         table.add_row("named tensors on the host", *(_shown(each.host, unit) for each in found))
     Console().print(table)

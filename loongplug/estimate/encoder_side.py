@@ -359,7 +359,7 @@ def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int], last_st
     if isinstance(timing, partial):
         timing, options = timing.func, dict(timing.keywords)
     if timing is ThreePhases:
-        away = state if mode.state_away else None
+        away = state if mode.offload_state else None
         return Separated(encoding, **options, away=away, beside=not last_stage)
     assert timing is GroupAhead, timing
     return Ahead(encoding)

@@ -13,12 +13,13 @@ from loongplug.estimate.encoder_side import Encoding, NoSide, Side, between, sid
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import Rank, as_rank
 from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
-from loongplug.estimate.state import State, rank_state
+from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import Change, ChangeOf, follow, one_by_one, pipeline_buffers
 from loongplug.estimate.trace import Cost, Shapes, Tracer
 from loongplug.estimate.units import UnitSize, owners_of
 from loongplug.estimate.whole_step import Held, StepTracer
 from loongplug.hetero.modes import mode_of
+from loongplug.models.entries import only_encoder
 from loongplug.models.vision_encoder import patch_values
 from loongplug.training.arguments import ParsedArguments
 
@@ -31,8 +32,8 @@ class RankMemory:
     """The fullest rank of a pipeline stage, in bytes.
 
     ``parts`` is what there is at its fullest moment of a step, ``when``, by what it is; ``most``
-    has of each of these the most at any moment. ``host`` is the most of the tensors that leave by
-    name, which are none of these.
+    has of each of these the most at any moment. ``step`` is all that there is in the optimizer's
+    step. ``host`` is the most of the tensors that leave by name, which are none of these.
     """
 
     stage: int
@@ -41,6 +42,7 @@ class RankMemory:
     parts: dict[str, int]
     when: str
     most: dict[str, int]
+    step: int
     host: int = 0
 
     @property
@@ -53,29 +55,34 @@ def estimate(
     parsed: ParsedArguments,
     units: Sequence[UnitSize],
     *,
+    stepping: Stepping,
     on_stage: Callable[[int, int], None] = lambda stage, stages: None,
 ) -> list[RankMemory]:
     """The fullest rank of each pipeline stage of the first model replica.
 
-    ``units`` are the microbatches of a replica's step; ``on_stage`` is told which of how many
-    stages comes next. No collectives; there must be no process group. Makes no tensor with memory
-    that grows with the model.
+    ``units`` are the microbatches of a replica's step; ``stepping`` is how the run's optimizer
+    works, which the machine decides; ``on_stage`` is told which of how many stages comes next. No
+    collectives; there must be no process group. Makes no tensor with memory that grows with the
+    model.
     """
     stages = parsed.args.pipeline_model_parallel_size
     found = []
     for stage in range(stages):
         on_stage(stage, stages)
         with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
-            found.append(_fullest(rank, parsed, units))
+            found.append(_fullest(rank, parsed, units, stepping=stepping))
     return found
 
 
-def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> RankMemory:
+def _fullest(
+    rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize], *, stepping: Stepping
+) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     args = parsed.args
-    states = rank_state(rank.chunks, args)
+    states = rank_state(rank.chunks, args, stepping=stepping)
     state = sum(states.values(), State())
-    step = _Step(rank, parsed, units, encoder_state=states["image_encoder"])
+    encoder = only_encoder(parsed.model.entries())
+    step = _Step(rank, parsed, units, encoder_state=states[encoder.name])
     found = []
     for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
         ledger = Ledger()
@@ -91,6 +98,7 @@ def _fullest(rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize]) -> 
                 parts={name: nbytes for name, nbytes in ledger.peak.items() if nbytes},
                 when=ledger.when,
                 most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},
+                step=ledger.live.total() + state.step,
                 host=step.host,
             )
         )
@@ -116,12 +124,13 @@ class _Step:
         self._args: Namespace = parsed.args
         self._model: Any = parsed.model
         self._units = units
-        self._merge = parsed.model.image_encoder.spatial_merge_size**2
+        self._merge = parsed.model.vision.spatial_merge_size**2
         first = rank.chunks[0]
-        self.has_encoder = first.image_encoder is not None
+        self.has_encoder = first.encodes
         self._trains = self.has_encoder and any(
             parameter.requires_grad
-            for module in first.parallel_parts()[0].modules.values()
+            for entry in first.encoders
+            for module in first.modules_of(entry).values()
             for parameter in module.parameters()
         )
         self._mode = mode_of(self._args)
@@ -130,7 +139,7 @@ class _Step:
         self._shapes = self._largest()
         self._encoder = self._blank = Cost()
         if self.has_encoder:
-            side = self._model.image_encoder.spatial_merge_size
+            side = self._model.vision.spatial_merge_size
             blank = replace(self._shapes, grids=((1, side, side),))
             self._blank = Tracer(self._args, blank, merge=self._merge).encoder(first)
         if self.has_encoder and self._apart:
@@ -164,7 +173,7 @@ class _Step:
         tracer = Tracer(self._args, self._shapes, merge=self._merge)
         costs = [
             tracer.inline(chunk)
-            if not self._apart and chunk.image_encoder is not None
+            if not self._apart and chunk.encodes
             else tracer.decoder(chunk, features_train=self._trains)
             for chunk in self._rank.chunks
         ]
@@ -209,7 +218,7 @@ class _Step:
 
     def _largest(self) -> Shapes:
         unit = max(self._units, key=lambda each: each.patches)
-        side = self._model.image_encoder.spatial_merge_size
+        side = self._model.vision.spatial_merge_size
         return Shapes(
             rows=self._args.micro_batch_size,
             length=self._args.seq_length,
@@ -231,10 +240,11 @@ class _Step:
 
     def _keeps_pixels(self) -> bool:
         """Whether a backward takes them as they come: of the first linear, where that trains."""
-        encoder = self._rank.chunks[0].image_encoder
-        return encoder is not None and any(
+        first = self._rank.chunks[0]
+        return any(
             parameter.requires_grad and parameter.dtype == torch.float32
-            for name, parameter in encoder.named_parameters()
+            for entry in first.encoders
+            for name, parameter in first.modules_of(entry)[entry.name].named_parameters()
             if name.startswith("patch_embed")
         )
 
@@ -244,8 +254,7 @@ class _Step:
         model, place = self._model, self._rank.place
         groups = place.placement.groups
         config = self._rank.chunks[0].text_decoder.config
-        streams = 1 + getattr(config, "deepstack_features", 0)
-        pixels = patch_values(model.image_encoder) * _PIXEL_BYTES
+        pixels = patch_values(model.vision) * _PIXEL_BYTES
         encoding = Encoding(
             placement=place.placement,
             rank=rank,
@@ -256,7 +265,7 @@ class _Step:
             cost=self._encoder,
             blank=self._blank,
             traced=self._shapes.patches,
-            payload=streams * config.hidden_size * config.params_dtype.itemsize,
+            payload=config.feature_width * config.params_dtype.itemsize,
             pixels=pixels,
             blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
             trains=self._trains,

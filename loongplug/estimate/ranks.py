@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from loongplug.checkpoint.names import parameter_names
-from loongplug.hetero.engine import EncoderPlace
+from loongplug.hetero.engine import EncoderPlace, Engine
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.states import destroy_parallel_states
@@ -51,18 +51,16 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[Rank]:
         )
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(args.seed)
-            place = engine_of(args, parsed.model).place
+            engine = engine_of(args, parsed.model)
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            yield Rank(stage=stage, place=place, chunks=_chunks(parsed, place, stage=stage))
+            yield Rank(stage=stage, place=engine.place, chunks=_chunks(parsed, engine, stage=stage))
     finally:
         destroy_parallel_states()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def _chunks(
-    parsed: ParsedArguments, place: EncoderPlace, *, stage: int
-) -> tuple[MultimodalModel, ...]:
+def _chunks(parsed: ParsedArguments, engine: Engine, *, stage: int) -> tuple[MultimodalModel, ...]:
     args = parsed.args
     virtual: int | None = args.virtual_pipeline_model_parallel_size
     count = virtual or 1
@@ -76,7 +74,7 @@ def _chunks(
             pre_process=stage == 0 and number == 0,
             post_process=last,
             vp_stage=None if virtual is None else number,
-            encoder_state=place.state,
+            states=engine.states,
         )
         assert isinstance(chunk, MultimodalModel)
         # As Megatron's Float16Module does to all there is.

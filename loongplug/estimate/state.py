@@ -4,13 +4,15 @@ Everything is counted by Megatron's own plan of its buffers, from parameters on 
 """
 
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 from torch import nn
 
@@ -19,49 +21,93 @@ from loongplug.parallel.module_state import ModulePart
 
 _WIDE = torch.float32.itemsize
 
+# How an optimizer goes through its tensors: in place (TransformerEngine's, Apex's), with the roots
+# of all second moments at once (torch's on GPUs), or tensor by tensor (torch's on the CPU).
+Stepping = Literal["fused", "all at once", "one by one"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Bytes. ``step`` is what the optimizer's step takes besides, for its duration."""
+    """Bytes. ``copies`` and ``work`` are there in the optimizer's step only.
+
+    All optimizers' gradients are copied before the first one steps; then one works after another.
+    """
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    step: int = 0
+    copies: int = 0
+    work: int = 0
 
     def __add__(self, other: "State") -> "State":
-        first = zip(astuple(self)[:3], astuple(other)[:3], strict=True)
-        weights, gradients, optimizer = (sum(pair) for pair in first)
         return State(
-            weights=weights,
-            gradients=gradients,
-            optimizer=optimizer,
-            step=max(self.step, other.step),  # modules step one after the other
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+            copies=self.copies + other.copies,
+            work=max(self.work, other.work),
         )
 
+    @property
+    def kept(self) -> int:
+        """What there is between steps."""
+        return self.weights + self.gradients + self.optimizer
 
-def rank_state(chunks: Sequence[MultimodalModel], args: Namespace) -> dict[str, State]:
-    """The state of this rank's chunks by the part of the model: ``image_encoder``, the decoder.
+    @property
+    def step(self) -> int:
+        """What the optimizer's step takes besides."""
+        return self.copies + self.work
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffer:
+    """One of Megatron's gradient buffers: its dtypes and length, and what this rank steps of it."""
+
+    parameter: torch.dtype
+    gradient: torch.dtype
+    expert: bool
+    length: int
+    stepped: tuple[int, ...]  # elements of each tensor, in the optimizer's order
+
+
+def rank_state(
+    chunks: Sequence[MultimodalModel], args: Namespace, *, stepping: Stepping
+) -> dict[str, State]:
+    """The state of this rank's chunks by the names of entries.
 
     No collectives, but Megatron's parallel state has to be there.
     """
-    found: dict[str, State] = {}
+    frozen: dict[str, int] = {}
+    buffers: defaultdict[str, list[_Buffer]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
         for part in chunk.parallel_parts():
+            tensors = {id(each): each for each in _tensors(part.modules.values())}.values()
+            trained = [each for each in tensors if each.requires_grad]
+            unchanged = sum(each.nbytes for each in tensors if not each.requires_grad)
+            frozen[part.name] = frozen.get(part.name, 0) + unchanged
             with part.state.entered():
-                state = _part_state(part, args, first_chunk=number == 0)
-            found[part.name] = found.get(part.name, State()) + state
-    return found
+                buffers[part.name] += _buffers(part, trained, args, first_chunk=number == 0)
+    return {
+        name: State(weights=nbytes) + _trained(buffers[name], args, stepping=stepping)
+        for name, nbytes in frozen.items()
+    }
 
 
-def _part_state(part: ModulePart, args: Namespace, *, first_chunk: bool) -> State:
-    tensors = {id(each): each for each in _tensors(part.modules.values())}.values()
-    trained = [each for each in tensors if each.requires_grad]
-    frozen = sum(each.nbytes for each in tensors if not each.requires_grad)
-    state = State(weights=frozen)
-    for buffer in _buffers(trained, part.state.groups, args, first_chunk=first_chunk):
-        state += buffer
-    return state
+def _trained(buffers: Sequence[_Buffer], args: Namespace, *, stepping: Stepping) -> State:
+    """Of a part, which has two optimizers: that of its experts and that of the rest."""
+    optimizers = [[each for each in buffers if each.expert is expert] for expert in (False, True)]
+    return State(
+        weights=sum(each.length * each.parameter.itemsize for each in buffers),
+        gradients=sum(each.length * each.gradient.itemsize for each in buffers),
+        optimizer=sum(
+            sum(each.stepped) * _kept_by_optimizer(each.parameter, args) for each in buffers
+        ),
+        copies=sum(_copies(each, args) for each in buffers),
+        work=max(
+            _work([size for each in own for size in each.stepped], args, stepping=stepping)
+            for own in optimizers
+        ),
+    )
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
@@ -71,24 +117,20 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _buffers(
-    trained: list[torch.Tensor],
-    groups: ProcessGroupCollection,
-    args: Namespace,
-    *,
-    first_chunk: bool,
-) -> Iterator[State]:
-    """One for each of Megatron's gradient buffers."""
-    config = get_megatron_ddp_config(args)
+    part: ModulePart, trained: list[torch.Tensor], args: Namespace, *, first_chunk: bool
+) -> Iterator[_Buffer]:
+    config, groups = get_megatron_ddp_config(args), part.state.groups
     if not args.use_distributed_optimizer:
         for key, (params, _) in group_params_for_buffers(
             trained, config.grad_reduce_in_fp32
         ).items():
-            sizes = [each.numel() for each in params]
-            yield State(
-                weights=sum(sizes) * key.param_dtype.itemsize,
-                gradients=sum(sizes) * key.grad_dtype.itemsize,
-                optimizer=sum(sizes) * _kept_by_optimizer(key.param_dtype, args),
-                step=_step(sizes, key.param_dtype, key.grad_dtype),
+            sizes = tuple(each.numel() for each in sorted(params, key=_is_vector))
+            yield _Buffer(
+                parameter=key.param_dtype,
+                gradient=key.grad_dtype,
+                expert=key.is_expert_parallel,
+                length=sum(sizes),
+                stepped=sizes,
             )
         return
     single = not first_chunk or args.overlap_param_gather_with_optimizer_step
@@ -104,18 +146,24 @@ def _buffers(
     )
     for key, plan in layout.layouts.items():
         replicas = groups.intra_expt_dp if key.is_expert_parallel else groups.intra_dp_cp
-        padded = plan.bucket_indices[-1][1]
-        sizes = [
-            size
-            for start, end, number in plan.param_index_map.values()
-            if (size := _own(start, end, plan.bucket_indices[number], replicas)) > 0
-        ]
-        yield State(
-            weights=padded * key.param_dtype.itemsize,
-            gradients=padded * key.grad_dtype.itemsize,
-            optimizer=sum(sizes) * _kept_by_optimizer(key.param_dtype, args),
-            step=_step(sizes, key.param_dtype, key.grad_dtype),
+        owned = (
+            _own(start, end, plan.bucket_indices[number], replicas)
+            for start, end, number in (
+                plan.param_index_map[each] for each in sorted(plan.param_index_map, key=_is_vector)
+            )
         )
+        yield _Buffer(
+            parameter=key.param_dtype,
+            gradient=key.grad_dtype,
+            expert=key.is_expert_parallel,
+            length=plan.bucket_indices[-1][1],
+            stepped=tuple(size for size in owned if size > 0),
+        )
+
+
+def _is_vector(tensor: torch.Tensor) -> bool:
+    """Whether it has no weight decay: the optimizer steps such tensors behind the others."""
+    return tensor.dim() < 2
 
 
 def _own(
@@ -137,10 +185,28 @@ def _kept_by_optimizer(dtype: torch.dtype, args: Namespace) -> int:
     elif args.use_precision_aware_optimizer:
         moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
         main = args.main_params_dtype.itemsize
+        if (dtype, args.main_params_dtype) == (torch.bfloat16, torch.float32) and (
+            not args.optimizer_cpu_offload
+        ):
+            main = _WIDE - dtype.itemsize  # TransformerEngine's has the bits that the weights lack
     return main + moments
 
 
-def _step(sizes: Sequence[int], parameter: torch.dtype, gradient: torch.dtype) -> int:
-    """Gradients as the optimizer takes them, and Adam's work on one tensor."""
-    copies = 0 if gradient == torch.float32 else sum(sizes) * _WIDE
-    return copies + 2 * max(sizes, default=0) * _WIDE
+def _copies(buffer: _Buffer, args: Namespace) -> int:
+    """Gradients as the optimizer takes them, until they are zeroed for the next step."""
+    if buffer.gradient == torch.float32 or args.use_precision_aware_optimizer:
+        return 0
+    return sum(buffer.stepped) * _WIDE
+
+
+def _work(sizes: Sequence[int], args: Namespace, *, stepping: Stepping) -> int:
+    """What one optimizer makes of its tensors, of these sizes, while it steps."""
+    if args.use_precision_aware_optimizer:
+        kinds = (args.exp_avg_dtype, args.exp_avg_sq_dtype, args.main_params_dtype)
+        return sum(sizes) * _WIDE * sum(dtype != torch.float32 for dtype in kinds)
+    if stepping == "fused":
+        return 0
+    if stepping == "all at once":
+        return sum(sizes) * _WIDE
+    # A root, what it is divided to, and that of the tensor before.
+    return _WIDE * max((before + 2 * size for before, size in pairwise([0, *sizes])), default=0)

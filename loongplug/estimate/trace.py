@@ -9,13 +9,19 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from torch import Tensor, nn
+from torch import Tensor
 
 from loongplug.data.microbatch import VisionInput
-from loongplug.estimate.answers import answers, devices_and_buffers, spread_tokens_evenly
+from loongplug.estimate.answers import (
+    answers,
+    devices_and_buffers,
+    spread_tokens_evenly,
+    spread_visual_tokens,
+)
 from loongplug.estimate.tape import FlashAttention, Tape
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.deepstack import features_behind
@@ -83,7 +89,8 @@ class Tracer:
         with self._tape(ENCODER, chunk) as tape:
             pixels = self._pixels(chunk)
             before = tape.total
-            payload = chunk.encode(self._vision(pixels)).packed()
+            (entry,) = chunk.encoders
+            payload = chunk.encode(entry, self._vision(pixels)).packed()
             forward = tape.most - before
             kept = tape.total - before - payload.nbytes - tape.live.get(SHARED, 0)
             if not payload.requires_grad:
@@ -100,9 +107,11 @@ class Tracer:
             before = 0
             if chunk.pre_process:
                 width = decoder.config.hidden_size
-                streams = 1 + getattr(decoder.config, "deepstack_features", 0)
                 leaf = torch.empty(
-                    self._share, streams * width, dtype=decoder.config.params_dtype, device=_META
+                    self._share,
+                    decoder.config.feature_width,
+                    dtype=decoder.config.params_dtype,
+                    device=_META,
                 ).requires_grad_(features_train)
                 before = tape.total
                 features = VisionFeatures.unpacked(leaf, hidden=width)
@@ -131,23 +140,27 @@ class Tracer:
             del hidden
         ids, positions, mask = self._text()
         segments = self._shapes.segments
+        visual = decoder.visual_tokens((), ids) if decoder.pre_process else None
         if encodes:
             with tape.region(PIXELS):
                 vision = self._vision(self._pixels(chunk))
             with tape.region(ENCODER):
-                encoded = chunk.encode(vision)
+                (entry,) = chunk.encoders
+                encoded = chunk.encode(entry, vision)
             del vision  # the graph may not need the pixels as they come
-            features = decoder.share_of(encoded, ids)
+            assert visual is not None, "the first stage encodes"
+            features = decoder.share_of(encoded, visual)
             del encoded
         output = decoder(
             ids,
             positions,
             features=features,
+            visual=visual,
             labels=ids if decoder.post_process else None,
             loss_mask=mask,
             packed_seq_params=None if segments is None else pack_segments(segments, device=_META),
         )
-        del features
+        del features, visual
         if decoder.post_process:
             output = token_loss(mask, output)[0]
         del ids, positions, mask
@@ -179,7 +192,7 @@ class Tracer:
         return max(0, tape.most - before)
 
     @contextmanager
-    def _tape(self, region: str, *chunks: nn.Module) -> Iterator[Tape]:
+    def _tape(self, region: str, *chunks: MultimodalModel) -> Iterator[Tape]:
         """A tape under which gradients go where the run's go: away, into buffers that are there."""
         handles = [
             each.register_post_accumulate_grad_hook(drop)
@@ -190,14 +203,13 @@ class Tracer:
         tape = Tape(
             region=region,
             answers=answers(
-                self._tokens,
-                share=self._share,
                 experts_per_token=self._args.moe_router_topk,
                 experts=self._args.num_experts or 1,
             ),
         )
         for chunk in chunks:
             spread_tokens_evenly(chunk)
+            spread_visual_tokens(chunk.text_decoder, tokens=self._tokens, share=self._share)
         try:
             with FlashAttention(), devices_and_buffers(tape, region=SHARED), tape:
                 yield tape
@@ -206,8 +218,9 @@ class Tracer:
                 handle.remove()
 
     def _pixels(self, chunk: MultimodalModel) -> Tensor:
-        assert chunk.image_encoder is not None
-        values = patch_values(chunk.image_encoder.architecture)
+        (entry,) = chunk.encoders
+        encoder: Any = chunk.modules_of(entry)[entry.name]
+        values = patch_values(encoder.architecture)
         return torch.empty(self._shapes.patches, values, device=_META)  # float32, as they come
 
     def _vision(self, pixels: Tensor) -> VisionInput:
@@ -222,9 +235,7 @@ class Tracer:
         """What the stage before sends, with the deepstack streams that are left."""
         config = decoder.config
         first = decoder.decoder.layers[0].layer_number - 1
-        streams = 1 + features_behind(
-            layer=first, deepstack=getattr(config, "deepstack_features", 0)
-        )
+        streams = 1 + features_behind(layer=first, deepstack=config.deepstack_features)
         length = self._shapes.length
         if config.sequence_parallel:
             length //= config.tensor_model_parallel_size

@@ -7,7 +7,7 @@ from math import isqrt
 from typing import Any
 
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.units import EncodesNone, LoadedUnit, Unit
+from loongplug.data.units import EncodesNone, LoadedUnit, MediaBatch
 from loongplug.hetero.modes import balance_of
 from loongplug.hetero.sequence_shares import sequence_shares, size
 from loongplug.training.datasets import DatasetProvider
@@ -40,7 +40,7 @@ class _Listener(EncodesNone):
     def __init__(self) -> None:
         self.grids: list[tuple[Grid, ...]] = []
 
-    def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[None, set[int]]:
+    def deliver(self, unit: MediaBatch, loaded: LoadedUnit | None) -> tuple[None, set[int]]:
         self.grids.append(unit.grids)
         return None, set()
 
@@ -98,7 +98,7 @@ def units_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> list[Un
             f"--visual-tokens is {visual_tokens}: expected 0 or more, and less than "
             f"--seq-length {args.seq_length}, for a row of one image and its text"
         )
-    merge = model.image_encoder.spatial_merge_size
+    merge = model.vision.spatial_merge_size
     height = next(
         (side for side in range(isqrt(visual_tokens), 0, -1) if visual_tokens % side == 0), 0
     )
@@ -116,7 +116,7 @@ def owners_of(
     units: Sequence[UnitSize], args: Namespace, model: Any, *, groups: int
 ) -> tuple[int, ...]:
     """Which of the encoder's ``groups`` encodes each, as the run assigns them."""
-    balance = balance_of(args, model.image_encoder)
+    balance = balance_of(args, model.vision)
     if balance is None:
         return tuple(number % groups for number in range(len(units)))
     return tuple(balance.owners([unit.grids for unit in units], replicas=groups))

@@ -24,6 +24,7 @@ from loongplug.estimate.schedule import Piece
 from loongplug.estimate.tape import Tape
 from loongplug.estimate.trace import DECODER, ENCODER, PIXELS, Tracer, drop
 from loongplug.models.decoder import TextDecoder
+from loongplug.models.entries import Entry
 from loongplug.models.features import VisionFeatures
 from loongplug.models.layers.delayed_linear import DelayedGradient
 from loongplug.models.layers.packed import pack_segments
@@ -96,8 +97,7 @@ class StepTracer(Tracer):
 
     def _source(self, chunk: MultimodalModel, *, trains: bool) -> "_OneUnit":
         config = chunk.text_decoder.config
-        streams = 1 + getattr(config, "deepstack_features", 0)
-        shape = (self._share, streams * config.hidden_size)
+        shape = (self._share, config.feature_width)
         payload = torch.empty(shape, dtype=config.params_dtype, device="meta")
         return _OneUnit(payload, hidden=config.hidden_size, trains=trains)
 
@@ -108,7 +108,7 @@ class StepTracer(Tracer):
         ids, positions, mask = self._text()
         segments = self._shapes.segments
         vision = None
-        if chunk.pre_process and chunk.feature_source is None and chunk.image_encoder is not None:
+        if chunk.pre_process and chunk.feature_source is None and chunk.encodes:
             with tape.region(PIXELS):
                 vision = self._vision(self._pixels(chunk))
         output = (chunk.build_schedule_plan if plan else chunk)(
@@ -295,9 +295,9 @@ def _encoder_apart(chunk: MultimodalModel, tape: Tape) -> Iterator[None]:
     """Inside, what the chunk's encoder makes is the encoder's."""
     encode = chunk.encode
 
-    def apart(vision: VisionInput | None) -> VisionFeatures:
+    def apart(entry: Entry, vision: VisionInput | None) -> VisionFeatures:
         with tape.region(ENCODER):
-            return encode(vision)
+            return encode(entry, vision)
 
     chunk.encode = apart  # type: ignore[method-assign]
     try:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from loongplug.data.processor import Processor, load_processor, require_fit
+from loongplug.data.row_json import MAX_ROW_MIB
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
@@ -21,9 +22,12 @@ def evaluate(
     data: Path,
     *,
     media_root: Path | None,
+    confine_media: bool = False,
     batch_size: int,
     max_new_tokens: int,
     limit: int | None,
+    max_row_mib: int = MAX_ROW_MIB,
+    special_tokens_in_text: bool = False,
     device: str,
     json_path: Path | None,
 ) -> float:
@@ -47,13 +51,19 @@ def evaluate(
         read_metrics(json_path)  # better now than after the work
     console = Console()
     hf_model = load_model(model, device=choose_device(device))
-    processor = load_processor(model)
+    processor = load_processor(model, special_tokens_in_text=special_tokens_in_text)
     _require_fit(processor, hf_model.config)
 
     started = time.monotonic()
     video_style = _video_style(hf_model.config)
     questions = read_questions(
-        data, processor, media_root=media_root, limit=limit, video_style=video_style
+        data,
+        processor,
+        media_root=media_root,
+        confine_media=confine_media,
+        limit=limit,
+        max_row_mib=max_row_mib,
+        video_style=video_style,
     )
     with progress(len(questions), console) as on_done:
         answers = generate_answers(

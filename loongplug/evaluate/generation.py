@@ -23,7 +23,7 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
     Raises:
         ValueError: there is no model in the folder, or its weights do not fill the model.
     """
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
     if not (folder / "config.json").is_file():
@@ -32,14 +32,20 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
         )
     logging.disable_progress_bar()
     try:
+        config = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        config._attn_implementation = "sdpa"  # a folder may name a kernel to fetch
         model, report = AutoModelForImageTextToText.from_pretrained(
             str(folder),
+            config=config,
             dtype=torch.float32 if device == "cpu" else "auto",
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except OSError as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"The model in {folder} cannot be loaded: {error}") from error
     finally:
         logging.enable_progress_bar()

@@ -52,9 +52,17 @@ class EncoderWork:
 
     def of_unit(self, grids: Sequence[Grid]) -> int:
         """One unit's; without images it is encoded as the smallest image there is."""
-        if not grids:
-            return self._of_frame(self.merge, self.merge)
-        return sum(time * self._of_frame(height, width) for time, height, width in grids)
+        return self.of_units([grids])[0]
+
+    def of_units(self, units: Sequence[Sequence[Grid]]) -> list[int]:
+        """Each unit's. A size of frame is counted once: the images of a step share few sizes."""
+        smallest = ((1, self.merge, self.merge),)
+        sizes = {grid[1:] for grids in units for grid in grids} | {smallest[0][1:]}
+        of_frame = {size: self._of_frame(*size) for size in sizes}
+        return [
+            sum([time * of_frame[height, width] for time, height, width in grids or smallest])
+            for grids in units
+        ]
 
     def _of_frame(self, height: int, width: int) -> int:
         pairs = sum(
@@ -75,7 +83,7 @@ class Balance:
 
     def owners(self, units: Sequence[Sequence[Grid]], *, replicas: int) -> tuple[int, ...]:
         """The replica of each unit of a step, given as the grids of its images."""
-        return plan([self.work.of_unit(grids) for grids in units], replicas, self.threshold)
+        return plan(self.work.of_units(units), replicas, self.threshold)
 
 
 def plan(costs: Sequence[int], replicas: int, threshold: float = THRESHOLD) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
@@ -54,7 +55,7 @@ class EncoderState:
     def leave(self) -> None:
         """All that there is sets out; until ``let_go`` it may be used, but not changed."""
         assert not self._moved
-        assert all(group.param_gather_handle is None for group in self._bucket_groups())
+        assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
         values = {_address(each): each for each in self._values()}
         zeros = {_address(each): each for each in self._gradients()}
         hosts, self._hosts = self._hosts, {}
@@ -220,11 +221,13 @@ class _Watched:
         if self._forwards == 2:
             self._state.let_go()
         output, loss = self._forward_step(*args, **kwargs)
-        if output.requires_grad:
-            output.register_hook(self._backward_begins)
+        if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
+            output.on_backward(self._backward_begins)
+        elif output.requires_grad:
+            output.register_hook(lambda gradient: self._backward_begins())
         return output, loss
 
-    def _backward_begins(self, gradient: Tensor) -> None:
+    def _backward_begins(self) -> None:
         self._backwards_left -= 1
         if self._backwards_left == 0:
             self._state.send_for()

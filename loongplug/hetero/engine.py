@@ -14,14 +14,13 @@ from loongplug.hetero.modes import Mode
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.stepped import Schedule, stepped
 from loongplug.hetero.timing import Timing
+from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.states import adopt_parallel_state, create_parallel_state, process_groups
 from loongplug.platform import current_platform
-
-IMAGE_ENCODER = "image_encoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,7 @@ class Engine:
         self,
         mode: Mode,
         *,
+        entry: Entry,
         encoder_tp: int | None,
         patches_per_token: int,
         seed: int,
@@ -52,8 +52,9 @@ class Engine:
         nccl_config_path: str | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
-        """``encoder_tp``: as the encoder's YAML has it, None where it says nothing."""
+        """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing."""
         self._mode = mode
+        self._entry = entry
         self._encoder_tp = encoder_tp or mode.encoder_tp
         self._block = patches_per_token
         self._seed = seed
@@ -67,8 +68,13 @@ class Engine:
     def place(self) -> EncoderPlace:
         """Where the encoder is. Collective over all ranks when asked for the first time."""
         if self._place is None:
-            self._place = self._made()
+            self._place = self._build_groups()
         return self._place
+
+    @property
+    def states(self) -> dict[str, ModuleState]:
+        """The encoder's state by its entry's name. Collective like :attr:`place`."""
+        return {self._entry.name: self.place.state}
 
     @property
     def steps(self) -> bool:
@@ -94,7 +100,8 @@ class Engine:
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Before the first step: the wrapped chunks and the optimizer of all modules."""
         if isinstance(self._timing, StateAway):
-            self._timing.built(chunks[0].parts[IMAGE_ENCODER], optimizer.of_part[IMAGE_ENCODER])
+            name = self._entry.name
+            self._timing.built(chunks[0].parts[name], optimizer.of_part[name])
 
     def timing(self) -> Timing | None:
         """The step's timing, one for the run; None in a mode without one."""
@@ -113,12 +120,12 @@ class Engine:
                 group=place.group,
                 patches_per_token=self._block,
             )
-            if self._mode.state_away:
+            if self._mode.offload_state:
                 last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
                 self._timing = StateAway(self._timing, platform=current_platform(), beside=not last)
         return self._timing
 
-    def _made(self) -> EncoderPlace:
+    def _build_groups(self) -> EncoderPlace:
         decoder, rank = live_layout(), dist.get_rank()
         groups = ProcessGroupCollection.use_mpu_process_groups()
         placement = self._mode.place(decoder, tp=self._encoder_tp or decoder.tp, rank=rank)
@@ -129,15 +136,15 @@ class Engine:
         else:
             adopt_parallel_state()
             create_parallel_state(
-                IMAGE_ENCODER,
+                self._entry.name,
                 encoder,
                 seed=self._seed,
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
             state = ModuleState(
-                groups=process_groups(IMAGE_ENCODER),
-                state=IMAGE_ENCODER,
+                groups=process_groups(self._entry.name),
+                state=self._entry.name,
                 gradient_factor=placement.gradient_factor,
                 on_every_stage=placement.on_every_stage,
             )

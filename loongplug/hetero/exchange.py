@@ -14,7 +14,7 @@ from loongplug.observe.recorder import NOTHING, Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
+class ExchangeSpec:
     """What every rank of a model replica knows of the units that travel together.
 
     ``tokens`` and ``owners`` by unit; a payload is [tokens, width] of ``dtype``. ``shares`` are,
@@ -58,7 +58,7 @@ class Exchange:
         self._recorder = recorder
 
     def gather_variable_shape_embeddings(
-        self, payloads: Mapping[int, Tensor], units: Units
+        self, payloads: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
         """From the ranks that encoded to the consumers.
 
@@ -80,7 +80,7 @@ class Exchange:
         return {each.unit: rows for each, rows in self._move(out, transfers, units).items()}
 
     def scatter_variable_shape_embeddings(
-        self, gradients: Mapping[int, Tensor], units: Units
+        self, gradients: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
         """From the consumers back to the ranks that encoded.
 
@@ -107,7 +107,7 @@ class Exchange:
         return whole
 
     def _move(
-        self, out: Mapping[Transfer, Tensor], transfers: Sequence[Transfer], units: Units
+        self, out: Mapping[Transfer, Tensor], transfers: Sequence[Transfer], units: ExchangeSpec
     ) -> dict[Transfer, Tensor]:
         """One all-to-all: rows by the rank they go to, each rank's in the order of transfers.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.hetero.exchange import Exchange, Units
+from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.store import KeptOnDevice, from_store
 from loongplug.hetero.timing import EncoderOfStep, units_of
@@ -18,9 +18,9 @@ from loongplug.models.multimodal import MultimodalModel
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """What is left of this rank's own unit of a group, or of no images, when it has travelled.
+    """Autograd root of this rank's encoded microbatch, kept until its feature gradient arrives.
 
-    ``root`` is its graph's end, None where nothing trains.
+    ``root`` is None where nothing trains.
     """
 
     unit: int | None  # counted within the group
@@ -36,24 +36,24 @@ class _Group(KeptOnDevice):
         features: dict[int, Tensor],
         *,
         first: int,
-        units: Units,
+        units: ExchangeSpec,
         own: _Encoded,
-        came_back: Callable[["_Group"], None],
+        on_all_gradients: Callable[["_Group"], None],
     ) -> None:
-        """``first``: its number in the step. ``came_back`` is called with the last gradient."""
+        """``first``: its number in the step. ``on_all_gradients`` is called with the last."""
         super().__init__(features)
         self.first = first
         self.units = units
         self.own = own
         self.pending = len(units.owners)  # whose gradients have not come
-        self._came_back = came_back
+        self._on_all_gradients = on_all_gradients
 
     def keep_gradient(self, unit: int, gradient: Tensor) -> None:
         """Keep it as it is, or send it on with all others."""
         super().keep_gradient(unit, gradient)
         self.pending -= 1
         if self.pending == 0:
-            self._came_back(self)
+            self._on_all_gradients(self)
 
 
 class GroupAhead:
@@ -87,7 +87,7 @@ class GroupAhead:
         """Only notes what will be needed."""
         if self._mine is None:
             return
-        self._model = get_attr_wrapped_model(chunk, "image_encoder", return_model_obj=True)
+        self._model = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
         self._encoder = EncoderOfStep(chunk, self._model, training=training)
         self._microbatches = microbatches
         self._groups.clear()
@@ -128,9 +128,11 @@ class GroupAhead:
         arrived = self._exchange.gather_variable_shape_embeddings(
             {} if mine is None else {mine: payload}, units
         )
-        return _Group(arrived, first=first, units=units, own=own, came_back=self._came_back)
+        return _Group(
+            arrived, first=first, units=units, own=own, on_all_gradients=self._on_all_gradients
+        )
 
-    def _came_back(self, group: _Group) -> None:
+    def _on_all_gradients(self, group: _Group) -> None:
         """All of a group's units have their gradients, which go to their owners."""
         assert self._encoder is not None
         size = len(self._placement.groups)

@@ -7,7 +7,7 @@ from functools import partial
 
 from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
 from loongplug.hetero.group_ahead import GroupAhead
-from loongplug.hetero.placement import Placement, in_turn, on_all_ranks, together
+from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
 from loongplug.hetero.three_phases import ThreePhases
 from loongplug.hetero.timing import Timing
 from loongplug.models.architecture import VisionArchitecture
@@ -22,7 +22,7 @@ class Mode:
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
     for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
     ``any_owner``, every group may encode any units of a step, and as many as it likes. With
-    ``state_away``, the encoder's parameters, gradients and optimizer state are on the host while
+    ``offload_state``, the encoder's parameters, gradients and optimizer state are on the host while
     the decoder works.
     """
 
@@ -32,14 +32,16 @@ class Mode:
     encoder_tp: int | None = None
     on_every_stage: bool = False
     any_owner: bool = False
-    state_away: bool = False
+    offload_state: bool = False
 
 
-UNIFORM = Mode(name="uniform", place=together)
-ENCODER_HETERO_DP = Mode(name="heterogeneous DP", place=in_turn, timing=GroupAhead, encoder_tp=1)
+UNIFORM = Mode(name="uniform", place=first_stage_tp)
+ENCODER_HETERO_DP = Mode(
+    name="heterogeneous DP", place=first_stage_dp, timing=GroupAhead, encoder_tp=1
+)
 FULL_HETERO_DP = Mode(
     name="full separation",
-    place=on_all_ranks,
+    place=all_ranks_dp,
     timing=ThreePhases,
     encoder_tp=1,
     on_every_stage=True,
@@ -61,7 +63,7 @@ def _with_offload(mode: Mode, args: Namespace) -> Mode:
     if features or activations:
         timing = partial(ThreePhases, features_on_host=features, activations_on_host=activations)
         mode = replace(mode, timing=timing)
-    return replace(mode, state_away=True) if args.offload_encoder_state else mode
+    return replace(mode, offload_state=True) if args.offload_encoder_state else mode
 
 
 def balance_of(args: Namespace, encoder: VisionArchitecture) -> Balance | None:

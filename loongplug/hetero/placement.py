@@ -30,7 +30,7 @@ class Placement:
         return number % len(self.groups)
 
 
-def together(decoder: Layout, *, tp: int, rank: int) -> Placement:
+def first_stage_tp(decoder: Layout, *, tp: int, rank: int) -> Placement:
     """Every unit is encoded by all ranks of the first stage's tensor parallel group.
 
     With a ``tp`` below the decoder's, several replicas encode the same unit (heterogeneous TP).
@@ -45,7 +45,7 @@ def together(decoder: Layout, *, tp: int, rank: int) -> Placement:
     )
 
 
-def in_turn(decoder: Layout, *, tp: int, rank: int) -> Placement:
+def first_stage_dp(decoder: Layout, *, tp: int, rank: int) -> Placement:
     """The replicas in the first stage's tensor parallel group encode different units."""
     consumers = _consumers(decoder, rank)
     return Placement(
@@ -57,7 +57,7 @@ def in_turn(decoder: Layout, *, tp: int, rank: int) -> Placement:
     )
 
 
-def on_all_ranks(decoder: Layout, *, tp: int, rank: int) -> Placement:
+def all_ranks_dp(decoder: Layout, *, tp: int, rank: int) -> Placement:
     """All ranks of a model replica encode, those of later stages too."""
     return Placement(
         layout=encoder_layout(decoder, tp=tp, on_first_stage=False),

@@ -32,7 +32,7 @@ class KeptOnDevice:
 
     def __init__(self, features: dict[int, Tensor]) -> None:
         """Takes ``features`` over: the dictionary is empty afterwards."""
-        self._features = {unit: _by_itself(features.pop(unit)) for unit in sorted(features)}
+        self._features = {unit: _own_storage(features.pop(unit)) for unit in sorted(features)}
         self._waits_for = set(self._features)  # units whose gradients have not come
         self._gradients: dict[int, Tensor] = {}
 
@@ -52,8 +52,8 @@ class KeptOnDevice:
         return gradients
 
 
-def _by_itself(features: Tensor) -> Tensor:
-    """A part of a larger memory (what came in one exchange, a share) would keep all of it."""
+def _own_storage(features: Tensor) -> Tensor:
+    """Clone views: a view keeps the whole receive buffer alive."""
     if features.untyped_storage().nbytes() == features.nbytes:
         return features
     return features.clone()

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.activations import SavedOnHost
-from loongplug.hetero.exchange import Exchange, Units
+from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.store import FeatureStore, KeptOnDevice, KeptOnHost, from_store
 from loongplug.hetero.timing import EncoderOfStep, units_of
@@ -48,7 +48,7 @@ class ThreePhases:
         self._features_on_host = features_on_host
         self._activations_on_host = activations_on_host
         self._encoder: EncoderOfStep | None = None
-        self._units: Units | None = None
+        self._units: ExchangeSpec | None = None
         self._hidden = 0
         self._roots: dict[int, GradientEdge] = {}  # of the graphs of the units encoded here
         self._padding: Tensor | None = None
@@ -59,11 +59,9 @@ class ThreePhases:
         self, chunk: nn.Module, microbatches: Sequence[Microbatch], *, training: bool
     ) -> None:
         """Phase 1."""
-        model: MultimodalModel = get_attr_wrapped_model(
-            chunk, "image_encoder", return_model_obj=True
-        )
+        model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
         encoder = self._encoder = EncoderOfStep(chunk, model, training=training)
-        encoder.runs_apart()
+        encoder.runs_outside_schedule()
         units = self._units = units_of(microbatches, model=model, patches_per_token=self._block)
         self._hidden = model.text_decoder.config.hidden_size
         mine = [unit for unit, owner in enumerate(units.owners) if owner == self._group]

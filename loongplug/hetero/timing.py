@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.hetero.exchange import Units
+from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.sequence_shares import sequence_shares
 from loongplug.models.features import FeatureSource
 from loongplug.models.multimodal import MultimodalModel
-
-_PART = "image_encoder"  # of a chunk's data parallel wrapper
 
 
 class Timing(FeatureSource, Protocol):
@@ -35,38 +33,37 @@ class EncoderOfStep:
     """This rank's encoder during one step: units to payloads, gradients of payloads to its own."""
 
     def __init__(self, chunk: Any, model: MultimodalModel, *, training: bool) -> None:
-        assert model.image_encoder is not None
-        assert model.image_projector is not None
+        (self._entry,) = model.encoders
         self._chunk = chunk
         self._model = model
-        modules = (model.image_encoder, model.image_projector)
         self.trains = training and any(
-            parameter.requires_grad for module in modules for parameter in module.parameters()
+            parameter.requires_grad
+            for module in model.modules_of(self._entry).values()
+            for parameter in module.parameters()
         )
 
-    def runs_apart(self) -> None:
+    def runs_outside_schedule(self) -> None:
         """The schedule has nothing to gather or reduce for it."""
-        self._chunk.run_apart.add(_PART)
+        self._chunk.outside_schedule.add(self._entry.name)
 
     def payload(self, microbatch: Microbatch | None) -> Tensor:
         """A unit's features as they travel, [tokens, width]; None stands for no images at all."""
         vision = None if microbatch is None else microbatch.vision
         assert microbatch is None or vision is not None, "the unit was loaded somewhere else"
         with torch.set_grad_enabled(self.trains):
-            return self._model.encode(vision).packed()
+            return self._model.encode(self._entry, vision).packed()
 
     def backward(self, payload: Tensor | GradientEdge, gradient: Tensor, *, more: bool) -> None:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
-        with self._chunk.parts[_PART].no_sync() if more else nullcontext():
+        with self._chunk.parts[self._entry.name].no_sync() if more else nullcontext():
             torch.autograd.backward(payload, gradient)
 
 
 def units_of(
     microbatches: Sequence[Microbatch], *, model: MultimodalModel, patches_per_token: int
-) -> Units:
+) -> ExchangeSpec:
     """What every rank of the replica knows of these microbatches' units."""
     config = model.text_decoder.config
-    streams = 1 + getattr(config, "deepstack_features", 0)
     shares = None
     if config.sequence_parallel:
         tp = config.tensor_model_parallel_size
@@ -74,10 +71,10 @@ def units_of(
             sequence_shares(each.visual_places, length=each.position_ids.shape[-1], parts=tp)
             for each in microbatches
         )
-    return Units(
+    return ExchangeSpec(
         tokens=tuple(each.patches // patches_per_token for each in microbatches),
         owners=tuple(each.owner for each in microbatches),
-        width=streams * config.hidden_size,
+        width=config.feature_width,
         dtype=config.params_dtype,
         shares=shares,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from loongplug.models.entries import Entry, Role, checked
 from loongplug.models.lora.settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -76,13 +77,22 @@ class TextArchitecture:
     lr_mult: float = 1.0
 
 
+ModuleArchitecture = VisionArchitecture | ProjectorArchitecture | TextArchitecture
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguageArchitecture:
     """Encoder, projector and decoder, and the ids of the special tokens.
 
     A token id that is None is the tokenizer's; it is filled in before the model is built.
+    ``keys`` has, by a module's name in the built model, its key here and in the YAML.
     """
 
+    keys: ClassVar[dict[str, str]] = {
+        "image_encoder": "image_encoder",
+        "image_projector": "image_projector",
+        "text_decoder": "foundation",
+    }
     image_encoder: VisionArchitecture
     image_projector: ProjectorArchitecture
     foundation: TextArchitecture
@@ -91,11 +101,30 @@ class VisionLanguageArchitecture:
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
 
-    def visual_token_ids(self) -> tuple[int, int]:
-        """The ids of the image and the video placeholder, known once a tokenizer was read."""
-        assert self.image_token_id is not None
-        assert self.video_token_id is not None
-        return self.image_token_id, self.video_token_id
+    @classmethod
+    def entries(cls) -> tuple[Entry, ...]:
+        """The modules with layouts of their own, in the order of parameters and optimizers."""
+        return checked(
+            (
+                Entry(
+                    name="image_encoder",
+                    role=Role.ENCODER,
+                    media=("image", "video"),
+                    beside=("image_projector",),
+                    into="text_decoder",
+                ),
+                Entry(name="text_decoder", role=Role.DECODER),
+            )
+        )
+
+    def modules(self) -> dict[str, ModuleArchitecture]:
+        """The architecture of each module, by its name in the built model."""
+        return {name: getattr(self, key) for name, key in self.keys.items()}
+
+    @property
+    def vision(self) -> VisionArchitecture:
+        """The encoder of images and videos."""
+        return self.image_encoder
 
     def video_style(self) -> "VideoStyle":
         """How the family tells the time in a video; the time as text, unless it says otherwise."""

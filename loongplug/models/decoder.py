@@ -10,7 +10,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.models.deepstack import stack_features
-from loongplug.models.features import VisionFeatures, place, share_of, visual_positions
+from loongplug.models.features import (
+    VisionFeatures,
+    VisualPlaces,
+    VisualTokens,
+    place,
+    share_of,
+    visual_tokens,
+)
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.router import balances, token_kinds
@@ -24,6 +31,9 @@ class DecoderConfig(TransformerConfig):
     bf16: bool = False  # Megatron's
     deepstack_features: int = 0  # decoder layer i < deepstack_features adds feature i
     recompute_nodes: tuple[str, ...] = ()  # of schedule nodes, see loongplug.schedule
+    # With Megatron's True the host waits for the device at every transfer between stages, for a
+    # fault of torch that 1.13 mended: the request's own wait orders the streams.
+    batch_p2p_sync: bool = False
 
     def __post_init__(self) -> None:
         """Megatron's, but for one check: its overlapped schedule may be verified in fp32."""
@@ -33,6 +43,11 @@ class DecoderConfig(TransformerConfig):
         super().__post_init__()
         self.bf16 = bf16
 
+    @property
+    def feature_width(self) -> int:
+        """Values of a visual token's features as they travel: its embedding and deepstack's."""
+        return (1 + self.deepstack_features) * self.hidden_size
+
 
 class TextDecoder(GPTModel):
     """One pipeline stage (or virtual chunk) of the decoder.
@@ -40,6 +55,8 @@ class TextDecoder(GPTModel):
     Text is always embedded here, from input ids; vision features take the visual tokens' places
     afterwards, so that a text embedding's gradient is the same in every layout.
     """
+
+    config: DecoderConfig
 
     def __init__(
         self,
@@ -50,7 +67,6 @@ class TextDecoder(GPTModel):
         max_sequence_length: int,
         rotary_base: float,
         rope_axes: Tensor,
-        visual_token_ids: tuple[int, ...],
         share_embeddings_and_output_weights: bool,
         pre_process: bool,
         post_process: bool,
@@ -78,20 +94,34 @@ class TextDecoder(GPTModel):
             axes=rope_axes,
             dtype=config.params_dtype,
         )
-        self.visual_token_ids = visual_token_ids
 
-    def share_of(self, features: VisionFeatures, input_ids: Tensor) -> VisionFeatures:
+    def visual_tokens(self, places: VisualPlaces, input_ids: Tensor) -> VisualTokens:
+        """Those of ``input_ids`` [b, s] in this rank's part of the sequence, on their device.
+
+        ``places`` are those of the microbatch, which the device is not asked for. No collectives.
+        """
+        group = self.pg_collection.tp
+        split = self.config.sequence_parallel
+        return visual_tokens(
+            places,
+            length=input_ids.shape[1],
+            device=input_ids.device,
+            part=group.rank() if split else 0,
+            parts=group.size() if split else 1,
+        )
+
+    def share_of(self, features: VisionFeatures, visual: VisualTokens) -> VisionFeatures:
         """What this rank needs of features that all ranks of the tensor parallel group have.
 
         Collective in the backward pass: that group, with sequence parallelism.
         """
         if not self.config.sequence_parallel:
             return features
-        _, position = visual_positions(input_ids, self.visual_token_ids)
-        mine = self._in_my_part(position, length=input_ids.shape[1])
-        return share_of(features, mine=mine, group=self.pg_collection.tp)
+        return share_of(features, visual=visual, group=self.pg_collection.tp)
 
-    def embed(self, input_ids: Tensor, features: VisionFeatures | None) -> Tensor:
+    def embed(
+        self, input_ids: Tensor, features: VisionFeatures | None, visual: VisualTokens | None
+    ) -> Tensor:
         """The first layer's input: text embeddings, vision features in place, deepstack stacked.
 
         Collective: the tensor parallel group (vocabulary-parallel embedding).
@@ -100,6 +130,7 @@ class TextDecoder(GPTModel):
             input_ids: [b, s] int64.
             features: of the visual tokens in this rank's part of the sequence, which is all of it
                 without sequence parallelism. None only for a model without an image encoder.
+            visual: where these lie; there where ``features`` are.
 
         Returns:
             [(1 + deepstack features) * s / tp, b, hidden] with sequence parallelism, s without.
@@ -108,13 +139,10 @@ class TextDecoder(GPTModel):
         hidden_states = self.embedding(input_ids=input_ids, position_ids=None)
         if features is None:
             return hidden_states
-        sample, position = visual_positions(input_ids, self.visual_token_ids)
-        if self.config.sequence_parallel:
-            mine = self._in_my_part(position, length=input_ids.shape[1])
-            sample, position = sample[mine], position[mine] % hidden_states.shape[0]
+        assert visual is not None, "features come with their places"
         nothing = hidden_states.new_zeros(hidden_states.shape)
         streams = [
-            place(target, feature, sample=sample, position=position)
+            place(target, feature, visual=visual)
             for target, feature in (
                 (hidden_states, features.embeddings),
                 *((nothing, feature) for feature in features.deepstack),
@@ -123,31 +151,28 @@ class TextDecoder(GPTModel):
         return stack_features(streams[0], streams[1:])
 
     def first_input(
-        self, input_ids: Tensor | None, features: VisionFeatures | None
+        self,
+        input_ids: Tensor | None,
+        features: VisionFeatures | None,
+        visual: VisualTokens | None,
     ) -> Tensor | None:
         """What this stage's first layer is fed: see :meth:`embed`; None behind the first stage."""
         if not self.pre_process:
             return None
         assert input_ids is not None, "the first stage embeds the text"
-        return input_for_recompute(self.embed(input_ids, features), layers=self.decoder)
+        return input_for_recompute(self.embed(input_ids, features, visual), layers=self.decoder)
 
-    def kinds_of(
+    def router_mask(
         self,
         position_ids: Tensor,
         loss_mask: Tensor | None,
         *,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor | None:
-        """What routers have to know of the microbatch's tokens, [b, 2 * s] bool, where they do."""
+        """Packed padding and loss mask for router losses, [b, 2 * s] bool; None without those."""
         if loss_mask is None or not self.training or not balances(self.config):
             return None
         return token_kinds(position_ids, loss_mask, packed=packed_seq_params)
-
-    def _in_my_part(self, position: Tensor, *, length: int) -> Tensor:
-        """Which places of a sequence are in the part that this rank holds, as bool."""
-        group = self.pg_collection.tp
-        part = length // group.size()
-        return position.div(part, rounding_mode="floor") == group.rank()
 
     def forward(
         self,
@@ -155,6 +180,7 @@ class TextDecoder(GPTModel):
         position_ids: Tensor,
         *,
         features: VisionFeatures | None = None,
+        visual: VisualTokens | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
@@ -165,7 +191,8 @@ class TextDecoder(GPTModel):
         Args:
             input_ids: [b, s] int64, on the first stage.
             position_ids: [3, b, s] int64, on every stage.
-            features: on the first stage, the unit's vision features (see :meth:`embed`).
+            features: on the first stage, the unit's vision features, and with ``visual`` where
+                they go (see :meth:`embed`).
             labels: [b, s] int64, on the last stage.
             loss_mask: [b, s] float32; on every stage where experts have balancing losses.
             packed_seq_params: of a pack (b = 1), on every stage: the segments that cover the row.
@@ -178,9 +205,9 @@ class TextDecoder(GPTModel):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=None,
-            decoder_input=self.first_input(input_ids, features),
+            decoder_input=self.first_input(input_ids, features, visual),
             labels=labels,
-            padding_mask=self.kinds_of(
+            padding_mask=self.router_mask(
                 position_ids, loss_mask, packed_seq_params=packed_seq_params
             ),
             packed_seq_params=packed_seq_params,

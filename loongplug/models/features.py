@@ -1,12 +1,19 @@
 """Vision features: what the projector hands to the decoder, and where they go."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from loongplug.platform.transfers import to_device
+
+VisualPlaces = Sequence[NDArray[np.int64]]  # as Microbatch.visual_places, on the host
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class VisionFeatures:
     embeddings: Tensor
     deepstack: tuple[Tensor, ...]
 
-    def none_of_them(self) -> "VisionFeatures":
+    def empty(self) -> "VisionFeatures":
         """Zero tokens that still hang on the graph: every parameter gets a zero gradient."""
         return VisionFeatures(
             embeddings=self.embeddings[:0], deepstack=tuple(each[:0] for each in self.deepstack)
@@ -51,40 +58,71 @@ class FeatureSource(Protocol):
         ...
 
 
-def share_of(features: VisionFeatures, *, mine: Tensor, group: ProcessGroup) -> VisionFeatures:
+@dataclass(frozen=True, kw_only=True)
+class VisualTokens:
+    """Where the visual tokens in a rank's part of the sequence lie, sample by sample.
+
+    All are [tokens in the part] int64 on the device: which of the unit's ``rows`` of features they
+    take, their ``sample``, their ``position`` within the part. ``count`` is of the whole sequence.
+    """
+
+    rows: Tensor
+    sample: Tensor
+    position: Tensor
+    count: int
+
+
+def visual_tokens(
+    places: VisualPlaces,
+    *,
+    length: int,
+    device: torch.device,
+    part: int = 0,
+    parts: int = 1,
+) -> VisualTokens:
+    """Those at ``places``, in the ``part``-th of so many ``parts`` of a sequence of ``length``.
+
+    Made on the host, which knows them from the text and so never waits for the device.
+    """
+    size = length // parts
+    positions = np.concatenate([np.zeros(0, dtype=np.int64), *places])
+    samples = np.repeat(np.arange(len(places)), np.fromiter(map(len, places), dtype=np.int64))
+    rows = np.flatnonzero(positions // size == part)
+    found = np.stack([rows, samples[rows], positions[rows] % size])  # [3, tokens in the part]
+    row, sample, position = to_device(torch.from_numpy(found), device).unbind()
+    return VisualTokens(rows=row, sample=sample, position=position, count=len(positions))
+
+
+def share_of(
+    features: VisionFeatures, *, visual: VisualTokens, group: ProcessGroup
+) -> VisionFeatures:
     """The features of one rank's part of the sequence, of those that every rank has whole.
 
     Collective in the backward pass: the decoder's tensor parallel ``group``, whose ranks each get
     the gradient of the whole.
 
     Args:
-        mine: which of the unit's tokens lie in this rank's part, [tokens] bool.
+        visual: the visual tokens in this rank's part.
 
     Raises:
         ValueError: when the text has more or fewer visual tokens than there are features.
     """
-    _check_count(features.embeddings, visual_tokens=mine.shape[0])
+    _check_count(features.embeddings, visual_tokens=visual.count)
     payload = copy_to_tensor_model_parallel_region(features.packed(), group=group)
-    return VisionFeatures.unpacked(payload[mine], hidden=features.embeddings.shape[1])
+    mine = payload.index_select(0, visual.rows)
+    return VisionFeatures.unpacked(mine, hidden=features.embeddings.shape[1])
 
 
-def visual_positions(input_ids: Tensor, token_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Sample and sequence index of every visual token, sample by sample, [tokens] int64 each."""
-    mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for token_id in token_ids:
-        mask |= input_ids == token_id
-    sample, position = mask.nonzero(as_tuple=True)
-    return sample, position
-
-
-def place(target: Tensor, features: Tensor, *, sample: Tensor, position: Tensor) -> Tensor:
+def place(target: Tensor, features: Tensor, *, visual: VisualTokens) -> Tensor:
     """``target`` [s, b, hidden] with ``features`` [tokens, hidden] at the visual positions.
 
+    Both are of this rank's part of the sequence.
+
     Raises:
         ValueError: when the text has more or fewer visual tokens than there are features.
     """
-    _check_count(features, visual_tokens=sample.shape[0])
-    return target.index_put((position, sample), features.to(target.dtype))
+    _check_count(features, visual_tokens=visual.sample.shape[0])
+    return target.index_put((visual.position, visual.sample), features.to(target.dtype))
 
 
 def _check_count(features: Tensor, *, visual_tokens: int) -> None:

@@ -81,11 +81,15 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
     expected_class = _config_class(model)
     try:
         kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return ["config.json is no JSON object; copy the file anew"]
     if kind != expected_class.model_type:
         return [f"config.json has model_type {kind!r}, expected {expected_class.model_type!r}"]
-    found = expected_class.from_pretrained(folder, local_files_only=True)
+    try:
+        found = expected_class.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers has many for a value of the wrong kind
+        reason = " ".join(str(error).split())
+        return [f"config.json is no {expected_class.__name__} ({reason:.300}); copy the file anew"]
     differences: list[str] = []
     for section, values in model.sections.items():
         for key, value in values.items():
@@ -108,4 +112,11 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
 
 def _config_class(model: HuggingFaceModel) -> Any:
     module, _, name = model.config_class.rpartition(":")
-    return getattr(importlib.import_module(module or "transformers"), name)
+    package = module or "transformers"
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{package} has no config class {name}, which the model's family names ({error}): "
+            f"install a version of {package.partition('.')[0]} that has it, or correct the family."
+        ) from error

@@ -3,6 +3,7 @@
 from typing import Any
 
 from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
+from loongplug.models.entries import encoders
 from loongplug.models.hf_mapping import Row, Source, Split
 
 TEXT = "text_decoder.decoder.layers.{}."
@@ -200,13 +201,11 @@ def text_section(
 
 def inexpressible(config: VisionLanguageArchitecture) -> tuple[str, ...]:
     """What transformers has no key for: the epsilon of the encoder's and the projector's norms."""
-    epsilons = {
-        "image_encoder": config.image_encoder.layernorm_epsilon,
-        "image_projector": config.image_projector.layernorm_epsilon,
-    }
+    modules = config.modules()
     return tuple(
-        f"{module}.layernorm_epsilon is {epsilon}, but transformers' model has {_HF_NORM_EPSILON} "
-        "there; only a model with that value can be exchanged with it"
-        for module, epsilon in epsilons.items()
-        if epsilon != _HF_NORM_EPSILON
+        f"{name}.layernorm_epsilon is {modules[name].layernorm_epsilon}, but transformers' model "
+        f"has {_HF_NORM_EPSILON} there; only a model with that value can be exchanged with it"
+        for entry in encoders(config.entries())
+        for name in entry.modules
+        if modules[name].layernorm_epsilon != _HF_NORM_EPSILON
     )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from loongplug.models.layers.rope import rope_table
+from loongplug.platform.transfers import to_device
 
 Section = tuple[int, int, int]  # pairs of channels for time, height, width
 
@@ -67,7 +68,10 @@ class MultimodalRotary(nn.Module):
         """
         device = position_ids.device
         if device not in self._on_device:
-            self._on_device[device] = (self._inverse_host.to(device), self._axes_host.to(device))
+            self._on_device[device] = (
+                to_device(self._inverse_host, device),
+                to_device(self._axes_host, device),
+            )
         inverse, axes = self._on_device[device]
         per_channel = position_ids.float().permute(2, 1, 0)[:, :, axes]  # [s, b, kv_channels / 2]
         return rope_table((per_channel * inverse)[:, :, None, :], dtype=self._dtype)

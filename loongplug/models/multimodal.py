@@ -1,6 +1,6 @@
-"""The composed model: image encoder, projector and text decoder as one Megatron module."""
+"""The composed model: encoders, their projectors and the decoder as one Megatron module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.decoder import TextDecoder
-from loongplug.models.features import FeatureSource, VisionFeatures
+from loongplug.models.entries import Entry, encoders
+from loongplug.models.features import FeatureSource, VisionFeatures, VisualPlaces, VisualTokens
 from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
 class MultimodalModel(MegatronModule):
     """One pipeline stage (or virtual chunk) of a multimodal model.
 
-    The first stage has the encoder and the projector beside its decoder layers; other stages have
-    them in the modes in which all ranks encode, else decoder layers only. What Megatron's training
-    loop asks of a language model is answered by the decoder.
+    Modules hang here under their names, which their parameters begin with. The first stage has
+    encoders and projectors beside its decoder layers; other stages have them in the modes in which
+    all ranks encode, else decoder layers only. What Megatron's training loop asks of a language
+    model is answered by the decoder.
     """
 
     # What Megatron's combined schedule asks for in forward's place, with forward's arguments; set
@@ -31,19 +33,25 @@ class MultimodalModel(MegatronModule):
         self,
         text_decoder: TextDecoder,
         *,
-        image_encoder: MegatronModule | None,
-        image_projector: MegatronModule | None,
+        entries: Sequence[Entry],
+        encoding: Mapping[str, MegatronModule],
         pg_collection: ProcessGroupCollection,
-        encoder_state: ModuleState,
+        states: Mapping[str, ModuleState],
         lr_mults: dict[str, float] | None = None,
     ) -> None:
+        """``encoding``: encoders and projectors by name, where this chunk has them.
+
+        ``states`` are the entries', by name, ``pg_collection`` the decoder's groups, and
+        ``lr_mults`` multiples of the learning rate by the names of modules.
+        """
         super().__init__(config=text_decoder.config)
-        assert (image_encoder is None) == (image_projector is None)
-        self.image_encoder = image_encoder
-        self.image_projector = image_projector
+        for name, module in encoding.items():
+            self.add_module(name, module)
         self.text_decoder = text_decoder
+        self.entries = tuple(entries)
+        self.encoders = tuple(each for each in encoders(entries) if each.name in encoding)
         self.pg_collection = pg_collection
-        self.encoder_state = encoder_state
+        self.states = states
         self.lr_mults = lr_mults or {}
         self.feature_source: FeatureSource | None = None  # None: encode in each forward
         self.pre_process = text_decoder.pre_process
@@ -51,29 +59,28 @@ class MultimodalModel(MegatronModule):
         self.vp_stage = text_decoder.vp_stage
         self.share_embeddings_and_output_weights = text_decoder.share_embeddings_and_output_weights
 
-    def parallel_parts(self) -> tuple[ModulePart, ModulePart]:
-        """What has data parallel groups, gradient buffers and an optimizer of its own."""
+    @property
+    def encodes(self) -> bool:
+        """Whether this chunk has an encoder."""
+        return bool(self.encoders)
 
-        def rates(*names: str) -> dict[str, float]:
-            return {name: self.lr_mults[name] for name in names if name in self.lr_mults}
+    def modules_of(self, entry: Entry) -> dict[str, nn.Module]:
+        """Those of an entry's modules that this chunk has, in the order in which they run."""
+        children = dict(self.named_children())
+        return {name: children[name] for name in entry.modules if name in children}
 
-        vision: dict[str, nn.Module | None] = {
-            "image_encoder": self.image_encoder,
-            "image_projector": self.image_projector,
-        }
-        return (
+    def parallel_parts(self) -> tuple[ModulePart, ...]:
+        """What has data parallel groups, gradient buffers and an optimizer of its own: entries."""
+        return tuple(
             ModulePart(
-                name="image_encoder",
-                state=self.encoder_state,
-                modules={name: module for name, module in vision.items() if module is not None},
-                lr_mults=rates(*vision),
-            ),
-            ModulePart(
-                name="text_decoder",
-                state=ModuleState(groups=self.pg_collection),
-                modules={"text_decoder": self.text_decoder},
-                lr_mults=rates("text_decoder"),
-            ),
+                name=entry.name,
+                state=self.states[entry.name],
+                modules=self.modules_of(entry),
+                lr_mults={
+                    name: self.lr_mults[name] for name in entry.modules if name in self.lr_mults
+                },
+            )
+            for entry in self.entries
         )
 
     def sharded_state_dict(
@@ -102,53 +109,47 @@ class MultimodalModel(MegatronModule):
         """The tied embedding's weight on the stages that hold it."""
         return self.text_decoder.shared_embedding_or_output_weight()
 
-    def freeze(self, *, image_encoder: bool, image_projector: bool, text_decoder: bool) -> None:
-        """Stop training the named modules on the stages that have them."""
-        for frozen, module in (
-            (image_encoder, self.image_encoder),
-            (image_projector, self.image_projector),
-            (text_decoder, self.text_decoder),
-        ):
-            if frozen and module is not None:
-                module.requires_grad_(False)
-
-    def encode(self, vision: VisionInput | None) -> VisionFeatures:
-        """Vision features of one unit; the encoder's tensor parallel group enters together.
+    def encode(self, entry: Entry, vision: VisionInput | None) -> VisionFeatures:
+        """An encoder's features of one unit; its tensor parallel group enters together.
 
         A unit without images, or None, runs through the encoder like any other, as a blank image
         whose features are dropped: its parameters then have a (zero) gradient in every microbatch,
         which the overlapped gradient reduction counts on.
         """
-        assert self.image_encoder is not None
-        assert self.image_projector is not None
-        trainable = any(parameter.requires_grad for parameter in self.image_encoder.parameters())
+        encoder, projector = self.modules_of(entry).values()
+        trainable = any(parameter.requires_grad for parameter in encoder.parameters())
         empty = vision is None or vision.pixels.shape[0] == 0
         if vision is None or empty:
-            vision = self.image_encoder.blank_unit()
+            vision = encoder.blank_unit()  # type: ignore[operator]
         # A frozen encoder's activations serve no backward pass: do not keep them.
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
-            states, taps = self.image_encoder(vision)
-        features: VisionFeatures = self.image_projector(states, taps)
-        return features.none_of_them() if empty else features
+            states, taps = encoder(vision)
+        features: VisionFeatures = projector(states, taps)
+        return features.empty() if empty else features
 
     def features(
-        self, input_ids: Tensor, *, vision: VisionInput | None, number: int | None
-    ) -> VisionFeatures | None:
-        """What the decoder embeds of microbatch ``number`` of the step, on the first stage.
+        self,
+        input_ids: Tensor,
+        *,
+        vision: VisionInput | None,
+        visual_places: VisualPlaces,
+        number: int | None,
+    ) -> tuple[VisionFeatures | None, VisualTokens | None]:
+        """What the decoder embeds of microbatch ``number`` of the step, and where; first stage.
 
         From the feature source, or where there is none from ``vision``, with zero rows for a
         text-only one; None on other stages. All schedules ask here. Collective as the source is,
-        or as :meth:`encode`.
+        or as :meth:`encode`. ``visual_places`` are the microbatch's.
         """
-        if not self.pre_process:
-            return None
+        if not self.pre_process or (self.feature_source is None and not self.encodes):
+            return None, None
+        visual = self.text_decoder.visual_tokens(visual_places, input_ids)
         if self.feature_source is not None:
             assert number is not None, "the source knows units by their microbatch's number"
-            return self.feature_source.features(number)
-        if self.image_encoder is None:
-            return None
+            return self.feature_source.features(number), visual
         assert vision is not None, "the first stage needs the unit's images"
-        return self.text_decoder.share_of(self.encode(vision), input_ids)
+        (entry,) = self.encoders
+        return self.text_decoder.share_of(self.encode(entry, vision), visual), visual
 
     def forward(
         self,
@@ -156,12 +157,15 @@ class MultimodalModel(MegatronModule):
         position_ids: Tensor,
         *,
         vision: VisionInput | None = None,
+        visual_places: VisualPlaces = (),
         number: int | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """This stage's forward; shapes as in :meth:`features` and :meth:`TextDecoder.forward`."""
-        features = self.features(input_ids, vision=vision, number=number)
+        features, visual = self.features(
+            input_ids, vision=vision, visual_places=visual_places, number=number
+        )
         return self.text_decoder(
-            input_ids, position_ids, features=features, labels=labels, **kwargs
+            input_ids, position_ids, features=features, visual=visual, labels=labels, **kwargs
         )

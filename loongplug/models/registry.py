@@ -92,6 +92,11 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
     """
     known = {family.name: family for family in _built_in()}
     for package in trusted_packages:
+        if not all(part.isidentifier() for part in package.split(".")):
+            raise ValueError(
+                f"--trusted-packages names {package!r}, which is no package: give the name by "
+                "which Python imports it, such as my_models"
+            )
         try:
             module = importlib.import_module(package)
         except ImportError as error:

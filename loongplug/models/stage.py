@@ -1,6 +1,6 @@
 """Put one pipeline stage of a vision-language model together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig, TextDecoder
+from loongplug.models.entries import only_encoder
 from loongplug.models.layers.specs import Backend, final_norm
 from loongplug.models.lora.attach import add_adapters
 from loongplug.models.multimodal import MultimodalModel
@@ -34,18 +35,22 @@ def build_stage(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    encoder_state: ModuleState | None = None,
+    states: Mapping[str, ModuleState] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
     ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every stage
-    where ``encoder_state`` says so, in ``encoder_state`` and with its
-    groups, and what it gives always runs in that state. ``pg_collection`` is the decoder's, and
-    without an ``encoder_state`` the encoder's too. ``layer_spec`` is every decoder layer's,
-    ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
+    where the encoder's state says so, in that state and with its groups, and what it gives always
+    runs in it. ``states`` are those of encoders by the names of entries; an encoder that is not
+    among them has the decoder's groups, ``pg_collection``. ``layer_spec`` is every decoder
+    layer's, ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
     """
     foundation = model.foundation
-    encoder_state = encoder_state or ModuleState(groups=pg_collection)
+    entries = model.entries()
+    states = {
+        entry.name: (states or {}).get(entry.name) or ModuleState(groups=pg_collection)
+        for entry in entries
+    }
     num_layers = get_num_layers_to_build(config, vp_stage, get_pg_rank(pg_collection.pp))
     decoder = TextDecoder(
         config,
@@ -56,46 +61,38 @@ def build_stage(
         max_sequence_length=foundation.max_position_embeddings,
         rotary_base=foundation.rotary_base,
         rope_axes=rope_axes,
-        visual_token_ids=model.visual_token_ids(),
         share_embeddings_and_output_weights=foundation.tie_word_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    image_encoder = image_projector = None
-    if pre_process or (encoder_state.on_every_stage and not vp_stage):
+    encoding: dict[str, MegatronModule] = {}
+    entry = only_encoder(entries)
+    state = states[entry.name]
+    if pre_process or (state.on_every_stage and not vp_stage):
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
-        with encoder_state.entered():
-            image_encoder, image_projector = build_encoder(encoder_state.groups)
-        for module in (image_encoder, image_projector):
+        with state.entered():
+            encoding = dict(zip(entry.modules, build_encoder(state.groups), strict=True))
+        for module in encoding.values():
             # Whoever asks where its slices lie (checkpoints, Hugging Face folders) asks it.
-            module.pg_collection = encoder_state.groups
-            encoder_state.run(module)
+            module.pg_collection = state.groups
+            state.run(module)
+    architectures = model.modules()
     composed = MultimodalModel(
         decoder,
-        image_encoder=image_encoder,
-        image_projector=image_projector,
+        entries=entries,
+        encoding=encoding,
         pg_collection=pg_collection,
-        encoder_state=encoder_state,
-        lr_mults={
-            "image_encoder": model.image_encoder.lr_mult,
-            "image_projector": model.image_projector.lr_mult,
-            "text_decoder": model.foundation.lr_mult,
-        },
+        states=states,
+        lr_mults={name: each.lr_mult for name, each in architectures.items()},
     )
-    composed.freeze(
-        image_encoder=model.image_encoder.freeze,
-        image_projector=model.image_projector.freeze,
-        text_decoder=foundation.freeze,
-    )
-    for built, settings in (
-        (image_encoder, model.image_encoder.lora),
-        (image_projector, model.image_projector.lora),
-        (decoder, model.foundation.lora),
-    ):
-        if built is not None and settings is not None:
-            add_adapters(built, settings)
+    for name, built in composed.named_children():
+        architecture = architectures[name]
+        if architecture.freeze:
+            built.requires_grad_(False)
+        if architecture.lora is not None:
+            add_adapters(built, architecture.lora)
     return composed
 
 

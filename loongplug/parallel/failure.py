@@ -1,46 +1,52 @@
 """Errors reach all ranks.
 
 A rank that fails alone leaves the others waiting in a collective until a timeout of many
-minutes. Here each rank watches a key in torchrun's own store from a daemon thread. A rank
-whose main thread ends with an exception sets that key; every other rank then prints who
-failed and why, and all end with the same exit code, also from inside a collective. The main
-thread pays nothing for it, and every wait is bounded.
+minutes. Here each rank watches a key in torchrun's own store from a daemon thread. Ranks whose
+main thread ends with an exception agree on who prints it (``verdict.py``); all others then end in
+silence and with the same exit code, also from inside a collective. The main thread pays nothing for
+it, and every wait is bounded. Where the store is gone, whoever has failed says so itself.
 """
 
 import json
 import logging
 import os
+import re
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from loongplug.parallel.store_keys import comes
+from loongplug.parallel.verdict import (
+    Failure,
+    SharedFaultError,
+    Verdict,
+    agree,
+    is_settled,
+    read_verdict,
+)
+
 TRACEBACK_VARIABLE = "LOONGPLUG_TRACEBACK"
 
 WATCH_SECONDS = 0.5
-# How long ranks wait for each other to say their line before they end; a rank that cannot
-# answer (busy in C code that holds the interpreter) is left to torchrun.
+# How long ranks wait for each other before they end: the first to go has torchrun end the rest,
+# also one that is still printing. A rank that cannot answer (busy in C code that holds the
+# interpreter) is left to torchrun.
 PARTING_SECONDS = 5.0
 STORE_SECONDS = 10.0
 
-_FAILED, _POSTS, _SEEN, _ALL_SEEN = "failed", "posts", "seen", "all_seen"
-_SIGTERM_EXIT = 128 + 15
+_SEEN, _ALL_SEEN = "seen", "all_seen"
+_SIGTERM_EXIT, _SIGINT_EXIT = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 StoreFactory = Callable[[timedelta], Store]
-
-
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    message: str
-    code: int
+AtEnd = Callable[[Callable[[], None]], None]
 
 
 class FailureBoard:
@@ -54,6 +60,7 @@ class FailureBoard:
         self._open = store_factory
         self._rank = rank
         self._world_size = world_size
+        self._tidied: list[Callable[[], None]] = []
         self._stopped = threading.Event()
         self._ending = threading.Lock()  # held by the thread that ends this process
         self._watcher = threading.Thread(
@@ -64,48 +71,62 @@ class FailureBoard:
         """Watch from now on."""
         self._watcher.start()
 
+    def at_end(self, tidy: Callable[[], None]) -> None:
+        """Have the watcher call ``tidy`` before it ends this process for another rank's failure."""
+        self._tidied.append(tidy)
+
     def stop(self) -> None:
         """Watch no longer; nothing is posted."""
         self._stopped.set()
         self._watcher.join(timeout=STORE_SECONDS)
 
-    def fail(self, report: str, *, message: str, code: int) -> NoReturn:
-        """Print ``report`` here, tell the other ranks ``message``, and end the process."""
+    def fail(self, report: str, *, message: str, code: int, knows: int = 0) -> NoReturn:
+        """End all ranks; ``report`` is printed here or by a lower rank with the same ``message``.
+
+        Or by one that ``knows`` more of it. From the main thread.
+        """
         if not self._ending.acquire(blocking=False):
             # The watcher heard of another rank's failure first and is ending this process.
             time.sleep(2 * PARTING_SECONDS)
             os._exit(code)
-        _print(report)
+        # torchrun ends what is left when a rank has died: not before this one has spoken.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        store = None
         try:
             store = self._open(timedelta(seconds=STORE_SECONDS))
-            if store.add(_POSTS, 1) == 1:
-                failure = _Failure(self._rank, message, code)
-                store.set(_FAILED, json.dumps(asdict(failure)))
-            else:
-                code = _read(store).code
-            self._part(store)
+            mine = Failure(self._rank, message, code, knows)
+            verdict = agree(store, mine, world_size=self._world_size)
+        except Exception:  # the store is gone, mostly: whatever it is, the message is not lost
+            verdict = Verdict([self._rank], code)
+        try:
+            if self._rank in verdict.speakers:
+                _print(report)
+            if store is not None:
+                self._part(store)
         finally:
-            _exit(code)
+            _exit(verdict)
 
     def _watch(self) -> None:
         store = self._connect()
         if store is None:
             return
         try:
-            while not store.check([_FAILED]):
+            while not is_settled(store):
                 if self._stopped.wait(WATCH_SECONDS):
                     return
-            failure = _read(store)
+            verdict = read_verdict(store)
         except RuntimeError:
             return  # the store is gone: so is what started the ranks, or it is ending them
         if self._stopped.is_set() or not self._ending.acquire(blocking=False):
             return
-        line = _one_line(failure.message)
-        _print(f"loongplug: error [rank {self._rank}]: rank {failure.rank} failed: {line}")
         try:
+            for tidy in self._tidied:
+                with suppress(Exception):
+                    tidy()
             self._part(store)
         finally:
-            _exit(failure.code)
+            _exit(verdict)
 
     def _connect(self) -> Store | None:
         """The watcher's connection; outside torchrun the store comes with the process group."""
@@ -117,17 +138,15 @@ class FailureBoard:
         return None
 
     def _part(self, store: Store) -> None:
-        """Wait until every rank has said its line: the first to go has torchrun end the rest."""
-        try:
+        """Wait until every rank is about to end, and so has printed what it had to."""
+        with suppress(RuntimeError):
             if store.add(_SEEN, 1) >= self._world_size:
                 store.set(_ALL_SEEN, "1")
-            store.wait([_ALL_SEEN], timedelta(seconds=PARTING_SECONDS))
-        except RuntimeError:
-            return
+            comes(store, _ALL_SEEN, seconds=PARTING_SECONDS)
 
 
 @contextmanager
-def failure_board(store_factory: StoreFactory | None = None) -> Iterator[None]:
+def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
     """Around a rank's main: its failure becomes every rank's, and a bad input one sentence.
 
     A ValueError is the user's: its message is printed without a traceback (with one where
@@ -135,8 +154,12 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[None]:
     then ends with code 1, or with that of a SystemExit. Among several ranks it ends without
     atexit handlers, because those of a process group may wait for ranks that are gone.
 
-    A clean end, ``sys.exit(0)``, an interrupt and an end by SIGTERM are told to nobody. RANK
-    and WORLD_SIZE say which rank this is; the store is torchrun's unless one is given.
+    A clean end, ``sys.exit(0)`` and an end by SIGTERM are told to nobody; Ctrl-C ends all ranks
+    with one line. RANK and WORLD_SIZE say which rank this is; the store is torchrun's unless one
+    is given.
+
+    Gives what takes functions to call where another rank's failure ends this process: contexts are
+    not left then, as they are where this rank fails itself.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -145,25 +168,36 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[None]:
         board = FailureBoard(store_factory or torchrun_store, rank=rank, world_size=world_size)
         board.start()
     try:
-        yield
+        yield nothing_at_end if board is None else board.at_end
     except SystemExit as error:
         if error.code in (None, 0, _SIGTERM_EXIT):
             raise
         if isinstance(error.code, int):
-            _fail(board, "", message=f"exited with code {error.code}", code=error.code)
+            message = f"exited with code {error.code}"
+            report = f"loongplug: error [rank {rank}]: {message}" if board is not None else ""
+            _fail(board, report, message=message, code=error.code)
         message = str(error.code)
         _fail(board, f"loongplug: error [rank {rank}]: {message}", message=message, code=1)
     except KeyboardInterrupt:
-        raise
+        _fail(board, "loongplug: interrupted", message="interrupted", code=_SIGINT_EXIT)
     except BaseException as error:  # torch's CheckpointException is no Exception
-        _fail(board, _report(error, rank), message=_message(error), code=1)
+        knows = error.knows if isinstance(error, SharedFaultError) else 0
+        _fail(board, _report(error, rank), message=_common(error), code=1, knows=knows)
     finally:
         if board is not None:
             board.stop()
 
 
-def torchrun_store(timeout: timedelta) -> Store:
-    """A new connection to the store that torchrun serves to the ranks (MASTER_ADDR, _PORT)."""
+def nothing_at_end(tidy: Callable[[], None]) -> None:
+    """For a process that leaves its contexts however it ends."""
+
+
+def torchrun_store(timeout: timedelta, *, purpose: str = "failure") -> Store:
+    """A new connection to the store that torchrun serves to the ranks (MASTER_ADDR, _PORT).
+
+    Keys are of one purpose and of this attempt: torchrun keeps the store when it starts ranks
+    again.
+    """
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -172,12 +206,14 @@ def torchrun_store(timeout: timedelta) -> Store:
         wait_for_workers=False,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"loongplug/failure/{attempt}", store)
+    return PrefixStore(f"loongplug/{purpose}/{attempt}", store)
 
 
-def _fail(board: FailureBoard | None, report: str, *, message: str, code: int) -> NoReturn:
+def _fail(
+    board: FailureBoard | None, report: str, *, message: str, code: int, knows: int = 0
+) -> NoReturn:
     if board is not None:
-        board.fail(report, message=message, code=code)
+        board.fail(report, message=message, code=code, knows=knows)
     _print(report)
     raise SystemExit(code)
 
@@ -189,19 +225,19 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def _common(error: BaseException) -> str:
+    """What equal failures have in common: of crashes addresses, ports and sizes may differ."""
+    if isinstance(error, SharedFaultError):
+        return error.fault
+    text = _message(error)
+    return text if isinstance(error, ValueError) else re.sub(r"\d+", "#", text)
+
+
 def _report(error: BaseException, rank: int) -> str:
     line = f"loongplug: error [rank {rank}]: {_message(error)}"
     if isinstance(error, ValueError) and os.environ.get(TRACEBACK_VARIABLE) != "1":
         return line
     return "".join(traceback.format_exception(error)) + line
-
-
-def _read(store: Store) -> _Failure:
-    return _Failure(**json.loads(store.get(_FAILED)))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _print(text: str) -> None:
@@ -213,8 +249,21 @@ def _print(text: str) -> None:
     sys.stderr.flush()
 
 
-def _exit(code: int) -> NoReturn:
+def _exit(verdict: Verdict) -> NoReturn:
+    _tell_torchrun(verdict)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(verdict.code)
+
+
+def _tell_torchrun(verdict: Verdict) -> None:
+    """Have the table that torchrun prints of its ranks, on each node, say who has said why."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    who = ", ".join(map(str, verdict.speakers))
+    text = f"see the message of rank {who}"
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)

@@ -67,7 +67,7 @@ class ModuleDataParallel(DistributedDataParallel):
         # Parts that run outside of the schedule, which so cannot tell when their parameters are
         # needed and their gradients made: each module waits for the ones, the last of the
         # others starts the reduction.
-        self.run_apart: set[str] = set()
+        self.outside_schedule: set[str] = set()
 
     def _all(self, name: str) -> list[Any]:
         return [each for part in self.parts.values() for each in getattr(part, name)]
@@ -85,7 +85,7 @@ class ModuleDataParallel(DistributedDataParallel):
     def start_grad_sync(self, *unused: Any) -> None:
         """Start the reduction of the gradients that the schedule has made."""
         for name, part in self.parts.items():
-            if name not in self.run_apart:
+            if name not in self.outside_schedule:
                 part.start_grad_sync()
 
     def start_param_sync(
@@ -93,7 +93,7 @@ class ModuleDataParallel(DistributedDataParallel):
     ) -> None:
         """Start gathering what the schedule needs; with ``force_sync`` gather all, now."""
         for name, part in self.parts.items():
-            if force_sync or name not in self.run_apart:
+            if force_sync or name not in self.outside_schedule:
                 part.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def enable_forward_pre_hook(self) -> None:
@@ -110,6 +110,11 @@ class ModuleDataParallel(DistributedDataParallel):
         """Each part's parameters from the first of its data parallel ranks to the others."""
         for part in self.parts.values():
             part.broadcast_params()
+
+
+def bucket_groups_of(wrapped: DistributedDataParallel) -> list[Any]:
+    """All groups of gradient buckets of a chunk or a part, those of experts last."""
+    return [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
 
 
 def _wrapped(
@@ -133,7 +138,7 @@ def _wrapped(
                 holder, ddp_config=ddp_config, groups=part.state.groups, single=disable_bucketing
             ),
         )
-    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+    for group in bucket_groups_of(wrapped):
         for bucket in group.buckets:
             bucket.gradient_scaling_factor *= part.state.gradient_factor
     return wrapped

@@ -36,12 +36,28 @@ class OptimizerPerModule(ChainedOptimizer):
 
     ``saved_rates`` has the learning rates of all groups here and in the checkpoint that was
     loaded. Groups keep this run's; whoever loads the scheduler knows which are to be taken.
+
+    ``before_update`` is called with the norm of all gradients, before any weight changes. The host
+    has just waited for that norm, so that what it asks the device for is there.
     """
 
     def __init__(self, of_part: dict[str, list[Any]]) -> None:
         super().__init__([each for optimizers in of_part.values() for each in optimizers])
         self.of_part = of_part
         self.saved_rates: list[SavedRates] = []
+        self.before_update: Callable[[float], None] | None = None
+
+    def get_grad_norm(self) -> float:
+        """As upstream's, which each step asks for, and told to ``before_update``."""
+        norm: float = super().get_grad_norm()
+        if self.before_update is not None:
+            self.before_update(norm)
+        return norm
+
+    def largest_rate(self) -> float | None:
+        """The largest learning rate of the groups of this rank; None where nothing trains."""
+        groups = [g for each in self._with_state().values() for g in each.optimizer.param_groups]
+        return max((group["lr"] for group in groups), default=None)
 
     def _with_state(self) -> dict[int, Any]:
         return {

@@ -3,7 +3,7 @@
 Megatron keeps one parallel layout per process in globals. Here each module of a model has its
 own: the decoder's is the one that Megatron made at start-up (:func:`adopt_parallel_state`), those
 of encoders are made beside it (:func:`create_parallel_state`), and
-``with parallel_state_of("image_encoder"):`` gives Megatron that module's until the block ends.
+``with parallel_state_of(name):`` gives Megatron that module's until the block ends.
 """
 
 import zlib

@@ -1,5 +1,6 @@
 """Copies between the device and the host that run beside the computation."""
 
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,12 @@ class Copies(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy; one of ``target`` and ``source`` is on the host."""
 
+    def keep(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` is given to others only behind what is in the queue now.
+
+        For copies that nobody waits for.
+        """
+
     def mark(self) -> Any:
         """The place in the queue behind what it has been given so far."""
 
@@ -33,8 +40,10 @@ class Copies(Protocol):
 class CudaCopies:
     """A stream of its own and pinned memory."""
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Made for the first copy: before Megatron starts, every rank's current GPU is GPU 0."""
+        return torch.cuda.Stream()
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """Pinned, from torch's cache, which takes it back only when its copies are done."""
@@ -48,6 +57,10 @@ class CudaCopies:
         """On the stream; the host goes on."""
         with torch.no_grad(), torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: Tensor) -> None:
+        """torch's cache knows that the stream uses it."""
+        tensor.record_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
         """An event of the stream."""
@@ -74,6 +87,9 @@ class HostCopies:
         """At once."""
         with torch.no_grad():
             target.copy_(source)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Already so."""
 
     def mark(self) -> None:
         """There is one queue."""

@@ -30,7 +30,7 @@ class CudaPlatform(PlatformBase):
         torch.cuda.reset_peak_memory_stats()
 
     def copies(self) -> CudaCopies:
-        """A stream of their own, on the current GPU."""
+        """A stream of their own, on the GPU that is the current one at the first copy."""
         return CudaCopies()
 
     def release(self, storage: torch.UntypedStorage) -> None:

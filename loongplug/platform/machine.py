@@ -67,7 +67,7 @@ def collect() -> MachineFacts:
     """Look at this machine. Imports torch and, where it is installed, Megatron."""
     requirements, requires_python = _own_requirements()
     names = {*SHOWN_PACKAGES, *(_name(text) for text in requirements)}
-    packages = {name: _version(name) for name in sorted(names)}
+    packages = {name: version(name) for name in sorted(names)}
     torch_facts = _torch_facts() if packages["torch"] is not None else _NO_TORCH
     return MachineFacts(
         system=f"{platform.system()} {platform.machine()}",
@@ -129,7 +129,8 @@ def _torch_facts() -> _TorchFacts:
     )
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,11 +5,14 @@ import enum
 import functools
 import io
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
+from torch.futures import Future
 
 # What torch and Megatron put into a checkpoint's .metadata, by module.
 _PLAIN = {
@@ -26,6 +29,25 @@ _DESCRIPTIONS = (
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
 )
+
+
+class DamagedFileError(ValueError):
+    """Says which file of a checkpoint is not as it was written, and in what."""
+
+    @classmethod
+    def unreadable(cls, file: Path, error: BaseException | str) -> Self:
+        """``file`` cannot be read, because of ``error``."""
+        why = error if isinstance(error, str) else _in_a_line(error)
+        return cls(f"{file} cannot be read ({why}): copy or save the checkpoint anew.")
+
+
+def _in_a_line(error: BaseException) -> str:
+    text, name = str(error), type(error).__name__
+    if isinstance(error, pickle.UnpicklingError) and "\n" in text:
+        # torch's, which goes on to say how to run what is in there.
+        named = re.search(r"GLOBAL ([\w.]+)", text)
+        return "some of it is no saved tensor" + (f", it names {named[1]}" if named else "")
+    return f"{name}: {text.splitlines()[0]}" if text.strip() else name
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -74,3 +96,37 @@ def weights_only(original: Callable[..., None]) -> Callable[..., None]:
         original(self, read_item, value)
 
     return load_bytes
+
+
+def naming_files(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``FileSystemReader.read_data`` that names the file which cannot be read.
+
+    No collectives. Raises DamagedFileError in the place of what the original raises.
+    """
+
+    @functools.wraps(original)
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(_file_of(self, item), []).append(item)
+        done: Any = Future()
+        done.set_result(None)
+        for name, items in by_file.items():  # as the original does, and reads each once
+            try:
+                done = original(self, dataclasses.replace(plan, items=items), planner)
+            except (MemoryError, torch.OutOfMemoryError):  # not the file's
+                raise
+            except Exception as error:  # damaged bytes raise nearly anything
+                raise DamagedFileError.unreadable(Path(self.path) / name, error) from error
+        return done
+
+    return read_data
+
+
+def _file_of(reader: Any, item: Any) -> str:
+    stored = reader.storage_data.get(item.storage_index)
+    if stored is None:
+        raise DamagedFileError.unreadable(
+            Path(reader.path) / ".metadata", f"it does not say where {item.storage_index.fqn} lies"
+        )
+    return str(stored.relative_path)

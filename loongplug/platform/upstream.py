@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from loongplug.platform.active import Platform
+from loongplug.platform.finite import norms_before_sums
 from loongplug.platform.replacements import Replacement, ReplacementTable
 from loongplug.platform.restart import in_own_store
-from loongplug.platform.safe_reading import METADATA_PICKLE, weights_only
+from loongplug.platform.safe_reading import METADATA_PICKLE, naming_files, weights_only
 
 
 def _prebuilt_helpers(original: Callable[[], None]) -> Callable[[], None]:
@@ -195,6 +196,14 @@ EVERYWHERE: tuple[Replacement, ...] = (
         reason="saves one tensor for all layers and experts, which are not whole where patterns "
         "freeze some of them; a load reads what the checkpoint says",
     ),
+    Replacement(
+        target="megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
+        "check_grads",
+        wrapper=norms_before_sums,
+        signature="(self, check_for_nan_or_inf, check_for_large)",
+        reason="has the host wait in the middle of a backward, and says the number of a bucket, of "
+        "which nobody knows the module",
+    ),
 )
 
 SAFE_READING: tuple[Replacement, ...] = (
@@ -209,6 +218,13 @@ SAFE_READING: tuple[Replacement, ...] = (
         signature="(self, read_item: torch.distributed.checkpoint.planner.ReadItem, "
         "value: _io.BytesIO) -> None",
         reason="unpickles whatever is no tensor without torch's weights-only rule",
+    ),
+    Replacement(
+        target="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data",
+        wrapper=naming_files,
+        signature="(self, plan: torch.distributed.checkpoint.planner.LoadPlan, planner: "
+        "torch.distributed.checkpoint.planner.LoadPlanner) -> torch.jit.Future[NoneType]",
+        reason="tells of a damaged file by what its reader came across, without its name",
     ),
 )
 

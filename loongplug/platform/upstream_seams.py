@@ -117,12 +117,17 @@ Losses = dict[str, torch.Tensor]
 
 
 def training_log_table(
-    on_iteration: Callable[[int, Losses], None], *, on_evaluation: Callable[[Losses], None]
+    on_iteration: Callable[[int, Losses], None],
+    *,
+    on_evaluation: Callable[[Losses], None],
+    interval: int,
 ) -> ReplacementTable:
     """Call ``on_iteration(iteration, losses)`` and ``on_evaluation(losses)`` as training goes.
 
     They are called after Megatron's own logging of an iteration and after each evaluation, on
-    every rank; ``losses`` is empty but on the last pipeline stage.
+    every rank; ``losses`` is empty but on the last pipeline stage. Megatron logs every ``interval``
+    iterations, and the first one after each start beside that: what it has summed up then counts
+    in the next line too, but where the interval ends with that iteration.
     """
 
     def tapped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,9 +138,18 @@ def training_log_table(
             learning_rate: float | None,
             iteration: int,
             *args: Any,
+            is_first_iteration: bool = False,
             **kwargs: Any,
         ) -> Any:
-            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            result = original(
+                loss_dict,
+                total_loss_dict,
+                learning_rate,
+                iteration,
+                *args,
+                is_first_iteration=is_first_iteration and iteration % interval != 0,
+                **kwargs,
+            )
             on_iteration(iteration, loss_dict)
             return result
 
@@ -162,7 +176,9 @@ def training_log_table(
                 "num_zeros_in_grad, max_attention_logit, pg_collection=None, "
                 "is_first_iteration=False, seqlen_squared_sum_in_batch: float | None = None, "
                 "total_real_tokens_in_batch: float | None = None)",
-                reason="the only place that knows every iteration's losses; it has no hook",
+                reason="the only place that knows every iteration's losses; it has no hook. The "
+                "line after a start's first one has the first one's loss and time in its means, "
+                "also where that one was an interval of its own",
             ),
             Replacement(
                 target="megatron.training.training.evaluate",

@@ -1,5 +1,6 @@
 """A chunk's schedule plan: the node that asks for features, and the plans of its layers."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from megatron.core.models.common.utils import PreProcessNode
 from torch import Tensor
 
 from loongplug.data.microbatch import VisionInput
+from loongplug.models.features import VisualPlaces
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.schedule.layer_plan import LayerPlan
@@ -32,11 +34,14 @@ class InputNode(PreProcessNode):
     def forward_impl(self) -> Tensor:
         """[(1 + deepstack features) * s, b, hidden], or what the stage before has sent."""
         state = self.chunk_state
-        features = state.composed.features(
-            state.input_ids, vision=state.vision, number=state.number
+        features, visual = state.composed.features(
+            state.input_ids,
+            vision=state.vision,
+            visual_places=state.visual_places,
+            number=state.number,
         )
         state.vision = None  # its pixels may be let go before the microbatch's backward
-        decoder_input = self.model.first_input(state.input_ids, features)
+        decoder_input = self.model.first_input(state.input_ids, features, visual)
         if decoder_input is not None and not decoder_input.requires_grad:
             # Nodes go backward by their inputs: they ask for a gradient even where nothing in
             # front of the layers trains.
@@ -63,6 +68,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         position_ids: Tensor,
         *,
         vision: VisionInput | None = None,
+        visual_places: VisualPlaces = (),
         number: int | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
@@ -82,13 +88,26 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
             labels=labels,
             packed_seq_params=packed_seq_params,
             loss_mask=loss_mask,
-            padding_mask=decoder.kinds_of(
+            padding_mask=decoder.router_mask(
                 position_ids, loss_mask, packed_seq_params=packed_seq_params
             ),
         )
         self.state.composed = model
         self.state.vision = vision
+        self.state.visual_places = visual_places
         self.state.number = number
+        self._before_backward: Callable[[], None] | None = None
+
+    def on_backward(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when the microbatch's backward through this chunk begins."""
+        self._before_backward = call
+
+    @staticmethod
+    def run(f_schedule_plan: Any, b_schedule_plan: Any, **options: Any) -> Any:
+        """As upstream's, which runs one plan's forward with another's backward; None for none."""
+        if b_schedule_plan is not None and b_schedule_plan._before_backward is not None:
+            b_schedule_plan._before_backward()
+        return TransformerModelChunkSchedulePlan.run(f_schedule_plan, b_schedule_plan, **options)
 
     def _extra_args_for_layer(self, *args: Any) -> dict[str, Any]:
         extra: dict[str, Any] = super()._extra_args_for_layer(*args)

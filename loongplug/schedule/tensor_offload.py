@@ -178,10 +178,13 @@ class LayerTensors:
         """Queue copies back of what is not there or on its way."""
         if not self._away:
             return  # it has been sent for before
-        away = [each for each in self._away if each.device is None]
-        self._away, self._mark = [], None
-        if not away:
-            return  # it had not left yet
+        away, self._away, self._mark = self._away, [], None
+        if away[0].device is not None:
+            # It had not left yet. Nobody waits for its copies, whose sources the backward frees.
+            for each in away:
+                assert each.device is not None
+                copies.keep(each.device)
+            return
         copies.follow()  # the memory may be in use until then
         for each in away:
             assert each.host is not None

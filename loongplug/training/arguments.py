@@ -28,13 +28,16 @@ class ParsedArguments:
     """A checked command line.
 
     ``args`` is what ``megatron.training.global_vars.set_global_variables`` takes; ``model`` the
-    family's config with its token ids filled in, ``model_yaml`` the data that gives it again.
+    family's config with its token ids filled in, ``model_yaml`` the data that gives it again;
+    ``options`` are all flags by their names in ``args``, ``overrides`` those of the command line.
     """
 
     args: Namespace
     model: Any
     family: Family
     model_yaml: dict[str, Any]
+    options: Mapping[str, str]
+    overrides: tuple[str, ...]
 
 
 def parse_arguments(
@@ -99,7 +102,12 @@ def parse_arguments(
     validate_with_megatron(args)
     model = _with_tokenizer(args, composed)
     return ParsedArguments(
-        args=args, model=model, family=composed.family, model_yaml=to_yaml_data(model)
+        args=args,
+        model=model,
+        family=composed.family,
+        model_yaml=to_yaml_data(model),
+        options=line.options,
+        overrides=line.overrides,
     )
 
 
@@ -151,12 +159,30 @@ def validate_with_megatron(args: Namespace) -> None:
 
     from loongplug.models.decoder import DecoderConfig
 
+    with _refusing():
+        with _for_its_own_layers(args):
+            validate_args(args)
+        core_transformer_config_from_args(args, DecoderConfig)  # for the checks it makes
+
+
+def validate_optimizer(args: Namespace) -> None:
+    """As :func:`validate_with_megatron`, of the optimizer that this machine has to have.
+
+    For a run that trains: Megatron would check it only once the model is there.
+    """
+    from megatron.training.training import get_megatron_optimizer_config
+
+    with _refusing():
+        get_megatron_optimizer_config(args)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What Megatron asserts, raises or prints before it exits inside, as ValueError."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            with _for_its_own_layers(args):
-                validate_args(args)
-            core_transformer_config_from_args(args, DecoderConfig)  # for the checks it makes
+            yield
     except (AssertionError, RuntimeError, ValueError) as error:
         # Some of its assertions have no text; the line itself then says most.
         asserted = traceback.extract_tb(error.__traceback__)[-1].line

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from loongplug.data.units import LoadedUnit, Unit
+from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.hetero.balance import Balance
 from loongplug.hetero.engine import EncoderPlace
+from loongplug.platform.transfers import to_device
 from loongplug.training.step_sizes import UnitSteps
 
 
@@ -59,18 +60,20 @@ class AssignedUnits:
         assert number == 0, "a block is a step"
         return units
 
-    def owners(self, units: Sequence[Unit]) -> Sequence[int]:
+    def owners(self, units: Sequence[MediaBatch]) -> Sequence[int]:
         """The placement's group of each."""
         placement = self._place.placement
         if self._balance is None:
             return [placement.owner(self._steps.place(unit.index)[0]) for unit in units]
         return self._balance.owners([unit.grids for unit in units], replicas=len(placement.groups))
 
-    def loads(self, unit: Unit) -> bool:
+    def loads(self, unit: MediaBatch) -> bool:
         """Whether this rank is the first of the unit's group."""
         return self._ranks(unit)[0] == dist.get_rank()
 
-    def deliver(self, unit: Unit, loaded: LoadedUnit | None) -> tuple[Tensor | None, set[int]]:
+    def deliver(
+        self, unit: MediaBatch, loaded: LoadedUnit | None
+    ) -> tuple[Tensor | None, set[int]]:
         """Collective: all ranks of the replica, as far as ``unit`` has images or videos."""
         bad = set() if loaded is None else set(loaded.bad)
         if self._replica is not None and unit.media:
@@ -78,10 +81,10 @@ class AssignedUnits:
         encodes = dist.get_rank() in self._ranks(unit)
         return (self._pixels(unit, loaded) if encodes else None), bad
 
-    def _ranks(self, unit: Unit) -> tuple[int, ...]:
+    def _ranks(self, unit: MediaBatch) -> tuple[int, ...]:
         return self._place.placement.groups[unit.owner]
 
-    def _told(self, unit: Unit, bad: set[int], replica: dist.ProcessGroup) -> set[int]:
+    def _told(self, unit: MediaBatch, bad: set[int], replica: dist.ProcessGroup) -> set[int]:
         """What the loading rank knows."""
         first = self._ranks(unit)[0]
         if first != dist.get_rank():
@@ -98,12 +101,13 @@ class AssignedUnits:
                 self._sending.append(work)
         return bad
 
-    def _pixels(self, unit: Unit, loaded: LoadedUnit | None) -> Tensor:
+    def _pixels(self, unit: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
         device = self._device()
         if loaded is None:
             pixels = torch.empty(unit.patches, self._patch_dim, device=device)
         else:
-            pixels = loaded.pixels.to(device, non_blocking=True)
+            # Pinned by the background processes' thread; where there are none, only here.
+            pixels = to_device(loaded.pixels, device)
         group = self._place.group_ranks
         assert group is not None, "this rank encodes"
         if unit.media and dist.get_world_size(group) > 1:

@@ -59,8 +59,8 @@ def check_checkpoint_folders(
     ``data`` is the fingerprint of the training data. For all ranks; no collectives.
 
     Raises:
-        ValueError: a folder holds checkpoints of another model or other data, or none that is
-            complete.
+        ValueError: a folder holds checkpoints of another model or other data, or what is to be
+            loaded is damaged.
     """
     check_source_folders(args, model_yaml)
     if has_checkpoint(args) and not args.finetune:
@@ -73,13 +73,15 @@ def check_checkpoint_folders(
 def check_source_folders(args: Namespace, model_yaml: Mapping[str, Any]) -> None:
     """Mend what a killed save left in ``--load`` and ``--save``; look at what will be loaded.
 
-    For all ranks; no collectives.
+    For all ranks; no collectives. The first rank looks whether the checkpoint is whole; where it is
+    not, the others hear of it as of any error.
 
     Raises:
-        ValueError: ``--load`` holds checkpoints of another model, or none that is complete.
+        ValueError: ``--load`` holds checkpoints of another model, or what it is to load is damaged.
     """
     for folder in {args.load, args.save} - {None}:
         recover(Path(folder))
     if has_checkpoint(args):
-        check_latest(Path(args.load), step=args.ckpt_step)
+        if args.rank == 0:
+            check_latest(Path(args.load), step=args.ckpt_step)
         check_architecture(Path(args.load), model_yaml)

@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from loongplug.data.outside_yaml import require_bounded_yaml
 from loongplug.models.registry import Family, families, family_of
 from loongplug.paths import configs_dir
 from loongplug.training.suggest import the_closest_is
@@ -222,6 +227,16 @@ def _quoted(folder: Path) -> str:
     return f"'file://{escaped}'"
 
 
+class _BoundedFiles(FileConfigSource):
+    """Hydra's files, each looked through before it is built: also those that a file mounts."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path) / self._normalize_file_name(config_path)
+        if file.exists():
+            require_bounded_yaml(file)
+        return super().load_config(config_path)
+
+
 @contextmanager
 def _hydra(folder: Path) -> Iterator[None]:
     """Hydra on the files of ``folder``, in quiet.
@@ -229,9 +244,13 @@ def _hydra(folder: Path) -> Iterator[None]:
     The plugin that comes with megatron-energon's storage client tells of each composition, on two
     ways, that it is not configured. Nothing here asks it for anything.
     """
+    Plugins.instance()  # registers what reads files
+    sources = SourcesRegistry.instance().types
+    files = sources["file"]
     plugin = logging.getLogger("multistorageclient.contrib.hydra")
     before = plugin.disabled
     plugin.disabled = True
+    sources["file"] = _BoundedFiles
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="provider=msc-universal")
@@ -239,12 +258,14 @@ def _hydra(folder: Path) -> Iterator[None]:
                 yield
     finally:
         plugin.disabled = before
+        sources["file"] = files
 
 
 def _compose(source: _Source, settings: Mapping[str, str]) -> dict[Any, Any]:
     """The composed plain data, with interpolations resolved."""
     file, search = source.file, _search(source, settings)
     try:
+        require_bounded_yaml(file)
         if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
             raise ValueError(f"{file}: hydra is no key of a model file; remove it")
         with _hydra(search.folders[0]):
@@ -252,7 +273,7 @@ def _compose(source: _Source, settings: Mapping[str, str]) -> dict[Any, Any]:
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingConfigException as error:
         raise ValueError(_missing_file(file, error)) from error
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, OSError) as error:
         raise ValueError(f"{file} does not compose: {' '.join(str(error).split())}") from error
     assert isinstance(data, dict)
     return data

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
@@ -12,6 +13,7 @@ from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
+from loongplug.data.line_index import said_by
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
@@ -45,7 +47,7 @@ class DatasetProvider:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
         self._engine = engine
-        self._balance = balance_of(args, model.image_encoder)
+        self._balance = balance_of(args, model.vision)
         texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
         processor = load_processor(
             args.tokenizer_model,
@@ -55,6 +57,7 @@ class DatasetProvider:
                 start=texts["vision_start_token_id"],
                 end=texts["vision_end_token_id"],
             ),
+            special_tokens_in_text=args.special_tokens_in_text,
         )
         require_fit(
             processor,
@@ -68,9 +71,9 @@ class DatasetProvider:
                 )
             },
             vocab_size=model.foundation.vocab_size,
-            patch_size=model.image_encoder.patch_size,
-            temporal_patch_size=model.image_encoder.temporal_patch_size,
-            spatial_merge_size=model.image_encoder.spatial_merge_size,
+            patch_size=model.vision.patch_size,
+            temporal_patch_size=model.vision.temporal_patch_size,
+            spatial_merge_size=model.vision.spatial_merge_size,
         )
 
         def open_dataset(
@@ -80,7 +83,13 @@ class DatasetProvider:
                 return None
             return ChatDataset(
                 open_rows(
-                    files, flag=flag, seed=args.seed, media_root=args.media_root, split=split
+                    files,
+                    flag=flag,
+                    seed=args.seed,
+                    media_root=args.media_root,
+                    confine_media=args.confine_media,
+                    split=split,
+                    max_row_mib=args.max_row_mib,
                 ),
                 processor=processor,
                 seq_length=args.seq_length,
@@ -90,21 +99,27 @@ class DatasetProvider:
             )
 
         train_files = args.data_path or args.train_data_path
-        train = open_dataset(train_files, flag="--train-data-path", split="train")
+        evaluated = args.valid_data_path if args.eval_iters else None
+        with said_by(args.rank == 0):
+            train = open_dataset(train_files, flag="--train-data-path", split="train")
+            self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
         assert train is not None, "the start-up rules ask for training data"
         self.train = train
-        evaluated = args.valid_data_path if args.eval_iters else None
-        self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
         blend = parse_blend(train_files, flag="--train-data-path")
+        settings = {
+            "seed": args.seed,
+            "seq_length": args.seq_length,
+            "training_phase": args.training_phase,
+            "video_fps": args.video_fps,
+            "packing_look_ahead": args.packing_look_ahead if args.packing else None,
+            # Absent without it, as in the notes of runs before there was the flag.
+            **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
+        }
         self.fingerprint = fingerprint(
-            [rows if isinstance(rows, EnergonRows) else rows.path for rows in train.sources],
-            processor,
-            weights=blend.weights,
-            seed=args.seed,
-            seq_length=args.seq_length,
-            training_phase=args.training_phase,
-            video_fps=args.video_fps,
-            packing_look_ahead=args.packing_look_ahead if args.packing else None,
+            _sources(train), processor, weights=blend.weights, **settings
+        )
+        self.valid_fingerprint = (
+            fingerprint(_sources(self._valid), processor, **settings) if self._valid else {}
         )
         self._patch_dim = processor.patch_dim
         self._loaders: list[MicrobatchLoader] = []
@@ -204,6 +219,11 @@ class DatasetProvider:
             "look_ahead": args.packing_look_ahead if args.packing else None,
             "needs": TextNeeds.any_of(text_needs(args)),
         }
+
+
+def _sources(dataset: ChatDataset) -> list[Path | EnergonRows]:
+    """What holds its rows."""
+    return [rows if isinstance(rows, EnergonRows) else rows.path for rows in dataset.sources]
 
 
 def text_needs(args: Namespace) -> list[TextNeeds]:

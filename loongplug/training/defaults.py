@@ -43,6 +43,9 @@ def _common(args: Namespace) -> dict[str, Any]:
         # refuses to combine this with checkpoints in each node's local storage.
         "dist_ckpt_optim_fully_reshardable": args.non_persistent_ckpt_type != "local",
         "use_persistent_ckpt_worker": args.async_save,  # upstream saves in step without it
+        # NaN ends the run at once, also in its first step. Upstream runs the step again, saves, and
+        # ends without a word to the terminal.
+        "rerun_mode": "disabled",
     }
 
 

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
+from loongplug.data.row_json import MAX_ROW_MIB
 from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.suggest import closest
 
@@ -21,10 +22,13 @@ _OVERRIDE = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """A command line taken apart; ``flags`` are the flags the user gave, by their names in args."""
+    """A command line taken apart; ``flags`` are the flags the user gave, by their names in args,
+    ``options`` all that there are.
+    """
 
     args: Namespace
     flags: Mapping[str, str]
+    options: Mapping[str, str]
     overrides: tuple[str, ...]
 
 
@@ -66,13 +70,16 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     overrides, rest = _split_overrides(argv, parser)
     args, left_over = parser.parse_known_args(rest)
     _refuse_left_over(left_over, parser)
-    options = {action.dest: action.option_strings for action in parser._actions}
+    options = {
+        action.dest: action.option_strings[0] for action in parser._actions if action.option_strings
+    }
     for action in parser._actions:
         action.default = SUPPRESS
     given = vars(parser.parse_known_args(rest)[0])
     return CommandLine(
         args=args,
-        flags={name: options[name][0] for name in given},
+        flags={name: options[name] for name in given},
+        options=options,
         overrides=tuple(overrides),
     )
 
@@ -174,6 +181,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="what relative paths of images and videos start at; else each data file's folder",
     )
     group.add_argument(
+        "--confine-media",
+        action="store_true",
+        help="refuse images and videos that lie outside of that folder, links followed",
+    )
+    group.add_argument(
         "--video-fps",
         type=float,
         metavar="N",
@@ -195,8 +207,24 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         default="fatal",
         help="a sample that cannot be used is left out and counted, or ends the run (default)",
     )
+    _add_rows(group)
     _add_encoder_modes(group)
     _add_offload(group)
+
+
+def _add_rows(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--max-row-mib",
+        type=int,
+        default=MAX_ROW_MIB,
+        metavar="N",
+        help=f"a row of more than N MiB cannot be used (default: {MAX_ROW_MIB})",
+    )
+    group.add_argument(
+        "--special-tokens-in-text",
+        action="store_true",
+        help="special tokens that are written in the text of rows are special tokens; else text",
+    )
 
 
 def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:

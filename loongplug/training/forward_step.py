@@ -65,6 +65,10 @@ class ForwardStep:
         self.tokens = 0
         self.capacity = 0
         self.started: float | None = None  # when the first of them was asked for
+        # Where losses are made, of the microbatches since somebody cleared it: their sums, and how
+        # many tokens of an evaluation counted. On the device.
+        self.losses: list[Tensor] = []
+        self.valid_tokens: list[Tensor] = []
 
     def __call__(
         self,
@@ -89,6 +93,7 @@ class ForwardStep:
             microbatch.input_ids,
             microbatch.position_ids,
             vision=microbatch.vision,
+            visual_places=microbatch.visual_places,
             number=microbatch.number,
             labels=microbatch.labels,
             loss_mask=microbatch.loss_mask,
@@ -96,11 +101,16 @@ class ForwardStep:
         )
         if microbatch.labels is None:
             return output, _no_loss
-        return output, partial(self._loss, microbatch)
+        return output, partial(self._loss, microbatch, training=model.training)
 
-    def _loss(self, microbatch: Microbatch, losses: Tensor) -> LossReport:
+    def _loss(self, microbatch: Microbatch, losses: Tensor, *, training: bool) -> LossReport:
         assert microbatch.loss_mask is not None, "it comes with the labels"
         report = token_loss(microbatch.loss_mask, losses)
+        total, tokens, _ = report
+        if training:
+            self.losses.append(total.detach())
+        else:
+            self.valid_tokens.append(tokens)
         if self._on_loss is not None:
             self._on_loss(microbatch, report)
         return report

@@ -12,13 +12,6 @@ from loongplug.checkpoint.names import parameter_names
 from loongplug.models.freezing import FREEZE_FLAG, TRAIN_FLAG, Freezing, idle_pattern
 from loongplug.models.hf_mapping import Mapping
 
-# A module's key in the model's YAML, and its name in the built model.
-MODULES = {
-    "image_encoder": "image_encoder",
-    "image_projector": "image_projector",
-    "foundation": "text_decoder",
-}
-
 
 def freezing_of(args: Namespace, model: Any) -> Freezing:
     """What the YAML's ``freeze`` and ``lora`` and the patterns of the command line ask for.
@@ -27,9 +20,7 @@ def freezing_of(args: Namespace, model: Any) -> Freezing:
     """
     frozen, adapted = (
         tuple(
-            name
-            for key, name in MODULES.items()
-            if getattr(getattr(model, key, None), setting, None)
+            name for name, architecture in model.modules().items() if getattr(architecture, setting)
         )
         for setting in ("freeze", "lora")
     )

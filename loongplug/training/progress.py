@@ -49,6 +49,7 @@ class TokenCounter(Protocol):
     tokens: int  # before padding; counted by ranks of the first stage
     capacity: int  # with padding
     started: float | None  # time.monotonic() of the first microbatch
+    valid_tokens: list[torch.Tensor]  # that counted in the evaluation; where losses are made
 
 
 class ProgressSink(Protocol):
@@ -235,10 +236,23 @@ class TrainingProgress:
             self._report(iteration)
 
     def evaluated(self, loss: torch.Tensor | None) -> None:
-        """Take note of an evaluation; ``loss`` is set on the last stage. Every rank enters."""
-        (self.valid_loss,) = self._sum(loss.item() if self._has_loss and loss is not None else 0.0)
+        """Take note of an evaluation; ``loss`` is set on the last stage. Every rank enters.
+
+        One without a trained token has no loss, and ends no run: the training is sound.
+        """
+        tokens = torch.stack(self._counter.valid_tokens).sum() if self._counter.valid_tokens else 0
+        self._counter.valid_tokens.clear()
+        all_loss, counted = self._sum(
+            loss.item() if self._has_loss and loss is not None else 0.0, float(tokens)
+        )
+        self.valid_loss = all_loss if counted else None
+        said = (
+            "none: no token of the validation data counts; look at --valid-data-path"
+            if self.valid_loss is None
+            else f"{self.valid_loss:.4f}"
+        )
         if self._sink is not None:
-            self._sink.say(f"iteration {self._iteration} | validation loss {self.valid_loss:.4f}")
+            self._sink.say(f"iteration {self._iteration} | validation loss {said}")
 
     def _sum(self, *values: float) -> list[float]:
         """Sums over all ranks; float64 is exact for counts far beyond any run's."""

@@ -15,13 +15,14 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.entries import only_encoder
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.platform import Platform
+from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
@@ -35,9 +36,10 @@ def backend_of(args: Namespace) -> Backend:
 
 def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> Engine:
     """The engine that the flags and the encoder's YAML ask for."""
-    encoder = model.image_encoder
+    encoder = model.vision
     return Engine(
         mode_of(args),
+        entry=only_encoder(model.entries()),
         encoder_tp=encoder.tensor_model_parallel_size,
         patches_per_token=encoder.spatial_merge_size**2,
         seed=args.seed,
@@ -91,9 +93,10 @@ class ModelProvider:
         config: TransformerConfig | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> MultimodalModel:
-        """One chunk; the last one freezes, and with a ``hf_folder`` brings the weights of all.
+        """One chunk on the platform's device; the last one freezes, and brings the weights of all.
 
-        The same goes for adapters, which start by ``seed`` where no ``adapter_folder`` has them.
+        Weights come from the ``hf_folder``, if there is one; adapters from the ``adapter_folder``,
+        or start by ``seed``.
 
         Collective: every rank builds as many chunks as every other. Weights are loaded once all
         are built (tied embeddings make the first and the last chunk of the model wait for each
@@ -110,9 +113,13 @@ class ModelProvider:
             post_process=post_process,
             vp_stage=vp_stage,
             pg_collection=groups,
-            encoder_state=self.engine.place.state,
+            states=self.engine.states,
             backend=self.backend,
         )
+        # Megatron makes routers on the host, as we do norms and embeddings of plain torch, and
+        # moves chunks when the provider is done. Weights are broadcast before that, which NCCL
+        # does on the device only.
+        chunk.to(current_platform().device)
         self.engine.attach(chunk)
         if self.offload is not None:
             offload_layers(chunk, self.offload)

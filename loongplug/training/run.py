@@ -1,5 +1,6 @@
 """One training run: from a command line to a trained, saved and exported model."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +12,15 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
-from loongplug.checkpoint.adapter_files import check_adapter_export, save_adapters
-from loongplug.checkpoint.adapter_weights import merged_weights
-from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.write_errors import write_error
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.observe.tracing import traced
+from loongplug.parallel.failure import AtEnd, nothing_at_end
 from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
@@ -30,16 +31,22 @@ from loongplug.platform.upstream_seams import (
     setup_table,
     stepped_schedules_table,
 )
-from loongplug.training.arguments import parse_arguments
+from loongplug.training.arguments import (
+    ParsedArguments,
+    parse_arguments,
+    validate_optimizer,
+)
 from loongplug.training.checkpoints import (
     check_checkpoint_folders,
     has_checkpoint,
     use_whole_checkpoints,
 )
 from loongplug.training.datasets import DatasetProvider
+from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of
-from loongplug.training.log import LogTap, megatron_output
+from loongplug.training.log import LogTap, WithoutSave, megatron_output
+from loongplug.training.outputs import outputs_ready
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
@@ -54,11 +61,13 @@ from loongplug.training.provider import (
     tensor_offload_of,
 )
 from loongplug.training.rates import rates_of
+from loongplug.training.same_start import require_same_data, require_same_start
+from loongplug.training.soundness import Soundness
 from loongplug.training.step_sizes import StepSizes, step_sizes
 
 
 class Watch(Protocol):
-    """What looks on while a run trains. Each method is called on every rank that has its news."""
+    """What looks on while a run trains. ``built``: all ranks; ``loss``: last stage only."""
 
     def built(self, chunks: Sequence[Any], optimizer: Any, *, mapping: Mapping) -> None:
         """The wrapped model chunks, their weights loaded, and the optimizer, on every rank."""
@@ -73,13 +82,36 @@ def run(
     on_report: Callable[[StepReport], None] | None = None,
     watch: Watch | None = None,
     verified: bool = False,
+    without_save: WithoutSave = "show",
+    at_end: AtEnd = nothing_at_end,
 ) -> list[StepReport]:
     """Train as ``argv`` says; gives the reports of the run. Every rank enters.
 
     ``on_report`` is called with each report, on every rank. A run that is ``verified`` against
-    another may be in fp32 where others may not.
+    another may be in fp32 where others may not. ``without_save`` is where Megatron's output goes
+    without ``--save``. ``at_end`` takes what is to be done where another rank's
+    failure ends this process.
     """
     parsed = parse_arguments(argv, verified=verified)
+    validate_optimizer(parsed.args)
+    require_same_start(parsed)  # before anything is written
+    with outputs_ready(parsed.args, at_end=at_end):
+        return _run(
+            parsed,
+            on_report=on_report,
+            watch=watch,
+            without_save=without_save,
+        )
+
+
+def _run(
+    parsed: ParsedArguments,
+    *,
+    on_report: Callable[[StepReport], None] | None,
+    watch: Watch | None,
+    without_save: WithoutSave,
+) -> list[StepReport]:
+    """The run, once its arguments are checked and its outputs are its own."""
     args = parsed.args
     platform = current_platform()
     platform.use(
@@ -90,15 +122,21 @@ def run(
     if engine.steps:
         platform.use(stepped_schedules_table(engine.schedules))
     datasets = DatasetProvider(args, parsed.model, engine=engine)
+    # The first rank has the outputs by now: no rank changes a folder that is another run's.
+    require_same_data(
+        args, {"training": datasets.fingerprint, "validation": datasets.valid_fingerprint}
+    )
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
-    if args.save_hf:
-        check_hf_export(
-            Path(args.save_hf), model=hugging_face, processor_folder=Path(args.tokenizer_model)
-        )
     table = adapter_table(parsed.model, hugging_face)
-    if args.save_lora:
-        check_adapter_export(Path(args.save_lora), model=hugging_face)
+    exports = Exports(
+        args=args,
+        model=hugging_face,
+        table=table,
+        model_yaml=parsed.model_yaml,
+        overrides=parsed.overrides,
+    )
+    check_exports(args, hugging_face)
     from_folders = not has_checkpoint(args)
     provider = ModelProvider(
         parsed.model,
@@ -112,17 +150,23 @@ def run(
         seed=args.seed,
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
+    soundness = Soundness(args, forward_step)
     with (
         traced(
             args.trace, platform=platform, rank=args.rank, world_size=args.world_size
         ) as recorder,
         _reported(engine, recorder),
-        megatron_output(args) as terminal,
-        _told_what_was_built(engine, watch, mapping=with_adapters(hugging_face.mapping, table)),
+        megatron_output(args, without_save=without_save) as terminal,
+        _told_what_was_built(
+            engine,
+            watch,
+            mapping=with_adapters(hugging_face.mapping, table),
+            soundness=soundness,
+        ),
         _rated(step_sizes(args)),
     ):
         set_global_variables(args)
-        reports = _pretrain(
+        reports, unwritten = _pretrain(
             args,
             datasets,
             provider,
@@ -131,17 +175,8 @@ def run(
             on_report=on_report,
         )
         datasets.close()
-        if args.save_hf:
-            save_hf_folder(
-                provider.chunks,
-                Path(args.save_hf),
-                model=hugging_face,
-                processor_folder=Path(args.tokenizer_model),
-                weight_of=merged_weights(provider.chunks),
-            )
-        if args.save_lora:
-            assert table is not None
-            save_adapters(provider.chunks, Path(args.save_lora), table=table, base=args.load_hf)
+        exports.write(provider.chunks)
+        raise_together(unwritten)
     return reports
 
 
@@ -153,8 +188,8 @@ def _pretrain(
     forward_step: ForwardStep,
     terminal: TextIO,
     on_report: Callable[[StepReport], None] | None,
-) -> list[StepReport]:
-    """Megatron's own loop, with our progress beside it."""
+) -> tuple[list[StepReport], ValueError | None]:
+    """Megatron's own loop, with our progress beside it; what is wrong with the metrics' file."""
     from megatron.training.training import pretrain
 
     with LogTap(
@@ -168,7 +203,8 @@ def _pretrain(
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
             on_report=_also_in_tensorboard(on_report),
             bad_samples=datasets.bad_samples.counts,
-        )
+        ),
+        interval=args.log_interval,
     ) as tap:
         try:
             pretrain(
@@ -179,23 +215,35 @@ def _pretrain(
                 provider,
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
-            if tap.reports and args.metrics_json and args.rank == 0:
-                leave_metrics(
-                    Path(args.metrics_json),
-                    summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples),
-                    name=args.metrics_name,
-                )
-    return tap.reports
+            unwritten = _leave_metrics(args, tap)
+            if unwritten is not None and sys.exception() is not None:
+                print(f"loongplug: {unwritten}", file=sys.stderr, flush=True)
+    return tap.reports, unwritten
+
+
+def _leave_metrics(args: Namespace, tap: LogTap) -> ValueError | None:
+    """Write ``--metrics-json``; an error comes back, for when the model has been exported."""
+    if not (tap.reports and args.metrics_json and args.rank == 0):
+        return None
+    figures = summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples)
+    try:
+        leave_metrics(Path(args.metrics_json), figures, name=args.metrics_name)
+    except OSError as error:
+        return write_error(f"--metrics-json {args.metrics_json}", error)
+    except ValueError as error:
+        return error
+    return None
 
 
 @contextmanager
 def _told_what_was_built(
-    engine: Engine, watch: Watch | None, *, mapping: Mapping
+    engine: Engine, watch: Watch | None, *, mapping: Mapping, soundness: Soundness
 ) -> Iterator[None]:
-    """``engine``, and ``watch`` behind it, get chunks and optimizer before the first step."""
+    """``engine``, and the others behind it, get chunks and optimizer before the first step."""
 
     def built(chunks: list[Any], optimizer: Any) -> None:
         engine.built(chunks, optimizer)
+        soundness.built(chunks, optimizer)
         if watch is not None:
             watch.built(chunks, optimizer, mapping=mapping)
 

@@ -6,7 +6,7 @@
 import dataclasses
 import logging
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +21,6 @@ from loongplug.training.config import ComposedModel, available_models, compose_m
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import read_command_line
 
-_MODULES = ("image_encoder", "image_projector", "text_decoder")
 # No run takes place; these only satisfy Megatron's checks.
 _FLAGS = ("--micro-batch-size", "1", "--seq-length", "1", "--train-iters", "1", "--lr", "1")
 
@@ -63,12 +62,12 @@ def build_on_meta(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    encoder_state: ModuleState | None = None,
+    states: Mapping[str, ModuleState] | None = None,
 ) -> nn.Module:
     """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
 
-    ``encoder_state`` is the encoder's where it is not the decoder's. No collectives, but Megatron's
-    parallel state has to be there, with the sizes of ``args``.
+    ``states`` are those of encoders by their entries' names, where they are not the decoder's. No
+    collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
     """
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,7 +86,7 @@ def build_on_meta(
             post_process=post_process,
             vp_stage=vp_stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            encoder_state=encoder_state,
+            states=states,
             backend="local",
         )
     return stage
@@ -117,7 +116,7 @@ def model_size(name: str, composed: ComposedModel) -> ModelSize:
         family=composed.family.name,
         parameters=parameters,
         active=parameters - idle,
-        modules={module: _count(getattr(whole, module)) for module in _MODULES},
+        modules={module: _count(getattr(whole, module)) for module in config.modules()},
         layers=args.num_layers,
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
@@ -145,7 +144,7 @@ def _cells(size: ModelSize) -> list[str]:
         f"`{size.name}`",
         f"{size.parameters:,}",
         _short(size.active, billion="B"),
-        *(_short(size.modules[module], billion="B") for module in _MODULES),
+        *(_short(size.modules[module], billion="B") for module in size.modules),
         str(size.layers),
         str(size.hidden),
         f"{size.heads} / {size.key_value_heads}",

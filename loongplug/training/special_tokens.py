@@ -31,7 +31,7 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
         vocabulary = content["model"]["vocab"]
     except OSError as error:
         raise ValueError(f"{directory} has no readable {FILE} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is no tokenizer of Hugging Face's format ({error!r})") from error
     # Unigram vocabularies are lists, whose positions are the ids.
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

@@ -1,6 +1,8 @@
 """Fill frozen config dataclasses from plain YAML data, and turn them back into it."""
 
 import dataclasses
+import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -40,8 +42,10 @@ class Filler:
 
     def _fill_scalar(self, wanted: type, value: object, *, key: str, expected: Any) -> Any:
         if type(value) is wanted:  # a bool is no int here
+            if isinstance(value, float) and not math.isfinite(value):
+                self._note(key, f"is {value}, but a finite number is expected")
             return value
-        if wanted is float and type(value) is int:
+        if wanted is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         self._wrong_type(expected, value, key=key)
         return None

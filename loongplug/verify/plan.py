@@ -8,6 +8,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from loongplug.models.entries import only_encoder
 from loongplug.verify.flags import common_flags, reference_flags
 from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
 
@@ -165,15 +166,16 @@ class _Planner:
         )
         model, demo = composed.config, args.tokenizer_model is None
         layout = _layout(args, model)
-        taps = len(getattr(model.image_encoder, "deepstack_layers", ()))
+        taps = len(getattr(model.vision, "deepstack_layers", ()))
         stages = tiny_stages(layout, taps=taps)
         tokenizer = read_tokenizer(Path(line.args.tokenizer_model))
+        encoder = model.keys[only_encoder(model.entries()).name]
         sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, demo_patches=demo)
         overrides = as_overrides(sizes)
         overrides += [f"model.{name}=null" for name in composed.family.special_tokens]
         self._notes.append(
             f"--scale tiny: {stages.layers} decoder layers of {sizes['foundation.hidden_size']} "
-            f"channels, {sizes['image_encoder.num_layers']} encoder layers, random weights"
+            f"channels, {sizes[f'{encoder}.num_layers']} encoder layers, random weights"
         )
         more: list[str] = []
         for flag, layers in (
@@ -250,9 +252,9 @@ class _Planner:
 def _without_dropout(model: Any) -> list[str]:
     """Overrides that leave adapters' inputs whole, as the flags do with all others."""
     return [
-        f"model.{name}.lora.dropout=0.0"
-        for name in ("image_encoder", "image_projector", "foundation")
-        if getattr(model, name).lora is not None
+        f"model.{model.keys[name]}.lora.dropout=0.0"
+        for name, architecture in model.modules().items()
+        if architecture.lora is not None
     ]
 
 
@@ -275,7 +277,7 @@ def _layout(args: Namespace, model: Any) -> Layout:
         vpp=vpp,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size or tp,
-        encoder_tp=model.image_encoder.tensor_model_parallel_size or tp,
+        encoder_tp=model.vision.tensor_model_parallel_size or tp,
         first=args.decoder_first_pipeline_num_layers is not None,
         last=args.decoder_last_pipeline_num_layers is not None,
     )

@@ -56,6 +56,18 @@ class _Rank:
             self.code = -signal.SIGKILL
 
 
+def new_folder(folder: Path) -> Path:
+    """Make ``folder`` for a run's recording; nothing that is in one already is removed for it.
+
+    Raises:
+        ValueError: there is something in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: give a new folder.")
+    return folder
+
+
 def run_ranks(
     function: Callable[[int, OnEvent], Any],
     world_size: int,
@@ -212,6 +224,19 @@ def _own_process(rank: int, *, world_size: int, folder: Path) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    own_thread_pool()
+
+
+def own_thread_pool() -> None:
+    """Make torch's pool of threads anew, now that this process has one thread.
+
+    The first to look at it after a fork makes it anew, without a lock (caffe2's pthreadpool).
+    Threads of autograd look when they start, several at a time: two of them end the process.
+    Does nothing where torch has not been imported.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _tell(events: int, line: str) -> None:

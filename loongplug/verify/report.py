@@ -17,9 +17,7 @@ from loongplug.verify.compare import (
 )
 from loongplug.verify.plan import Plan
 
-MODULES = (
-    "image_encoder",
-    "image_projector",
+DECODER = (
     "text_decoder embeddings",
     "text_decoder layers",
     "text_decoder experts",
@@ -62,7 +60,7 @@ def _table(comparison: Comparison) -> Iterable[str]:
 def modules_of(comparison: Comparison) -> list[str]:
     """The rows of the table that this model has."""
     present = {each.module for each in comparison.tensors}
-    return [*(m for m in MODULES if m in present), *sorted(present - set(MODULES))]
+    return [*sorted(present - set(DECODER)), *(part for part in DECODER if part in present)]
 
 
 def _figure(error: float, limit: float) -> str:

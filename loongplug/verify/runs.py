@@ -2,14 +2,13 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from loongplug.verify.plan import Plan, Request
-from loongplug.verify.ranks import OnEvent, run_ranks
+from loongplug.verify.ranks import OnEvent, new_folder, run_ranks
 
 RecordRank = Callable[..., None]
 
@@ -110,11 +109,10 @@ def record(
     """Run ``flags`` on ``ranks`` forked processes; gives the folder with the recording.
 
     Raises:
-        ValueError: the flags cannot be used.
+        ValueError: the flags cannot be used, or ``folder`` is not empty.
         RankError: a rank failed otherwise.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    new_folder(folder)
     if record_rank is None:
         record_rank = _record_rank
     run_ranks(

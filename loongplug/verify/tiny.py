@@ -13,6 +13,7 @@ from loongplug.models.architecture import (
     VisionArchitecture,
     VisionLanguageArchitecture,
 )
+from loongplug.models.entries import only_encoder
 
 _HEAD = 16  # channels of a head, in both modules
 _HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
@@ -72,9 +73,10 @@ def tiny_sizes(
     ``vocabulary`` is how many ids the tokenizer has; with ``demo_patches``, images come from the
     demo's processor, whose patches the encoder then takes.
     """
-    encoder, text = model.image_encoder, model.foundation
+    encoder, text = model.vision, model.foundation
+    section = model.keys[only_encoder(model.entries()).name]
     sizes = {
-        f"image_encoder.{key}": value
+        f"{section}.{key}": value
         for key, value in _encoder(encoder, layout, demo_patches=demo_patches).items()
     }
     taps = len(getattr(encoder, "deepstack_layers", ()))

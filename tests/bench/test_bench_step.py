@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from micro.against_transformers import compare, training_flags
 
-from loongplug.bench.against_transformers import compare, training_flags
 from loongplug.bench.step import StepFigures, bench_step, measure_step, spread
 from loongplug.data.demo import make_demo_data
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-import loongplug.training.run as run_module
 from loongplug.models.qwen3_vl_moe import hf
+from loongplug.training import exports
 from loongplug.training.run import run
 
 WEIGHTS = "weights"
@@ -43,8 +43,8 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> Kept:
 
     made: dict[str, Any] = {}
     original_setup = training.setup_model_and_optimizer
-    original_export = run_module.save_hf_folder
-    original_adapters = run_module.save_adapters
+    original_export = exports.save_hf_folder
+    original_adapters = exports.save_adapters
 
     @functools.wraps(original_setup)  # what stands in for it looks at its signature
     def setup(*args: Any, **kwargs: Any) -> Any:
@@ -69,8 +69,8 @@ def run_and_keep_state(rank: int, *, flags: list[str], folder: Path) -> Kept:
 
     hf._unread = lambda text: ()  # nobody but this test reads the folders
     training.setup_model_and_optimizer = setup
-    run_module.save_hf_folder = export
-    run_module.save_adapters = adapters
+    exports.save_hf_folder = export
+    exports.save_adapters = adapters
     lora = (
         ("--save-lora", str(folder / "unused_adapters"))
         if any(".lora." in each for each in flags)

@@ -3,7 +3,7 @@
 import pytest
 from ranks import run_ranks
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import CommonRuntimeError, CommonValueError, raise_together
 
 
 def meet(rank, *, errors):
@@ -23,24 +23,24 @@ def test_a_wrong_value_on_one_rank_is_a_value_error_on_all():
     results = run_ranks(meet, 3, errors=[None, ValueError("no folder"), None])
     text = "rank 1: no folder"
     assert results == [
-        (ValueError, text, type(None)),
-        (ValueError, text, ValueError),
-        (ValueError, text, type(None)),
+        (CommonValueError, text, type(None)),
+        (CommonValueError, text, ValueError),
+        (CommonValueError, text, type(None)),
     ]
 
 
 def test_the_same_error_on_all_ranks_is_said_once():
     results = run_ranks(meet, 2, errors=[ValueError("no folder")] * 2)
-    assert results == [(ValueError, "no folder", ValueError)] * 2
+    assert results == [(CommonValueError, "no folder", ValueError)] * 2
 
 
 def test_a_bug_on_one_rank_is_a_runtime_error_on_all():
     results = run_ranks(meet, 3, errors=[ValueError("no folder"), KeyError("weight"), None])
     text = "rank 0: no folder\nrank 1: KeyError: 'weight'"
     assert results == [
-        (RuntimeError, text, ValueError),
-        (RuntimeError, text, KeyError),
-        (RuntimeError, text, type(None)),
+        (CommonRuntimeError, text, ValueError),
+        (CommonRuntimeError, text, KeyError),
+        (CommonRuntimeError, text, type(None)),
     ]
 
 

@@ -113,6 +113,9 @@ def test_a_damaged_note_is_named(tmp_path):
     (tmp_path / ARCHITECTURE_FILE).write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
         check_architecture(tmp_path, MODEL)
+    (tmp_path / ARCHITECTURE_FILE).write_text("[]")
+    with pytest.raises(ValueError, match=r"is no note of LoongPlug.*remove it: the tensors are"):
+        check_architecture(tmp_path, MODEL)
 
 
 def test_a_folder_with_anothers_checkpoints_keeps_its_note(tmp_path):

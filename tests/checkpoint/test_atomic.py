@@ -85,6 +85,26 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
 
 
 @pytest.mark.quick
+def test_what_others_put_beside_a_checkpoint_stays(tmp_path):
+    """Into its folder, or beside it under names that begin as ours do."""
+    final = folder(tmp_path / "iter_0000002", "old")
+    (final / "__0_0.distcp").touch()
+    (final / "notes.md").write_text("mine")
+    folder(final / "eval_results", "mine")
+    for name in (".saving_the_best", ".replaced_cover", "cover"):
+        folder(tmp_path / name, "mine")
+    put_in_place(folder(tmp_path / ".saving_iter_0000002_1", "new"), final)
+    recover(tmp_path)
+    remove_left_overs(tmp_path, keep=set())
+    assert content(final) == "new"
+    assert sorted(path.name for path in final.iterdir()) == [
+        *("eval_results", "metadata.json", "notes.md")
+    ]
+    assert content(final / "eval_results") == "mine"
+    assert all(content(tmp_path / n) == "mine" for n in (".saving_the_best", ".replaced_cover"))
+
+
+@pytest.mark.quick
 def test_saves_under_way_are_no_left_overs(tmp_path):
     mine, other = (folder(tmp_path / f".saving_iter_000000{n}_1", "part") for n in (1, 2))
     aside = folder(tmp_path / ".replaced_iter_0000003", "the only one")

@@ -58,3 +58,24 @@ def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(DATA)[:-5])
     with pytest.raises(ValueError, match="is damaged"):
         check_data_note(tmp_path, DATA)
+    path.write_bytes(b'{"\xff')
+    with pytest.raises(ValueError, match="is damaged"):
+        check_data_note(tmp_path, DATA)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"rows"', "{}", '{"name": "a package"}'])
+def test_another_file_of_that_name_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / DATA_FILE
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"is no note of LoongPlug.*rows, settings; remove it to"):
+        check_data_note(tmp_path, DATA)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match="is no file; remove it to go on"):
+        check_data_note(tmp_path, DATA)
+
+
+def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+    write_data_note(tmp_path, changed(seed="x" * 10_000), rank=0)
+    with pytest.raises(ValueError, match=r"settings seed was x{200}\.\.\., is 1"):
+        check_data_note(tmp_path, DATA)

@@ -1,6 +1,8 @@
 """What the writers of one rank leave for it, and what all ranks hear of a failure."""
 
 import errno
+import gc
+import weakref
 from queue import Queue
 from types import SimpleNamespace
 
@@ -43,6 +45,39 @@ def test_errors_keep_their_words_and_are_said_once(written):
     words = "OSError: [Errno 28] No space left on device; ZeroDivisionError: raised"
     assert isinstance(error, RuntimeError)
     assert str(error) == words
+
+
+class Open:
+    """What a frame has open."""
+
+
+@pytest.mark.quick
+def test_what_a_failed_writer_had_open_goes_before_the_collector_comes(monkeypatch):
+    """In what order that would end a file and torch's writer to it, nobody knows: ranks crashed."""
+    held: list[weakref.ref[Open]] = []
+
+    def write(transforms, *, local_proc_idx, **options):
+        stream = Open()
+        held.append(weakref.ref(stream))
+        try:
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError as error:
+                raise RuntimeError("cannot be written") from error
+        except Exception as error:
+            result = local_proc_idx, error  # as upstream: the frame keeps what keeps the frame
+        return result
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
+    monkeypatch.setattr("gc.enable", lambda: None)
+    queue: Queue = Queue()
+    try:
+        write_buckets([], False, 0, [None, None], queue)
+        assert [stream() for stream in held] == [None, None]
+    finally:
+        monkeypatch.undo()
+        gc.enable()
+    assert str(queue.get_nowait()) == "RuntimeError: cannot be written"
 
 
 def finalized(rank: int, *, failed: int | None) -> str:

@@ -133,7 +133,10 @@ def test_another_model_type_is_refused(folder):
     assert "model_type 'qwen2_vl', expected 'qwen3_vl'" in load_alone(folder)
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("content", ["{", "[]", DEEP], ids=["cut off", "a list", "deep"])
 def test_a_damaged_config_is_named(folder, content):
     (folder / "config.json").write_text(content)
     assert "config.json is no JSON object" in load_alone(folder)
@@ -162,6 +165,17 @@ def test_quantized_tensors_are_refused(folder):
     assert f"{NORM} has type F8_E4M3" in load_alone(folder)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_as_they_are_read(tmp_path, value):
+    save_file({"a": torch.tensor([[1.0, value], [1.0, 2.0]])}, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path) as tensors:
+        assert tensors.read("a", (slice(1, 2),)).tolist() == [[1.0, 2.0]]
+        said = rf"^a in {tmp_path}/model.safetensors has values that are NaN or infinite"
+        with pytest.raises(ValueError, match=said):
+            tensors.read("a", (slice(0, 1),))
+
+
 def test_pickles_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "has neither model.safetensors nor" in load_alone(folder)
@@ -184,6 +198,11 @@ def test_a_damaged_file_is_named(folder):
 def test_a_bad_index_is_named(folder, index, message):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert message in load_alone(folder)
+
+
+def test_an_index_that_nests_deeply_is_named(folder):
+    (folder / "model.safetensors.index.json").write_text(DEEP)
+    assert "is no index" in load_alone(folder)
 
 
 def load_into_another_model(rank, *, folder):

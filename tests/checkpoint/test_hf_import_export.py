@@ -17,6 +17,7 @@ from loongplug.checkpoint import hf_export
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
 from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.manifest import MANIFEST_FILE, digest_of, read_manifest
 from loongplug.data.demo_processor import write_processor
 from loongplug.models.qwen3_vl.hf import hugging_face
 
@@ -249,6 +250,7 @@ def export_twice(rank, *, source, target, processor):
         load_hf_weights(chunks, source, model=hugging_face(config))
         save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
         first = (target / "model.safetensors").stat().st_ino
+        (target / "README.md").touch()  # of the user
 
         def full_disk(*args):
             raise OSError(28, "No space left on device")
@@ -271,6 +273,13 @@ def test_a_failed_export_leaves_the_older_one_and_fails_everywhere(tmp_path, pro
     assert results[0][0] == results[1][0]
     assert results[0][0].startswith("rank 0: ")
     assert [path.name for path in target.parent.iterdir()] == ["out"]
+    manifest = read_manifest(target)
+    assert manifest is not None
+    assert "model.safetensors" in manifest.files
+    digests = {name: digest_of(target / name) for name in manifest.files}
+    assert digests == {name: file.sha256 for name, file in manifest.files.items()}
+    found = {path.name for path in target.iterdir()}
+    assert found == {*manifest.files, MANIFEST_FILE, "README.md"}
 
 
 def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_folder):

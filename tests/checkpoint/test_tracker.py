@@ -3,42 +3,46 @@
 from pathlib import Path
 
 import pytest
+from small_checkpoints import write_checkpoint
 
 from loongplug.checkpoint.tracker import TRACKER, check_latest, replaced_whole
 
 pytestmark = pytest.mark.quick
 
 
-def complete(folder: Path, name: str) -> None:
-    (folder / name).mkdir()
-    for file in (".metadata", "metadata.json"):
-        (folder / name / file).touch()
-
-
-@pytest.mark.parametrize("text", ["", "iter", "-1", "1.5", "\0\0"])
+@pytest.mark.parametrize("text", ["", "iter", "-1", "1.5", "\0\0", "\u0664", "1" * 5000])
 def test_a_damaged_tracker_is_named_with_what_there_is(tmp_path, text):
-    complete(tmp_path, "iter_0000003")
+    write_checkpoint(tmp_path, "iter_0000003")
     (tmp_path / TRACKER).write_text(text)
-    with pytest.raises(ValueError, match=r"tracker|latest.*iter_0000003"):
+    with pytest.raises(ValueError, match=r"latest.*into it: iter_0000003\.$"):
         check_latest(tmp_path)
 
 
 def test_the_latest_checkpoint_has_to_be_complete(tmp_path):
-    complete(tmp_path, "iter_0000003")
+    write_checkpoint(tmp_path, "iter_0000003")
     (tmp_path / TRACKER).write_text("4\n")
     (tmp_path / "iter_0000004").mkdir()
     with pytest.raises(ValueError, match=r"no complete checkpoint iter_0000004.*iter_0000003"):
         check_latest(tmp_path)
-    check_latest(tmp_path, step=3)
+    assert check_latest(tmp_path, step=3) == tmp_path / "iter_0000003"
     with pytest.raises(ValueError, match=r"iter_0000005, which --ckpt-step asks for"):
         check_latest(tmp_path, step=5)
 
 
 @pytest.mark.parametrize(("text", "name"), [("12", "iter_0000012"), ("release", "release")])
 def test_a_complete_checkpoint_passes(tmp_path, text, name):
-    complete(tmp_path, name)
+    write_checkpoint(tmp_path, name)
     (tmp_path / TRACKER).write_text(text)
-    check_latest(tmp_path)
+    assert check_latest(tmp_path) == tmp_path / name
+
+
+def test_a_release_goes_before_a_step(tmp_path):
+    """Megatron would load the release without a word."""
+    write_checkpoint(tmp_path, "release")
+    write_checkpoint(tmp_path, "iter_0000002")
+    (tmp_path / TRACKER).write_text("release")
+    with pytest.raises(ValueError, match="goes before --ckpt-step 2; write 2 into it"):
+        check_latest(tmp_path, step=2)
 
 
 def test_the_tracker_is_replaced_as_a_whole(tmp_path):

@@ -3,23 +3,25 @@
 import json
 import os
 import shutil
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from micro.convert_worker import _PeakMemory
+from micro.random_folder import write_random_folder
 from ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
+from small_checkpoints import write_checkpoint
 from typer.testing import CliRunner
 
-from loongplug.bench.convert_worker import _PeakMemory
-from loongplug.bench.random_folder import write_random_folder
 from loongplug.checkpoint.carried_files import CARRIED_FOLDER
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.cli import app
 from loongplug.convert import streaming
-from loongplug.convert.rank import convert
+from loongplug.convert.rank import _iteration_folder, convert
 from loongplug.training.run import run
 
 MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu")
@@ -140,7 +142,7 @@ def overwrite(file: Path) -> None:
         (
             "__1_0.distcp",
             overwrite,
-            r"release cannot be read \(some of it is no .+\): copy or save it anew",
+            r"release/__1_0\.distcp cannot be read \(some of it is no .+\): copy or save the",
         ),
         (".metadata", cut_off, r"\.metadata cannot be read \(.+\): copy or save the checkpoint"),
     ],
@@ -155,6 +157,19 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks(checkpoint, tmp_path, name
         run_ranks(converted, 2, flags=flags, timeout=120.0)
     assert len(raised.value.errors) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoint_that_is_converted_is_whole_and_chosen_by_step(tmp_path):
+    for name in ("iter_0000002", "iter_0000004"):
+        write_checkpoint(tmp_path, name)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert _iteration_folder(Namespace(load=str(tmp_path), ckpt_step=None)).name == "iter_0000004"
+    (tmp_path / "iter_0000004" / "metadata.json").write_text("{")
+    with pytest.raises(ValueError, match=r"metadata\.json cannot be read .*are: iter_0000002;"):
+        _iteration_folder(Namespace(load=str(tmp_path), ckpt_step=None))
+    assert _iteration_folder(Namespace(load=str(tmp_path), ckpt_step=2)).name == "iter_0000002"
+    with pytest.raises(ValueError, match="has no checkpoint; give the folder that --save named"):
+        _iteration_folder(Namespace(load=str(tmp_path / "iter_0000002"), ckpt_step=None))
 
 
 def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):

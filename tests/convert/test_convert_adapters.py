@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from micro.random_folder import write_random_folder
 from peft import LoraConfig
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from loongplug.bench.random_folder import write_random_folder
-from loongplug.checkpoint.adapter_files import AdapterReader
+from loongplug.checkpoint.adapter_files import AdapterReader, _read_config
 from loongplug.convert.rank import convert
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
 from loongplug.training.config import compose_model
@@ -87,6 +87,7 @@ A = "base_model.model.model.language_model.layers.0.self_attn.k_proj.lora_A.weig
     ("tensors", "config", "said"),
     [
         ({}, {"lora_alpha": 3}, "attn.qkv has lora_alpha 3, expected 2"),
+        ({}, {"lora_alpha": float("nan")}, "has lora_alpha nan, expected"),
         ({}, {"use_rslora": True}, "use_rslora is True, which has no counterpart here"),
         ({}, {"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
         ({}, {"bias": "all"}, "bias is 'all', which has no counterpart"),
@@ -106,6 +107,15 @@ def test_other_adapters_are_refused(folders, table, tmp_path, tensors, config, s
     folder = changed_folder(folders[1], tmp_path, tensors=tensors, config=config)
     with pytest.raises(ValueError, match=said):
         AdapterReader(folder, table)
+
+
+def test_adapters_that_are_not_finite_are_refused(folders, table, tmp_path):
+    values, b = load_file(folders[1] / "adapter_model.safetensors"), A.replace("lora_A", "lora_B")
+    values[b][0, 0] = float("nan")
+    reader = AdapterReader(changed_folder(folders[1], tmp_path, tensors=values, config={}), table)
+    sources = [source for bundle in table.mapping.bundles() for source in bundle.sources]
+    with pytest.raises(ValueError, match=rf"^{b} in .*/adapter_model.safetensors has values that"):
+        [reader._whole(source) for source in sources]
 
 
 def test_what_peft_writes_of_plain_adapters_is_plain(folders, table, tmp_path):
@@ -138,6 +148,12 @@ def changed_folder(start: Path, where: Path, *, tensors: dict, config: dict) -> 
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return folder
+
+
+def test_a_config_that_nests_deeply_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read"):
+        _read_config(tmp_path)
 
 
 def test_projections_with_an_a_of_their_own_are_refused(folders, tmp_path):

@@ -1,9 +1,9 @@
 """Conversion of a model with experts, there by one expert layout and back by another."""
 
 import pytest
+from micro.random_folder import write_random_folder
 from ranks import run_ranks
 
-from loongplug.bench.random_folder import write_random_folder
 from loongplug.convert.rank import convert
 
 MODEL = ("--model-name", "qwen3_vl_moe_tiny", "--device", "cpu")

@@ -67,6 +67,16 @@ def blend(folder: Path, *sizes: int, weights: list[float] | None = None, seed: i
     return Blend(sources, weights=weights, seed=seed)
 
 
+@pytest.mark.parametrize("weight", ["1e-9", "1e-320", "5e-324"])
+def test_a_weight_so_small_that_the_others_never_end_is_refused(
+    weight: str, tmp_path: Path
+) -> None:
+    few, many = write(tmp_path, "few.jsonl", 3), write(tmp_path, "many.jsonl", 5)
+    with pytest.raises(ValueError, match=rf"^--data-path {weight} .*is too small: .* 3 rows"):
+        open_rows([weight, str(few), "1", str(many)], flag="--data-path", seed=1)
+    assert len(open_rows(["1e-3", str(few), "1", str(many)], flag="--data-path", seed=1)) == 3003
+
+
 def test_without_weights_every_row_comes_once_evenly_mixed(tmp_path: Path) -> None:
     assert texts(blend(tmp_path, 2, 4)) == ["b0", "a0", "b1", "b2", "a1", "b3"]
 

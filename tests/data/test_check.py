@@ -56,7 +56,8 @@ def bad_file(
             [("media", r"gone\.png"), ("pixels", r"cut\.png"), ("media", r"text\.png")],
         ),
         (row("Read", "1" * 60), [("length", r"has 71 tokens, but --seq-length is 40")]),
-        (row("Read <|image_pad|>", "1"), [("text", "1 image tokens in the text for 0 images")]),
+        (b'{"text": "a", "text": "b"}', [("row", 'the key "text" twice')]),
+        (row("Read", "1") | {"text": "x"}, [("row", "keys of 2 formats, messages and text")]),
         ({"conversations": turns}, [("row", "1 <image> markers in the text for 0 images")]),
         (
             {"conversations": turns, "images": [good, good]},
@@ -136,7 +137,25 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
     places = [line.split(": ")[0] for line in printed]
     assert places == [f"{path}:{fault.line}" for fault in faults] + [f"{second}:101"]
     assert f"{len(lines) + 100} rows in" in summary
-    assert "21 cannot be used (1 length, 7 media, 2 pixels, 11 row, 2 text)." in summary
+    assert "22 cannot be used (1 length, 7 media, 2 pixels, 13 row, 1 text)." in summary
+
+
+@pytest.mark.quick
+def test_limits_and_special_tokens_in_text(
+    processor_folder: Path, write_rows: Callable[..., Path], row: Row
+) -> None:
+    path = write_rows(row("Read <|image_pad|>", "1"), row("Read", "x" * 2**20))
+    options = ("--tokenizer-model", processor_folder, "--seq-length", 100, "--processes", 1)
+    too_long = f"{path}:2: the sample has "
+    for flags, starts in (
+        ((), [too_long]),
+        (("--max-row-mib", 1), [f"{path}:2: the row has 1.0 MiB, but --max-row-mib is 1"]),
+        (("--special-tokens-in-text",), [f"{path}:1: 1 image tokens in the text for 0", too_long]),
+    ):
+        code, printed, _ = run_check(path, *options, *flags)
+        assert code == 1
+        for line, start in zip(printed, starts, strict=True):
+            assert line.startswith(start)
 
 
 def test_the_command_ends_with_0_when_all_is_well(
@@ -160,6 +179,7 @@ def test_options_that_are_wrong_end_with_one_sentence(
         ((tmp_path / "gone", *model), "No data file at"),
         ((path, *model, "--training-phase", "dpo"), "expected pretrain or sft"),
         ((path, *model, "--processes", 0), "0 processes asked for: expected at least 1"),
+        ((path, *model, "--seq-length", -5), "--seq-length is -5: expected at least 1"),
         ((path, "--tokenizer-model", tmp_path, "--seq-length", 40), "No tokenizer in"),
         ((0.5, path, path, *model), "expected files (p1 p2), or a weight before each"),
     ):
@@ -167,6 +187,10 @@ def test_options_that_are_wrong_end_with_one_sentence(
         assert (code, printed) == (1, [])
         assert errors.startswith("loongplug: error: ")
         assert message in errors
+    for rate in ("nan", "inf", 0):
+        code, printed, errors = run_check(path, *model, "--video-fps", rate)
+        assert (code, printed) == (2, [])
+        assert "Invalid value for '--video-fps'" in errors
 
 
 @pytest.mark.quick

@@ -211,7 +211,8 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"json": b"{broken"}, "the part json is no JSON"),
+        ({"json": b"{broken"}, "the part json: not JSON"),
+        ({"json": b'{"text": "a", "text": "b"}'}, 'the part json: .* has the key "text" twice'),
         ({"json": b"3"}, "a JSON int where an object or a list"),
         ({"txt": b"Hello"}, "has 0 JSON parts among txt: expected one"),
         ({"a.json": b"{}", "b.json": b"{}"}, "has 2 JSON parts among a.json, b.json"),
@@ -244,6 +245,14 @@ def test_what_cannot_be_used_says_where(
     assert len(dataset[0]) > 0
     with pytest.raises(ValueError, match=rf"^\S*a\.tar:2: .*{message}"):
         dataset[1]
+
+
+def test_a_row_above_the_limit_is_refused(tmp_path: Path) -> None:
+    of_samples(tmp_path / "d", {"json": {"text": "x" * 2**20}}, {"json": {"text": "x"}})
+    rows = EnergonRows(tmp_path / "d", split="train", max_row_mib=1)
+    with pytest.raises(ValueError, match=r"a\.tar:1: the row has 1\.0 MiB, but --max-row-mib is 1"):
+        rows.read(0)
+    assert rows.read(1) == {"text": "x"}
 
 
 class _Marks:

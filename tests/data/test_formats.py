@@ -179,6 +179,15 @@ def with_part(**part: Any) -> dict[str, Any]:
         ({"conversations": [HUMAN], "images": "a.png"}, "images is 'a.png', but .* valid list"),
         (with_part(type="text", text="x") | {"images": ["a"]}, "message 1 has a list of parts"),
         ({"text": 3}, "text is 3, but"),
+        (
+            {"messages": [USER], "conversations": [HUMAN]},
+            "the keys of 2 formats, messages and conversations: keep the one",
+        ),
+        (
+            {"text": "x", "conversations": [HUMAN], "messages": 3},
+            "the keys of 3 formats, messages and conversations and text",
+        ),
+        ({"messages": None}, "messages is None, but"),
         ({"text": "\n"}, "the text is empty"),
     ],
 )
@@ -186,6 +195,11 @@ def test_bad_rows_name_the_place_and_the_fault(row: dict[str, Any], message: str
     with pytest.raises(ValueError, match=message) as error:
         parse_conversation(row, where="rows.jsonl:12")
     assert str(error.value).startswith("rows.jsonl:12: ")
+
+
+def test_null_says_that_a_row_is_not_in_a_format() -> None:
+    row = {"messages": None, "conversations": None, "text": "Hi"}
+    assert parse_conversation(row, where="r:1").plain
 
 
 def test_many_faults_are_told_three_at_a_time() -> None:

@@ -1,4 +1,5 @@
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     [
         ('{"messages": [', r"rows\.jsonl:2: not JSON"),
         ("[1, 2]", r"rows\.jsonl:2: a JSON list where an object was expected"),
+        ("[" * 100_000, r"rows\.jsonl:2: not JSON that can be read: it is nested too deeply"),
+        (
+            '{"messages": [], "id": 1, "messages": [1]}',
+            r'rows\.jsonl:2: an object of the row has the key "messages" twice: leave one',
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
+            r'rows\.jsonl:2: an object of the row has the key "role" twice',
+        ),
     ],
 )
 def test_bad_line_names_its_place(write_rows: Callable[..., Path], line: str, message: str) -> None:
@@ -59,3 +69,57 @@ def test_a_line_is_whole_where_the_system_gives_less_at_once(
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 5), at))
     assert [index.read(0), index.read(1)] == [{"a": "long enough"}, {"b": 1}]
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def sized(tmp_path: Path) -> Callable[..., JsonlIndex]:
+    """A file of rows with so many bytes, each behind a small one, and a limit of 1 MiB."""
+
+    def write(*sizes: int, end: bytes = b"\n") -> JsonlIndex:
+        path = tmp_path / "rows.jsonl"
+        rows = b"\n".join(b'{}\n{"a": "' + b"x" * (size - 9) + b'"}' for size in sizes)
+        path.write_bytes(rows + end)
+        return JsonlIndex(path, max_row_mib=1)
+
+    return write
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n" * (MIB + 7)])
+def test_rows_up_to_the_limit_are_read_and_larger_ones_are_refused(
+    sized: Callable[..., JsonlIndex], end: bytes
+) -> None:
+    index = sized(MIB, MIB + 1, MIB, 3 * MIB, end=end)
+    for number in (0, 1, 2, 4, 5, 6):
+        assert len(index.read(number)) in (0, 1)
+    for number, line, size in ((3, 4, "1.0"), (7, 8, "[34].0")):
+        message = rf"rows\.jsonl:{line}: the row has {size} MiB, but --max-row-mib is 1: split"
+        with pytest.raises(ValueError, match=message):
+            index.read(number)
+
+
+def test_of_a_row_above_the_limit_no_more_than_the_limit_is_read(
+    sized: Callable[..., JsonlIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = sized(5 * MIB)
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(file: int, size: int, at: int) -> bytes:
+        read.append(len(found := pread(file, size, at)))
+        return found
+
+    monkeypatch.setattr(os, "pread", counted)
+    with pytest.raises(ValueError, match=r"5\.0 MiB, but --max-row-mib is 1"):
+        index.read(1)
+    assert sum(read) == MIB + 1
+
+
+def test_a_key_that_is_there_twice_is_found_at_once(write_rows: Callable[..., Path]) -> None:
+    keys = ", ".join(f'"{number}": 1' for number in range(100_000))
+    started = time.process_time()
+    with pytest.raises(ValueError, match='the key "99999" twice'):
+        JsonlIndex(write_rows(f'{{{keys}, "99999": 1}}')).read(0)
+    assert time.process_time() - started < 10.0  # with lists in the place of sets, minutes

@@ -1,6 +1,7 @@
 """Where lines start, and the index files that large files have beside them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -76,13 +77,48 @@ def test_a_changed_file_is_read_anew(path: Path, change: str) -> None:
     assert line_index(path).lines.tolist() == ([6] if change == "size" else [2, 3])
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 8, b"loongidx" * 9, None])
-def test_a_damaged_index_file_is_replaced(path: Path, damage: bytes | None) -> None:
+def with_word(content: bytes, place: int, word: int) -> bytes:
+    return content[: 8 * place] + word.to_bytes(8, "little") + content[8 * (place + 1) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda content: b"", "is cut off"),
+        (lambda content: b"x" * 8, "is no index of lines"),
+        (lambda content: b"loongidx" * 9, "is cut off or of another version of LoongPlug"),
+        (lambda content: content[:-8], "is cut off"),
+        (lambda content: content[:-3], "is cut off"),
+        (lambda content: content[:16], "is cut off or of another version of LoongPlug"),
+        (lambda content: content + bytes(8), "is cut off"),
+        (lambda content: with_word(content, 1, 1), "is cut off or of another version of LoongPlug"),
+        (lambda content: with_word(content, 3, 1), "is of what the file was before it changed"),
+        (lambda content: with_word(content, 4, 2**62), "is cut off"),
+        (lambda content: with_word(content, 7, 11), "is damaged"),  # the second row's offset
+    ],
+)
+def test_a_damaged_index_file_is_replaced_and_that_is_said(
+    path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+    said: str,
+) -> None:
     place = path.with_name("rows.jsonl.index")
     line_index(path)
-    place.write_bytes(place.read_bytes()[:-8] if damage is None else damage)
-    assert line_index(path).offsets.tolist() == [0, 10]
-    assert len(place.read_bytes()) == 8 * (5 + 2 + 2)
+    whole = place.read_bytes()
+    place.write_bytes(damage(whole))
+    caplog.clear()
+    with module.said_by(first=False):  # as on all ranks but one
+        assert line_index(path).offsets.tolist() == [0, 10]
+    assert caplog.messages == []
+    place.write_bytes(damage(whole))
+    with module.said_by(first=True):
+        assert line_index(path).offsets.tolist() == [0, 10]
+    assert caplog.messages == [f"{place} {said}: it is made again from {path}."]
+    assert place.read_bytes() == whole
+    caplog.clear()
+    line_index(path)
+    assert caplog.messages == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_left_alone(

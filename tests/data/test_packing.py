@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from micro.packing import skewed_lengths
 
-from loongplug.bench.packing import skewed_lengths
 from loongplug.data.packing import Pack, PackingState, PackPlanner, plan
 
 pytestmark = pytest.mark.quick

@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import is_torchvision_available
 
+from loongplug.checkpoint.hf_export import _end_and_pad_ids
 from loongplug.data.conversation import Conversation, Message, Part
 from loongplug.data.demo_processor import VOCAB_SIZE, build_tokenizer
 from loongplug.data.processor import Processor, VisionTokens, load_processor, require_fit
@@ -208,3 +209,64 @@ def test_a_model_of_other_numbers_is_refused_with_all_of_them(processor: Process
 def test_every_number_is_compared(processor: Processor, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is"):
         require_fit(processor, **FITTING | {name: 99})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("image_std", [0.5, 0.0, 0.5], "image_std .* above 0"),
+        ("image_std", [0.5, float("nan"), 0.5], "image_std"),
+        ("image_std", [0.5], "image_std"),
+        ("image_mean", [float("inf"), 0.5, 0.5], "image_mean .* three finite numbers"),
+        ("image_mean", "half", "image_mean"),
+        ("image_mean", [10**400, 0, 0], "image_mean"),
+        ("rescale_factor", float("nan"), "rescale_factor nan"),
+        ("rescale_factor", 0, "rescale_factor 0"),
+    ],
+)
+def test_pixels_that_would_not_be_finite_are_refused(
+    setting: str, value: object, said: str, processor: Processor, tmp_path: Path
+) -> None:
+    shutil.copytree(processor.folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), setting: value}))
+    with pytest.raises(ValueError, match=f"The image processor in {tmp_path} has {said}"):
+        load_processor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("preprocessor_config.json", b"{"),
+        ("tokenizer.json", b"{"),
+        ("tokenizer_config.json", b"\xff\xfe"),
+        ("config.json", b'{"model_type": "qwen3_vl", "text_config": 5}'),
+    ],
+)
+def test_a_damaged_file_of_the_folder_is_an_error_of_the_folder(
+    name: str, content: bytes, processor: Processor, tmp_path: Path
+) -> None:
+    shutil.copytree(processor.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"\.json in {tmp_path}, or what stands beside it"):
+        load_processor(tmp_path)
+
+
+def test_a_folders_own_code_is_not_run(
+    processor_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked for leave to run it, who here would say yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = tmp_path / "folder"
+    shutil.copytree(processor_folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]}, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast as T\n"
+    )
+    for load in (load_processor, _end_and_pad_ids):
+        with pytest.raises(ValueError, match="contains custom code"):
+            load(folder)
+    assert not (tmp_path / "ran").exists()

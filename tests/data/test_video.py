@@ -237,6 +237,8 @@ def test_the_processor_of_another_family_is_refused(
         ('{"patch_size": 14}', "patch_size is 14 for videos but 16 for images"),
         ('{"temporal_patch_size": 4}', "temporal_patch_size is 4 for videos but 2 for images"),
         ('{"merge_size": 1}', "merge_size is 1 for videos but 2 for images"),
+        ('{"image_std": [0.5, 0, 0.5]}', r"video processor in .* has image_std .* above 0"),
+        ('{"image_mean": [NaN, 0, 0]}', "video processor in .* has image_mean .* finite"),
     ],
 )
 def test_a_video_processor_that_does_not_fit_the_images_is_refused(

@@ -231,10 +231,23 @@ def test_files_that_cannot_be_used(
     with wave.open(str(tmp_path / "sound.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 800, "NONE", ""))
         sound.writeframes(bytes(1600))
+    with (
+        av.open(str(tmp_path / "sound.wav")) as sound,
+        av.open(str(tmp_path / "sound.mkv"), "w") as copy,
+    ):
+        stream = copy.add_stream_from_template(sound.streams.audio[0])
+        for packet in sound.demux(sound.streams.audio[0]):
+            if packet.size:
+                packet.stream = stream
+                copy.mux(packet)
     for name, message in (
         ("gone.mp4", r"no video file at .*gone\.mp4"),
-        ("text.mp4", r"video .*text\.mp4 is damaged or no video \(.*Invalid data"),
-        ("sound.wav", r"sound\.wav is damaged or no video \(it has no video stream\)"),
+        (
+            "text.mp4",
+            r"video .*text\.mp4 is damaged or no video of a kind that is read \(Invalid data",
+        ),
+        ("sound.mkv", r"sound\.mkv is damaged or no video .* \(it has no video stream\)"),
+        ("sound.wav", r"sound\.wav is damaged or no video .* \(Invalid argument\)"),
     ):
         with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):
             video_header(tmp_path / name, where=WHERE)

@@ -1,6 +1,7 @@
 """Rows with videos against the processors and models of transformers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,8 @@ def test_bad_videos_name_file_and_line(
     )
     dataset = ChatDataset(
         rows,
-        processor=family.processor,
+        # What looks like a special token in text is one here.
+        processor=replace(family.processor, special_texts=None),
         seq_length=64,
         training_phase="sft",
         video_style=family.style,

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,7 @@ def dataset(
     tmp_path: Path,
 ) -> ChatDataset:
     """Twelve rows with up to three images; row 6's text is bad, and one image of row 9."""
+    processor = replace(processor, special_texts=None)  # what looks like a special token is one
     images = [write_image(f"{i}.png", height=32, width=32 * i, seed=i) for i in range(1, 4)]
     rows = [row("Read.", str(i), images=tuple(images[: i % 4])) for i in range(12)]
     write_image("cut.png", height=64, width=64)

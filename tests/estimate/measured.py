@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,12 +38,14 @@ AWAY = "encoder's state on the host"  # counts below zero
 class Measured:
     """Bytes: what stays between steps, the most of each kind within one, and the most of all.
 
-    ``host`` is the most of what has left the device, which counts for none of these.
+    ``step`` is the most in the optimizer's step. ``host`` is the most of what has left the device,
+    which counts for none of these.
     """
 
     state: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     total: int = 0
+    step: int = 0
     host: int = 0
 
 
@@ -55,6 +58,8 @@ class _Watch:
         self.apart = apart
         self.found = Measured()
         self.steps = 0
+        self.most_before_step = 0  # of the optimizer
+        self.most_in_step = 0
         self.entered = ExitStack()
         self.stored: list[weakref.ref[KeptOnDevice | KeptOnHost]] = []
 
@@ -83,7 +88,9 @@ class _Watch:
             for key, nbytes in each.items()
             if key in self.tape._known
         )
-        self.found.total = sum(self.found.state.values()) + self.tape.most - inside
+        beside = sum(self.found.state.values()) - inside
+        most = max(self.most_before_step, self.most_in_step, self.tape.most)
+        self.found.total, self.found.step = beside + most, beside + self.most_in_step
         self.found.host = self.host.most
         self.entered.close()
 
@@ -114,11 +121,11 @@ class _Watch:
         tape = self.tape
         encode, packed = MultimodalModel.encode, VisionFeatures.packed
 
-        def encode_counted(model: Any, vision: Any) -> Any:
+        def encode_counted(model: Any, entry: Any, vision: Any) -> Any:
             with tape.region(ENCODER):
                 if vision is not None and not self.apart:  # else the loader's cache holds them
                     vision = VisionInput(pixels=vision.pixels.clone(), grid_thw=vision.grid_thw)
-                return encode(model, vision)
+                return encode(model, entry, vision)
 
         def packed_counted(features: Any) -> Any:
             with tape.region(FEATURES):
@@ -159,7 +166,16 @@ class _Watch:
         for name in ("forward_step", "backward_step"):
             around(schedules, name, before=self._sample)
         around(combined_1f1b, "combined_forward_backward_step", before=self._sample)
+        around(ChainedOptimizer, "step", before=self._step_begins, behind=self._step_ends)
         self._follow_offload()
+
+    def _step_begins(self, _: Any) -> None:
+        self.most_before_step = self.tape.most
+        self.tape.restart()
+
+    def _step_ends(self) -> None:
+        # The loader's cache, which is on the host, still has the pixels.
+        self.most_in_step = self.tape.most - self.tape.peak.get(PIXELS, 0)
 
     def _follow_offload(self) -> None:
         """What moves is named for what it is; the host's memory is none of the device's."""

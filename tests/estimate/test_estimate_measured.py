@@ -8,7 +8,7 @@ import torch.distributed as dist
 from measured import measure
 from ranks import run_ranks
 
-from loongplug.estimate.command import parsed_for
+from loongplug.estimate.command import parsed_for, stepping_of
 from loongplug.estimate.encoder_side import PIXELS
 from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS, estimate
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, PIPELINE
@@ -51,6 +51,7 @@ AWAY = (
     *(NAMED, "dispatched_input", "pre_mlp_layernorm_input"),
 )
 DENSE_AWAY = (*AWAY[:3], NAMED, "layer_input", "qkv", "fc1_output", "fc2_input")
+BF16_GRADIENTS = "--grad-reduce-in-bf16"
 FROZEN = "+model.image_encoder.freeze=True"
 # What encoders keep on the host for grids that they have met counts as theirs on the CPU.
 HOST_TABLES = 30_000
@@ -60,6 +61,7 @@ COLUMNS = {
     "decoder activations": (DECODER,),
     "features": (FEATURES,),
     "all, at the fullest": ("total",),
+    "all, in the optimizer's step": ("step",),
 }
 # Ranks and flags.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -69,7 +71,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "hetero-dp-tp2-frozen": (2, (DP, TP, "2", SHARDED, FROZEN)),
     "hetero-dp-tp2-sp": (2, (DP, TP, "2", SP)),
     "full-tp2-pp2-sp": (4, (FULL, TP, "2", PP, "2", SP, SHARDED)),
-    "full-bf16": (2, (FULL, SHARDED, "--bf16")),
+    "full-bf16": (2, (FULL, SHARDED, "--bf16", BF16_GRADIENTS)),
     "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
     "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),
     "experts-allgather-lora-packed": (2, (*EXPERTS, *ALLGATHER, EP, "2", *LORA, *PACKED)),
@@ -86,7 +88,8 @@ def estimated(rank, *, flags, ranks):
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
     parsed = parsed_for(flags, ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
-    return estimate(parsed, units_of_data(parsed.args, parsed.model, step=1))
+    units = units_of_data(parsed.args, parsed.model, step=1)
+    return estimate(parsed, units, stepping=stepping_of(flags))
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +105,9 @@ def table():
 
 def row(name, stage, real):
     """Estimated and measured, in MB."""
-    found = {**stage.most, "total": stage.total}
+    found = {**stage.most, "total": stage.total, "step": stage.step}
     found[DECODER] = found.get(DECODER, 0) + found.get(PIPELINE, 0)
-    seen = {**real.most, **real.state, "total": real.total}
+    seen = {**real.most, **real.state, "total": real.total, "step": real.step}
     cells = (
         " / ".join(
             f"{sum(each.get(part, 0) for part in parts) / 1e6:.2f}" for each in (found, seen)
@@ -136,9 +139,12 @@ def test_a_step_holds_what_was_estimated(flags, name, table):
         # Looked at before each pass, when the last one's is not there yet.
         assert real.most[FEATURE_GRADIENTS] <= most.get(FEATURE_GRADIENTS, 0)
         assert stage.total == pytest.approx(real.total, rel=0.1), (stage, real)
+        assert stage.step == pytest.approx(real.step, rel=0.1), (stage, real)
+        kept = sum(real.state.values())
+        if BF16_GRADIENTS in more:  # of which all optimizers have copies
+            assert stage.step - kept == pytest.approx(real.step - kept, rel=0.1)
         if {FULL, "--overlap-moe-expert-parallel-comm"} <= set(
             more
         ):  # a pair holds little beside the state
-            state = sum(real.state.values())
-            assert stage.total - state == pytest.approx(real.total - state, rel=0.1)
+            assert stage.total - kept == pytest.approx(real.total - kept, rel=0.1)
         assert stage.host == pytest.approx(real.host if NAMED in more else 0, rel=0.1)

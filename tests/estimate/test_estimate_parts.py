@@ -9,10 +9,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.command import _print
+from loongplug.estimate.command import _print, stepping_of
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
+from loongplug.estimate.state import State, _Buffer, _trained, _work
 from loongplug.estimate.tape import Tape, all_to_alls_apart
 
 pytestmark = pytest.mark.quick
@@ -132,14 +133,87 @@ def test_what_gloo_has_not_let_go_of_yet_does_not_count(monkeypatch, async_op):
     assert held
 
 
+@pytest.mark.parametrize(
+    ("stepping", "kind"),
+    [
+        ("fused", {"fused": True}),
+        ("all at once", {"foreach": True}),
+        ("one by one", {"foreach": False}),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(300, 200, 400, 100), (400, 400, 10), ()])
+def test_an_optimizer_makes_what_torch_s_makes(stepping, kind, sizes):
+    adam = torch.optim.AdamW([torch.ones(size) for size in (*sizes, 1)], **kind)
+    for group in adam.param_groups:
+        for each in group["params"]:
+            each.grad = torch.ones_like(each)
+    adam.step()  # makes its state
+    with Tape(region="step") as tape:
+        adam.step()
+    plain = Namespace(use_precision_aware_optimizer=False)
+    assert _work((*sizes, 1), plain, stepping=stepping) == pytest.approx(tape.most, abs=64)
+
+
+def test_gradients_in_bf16_are_copied_for_all_optimizers_at_once():
+    """But for the optimizer that takes them as they are, and keeps 16 bits of a weight's 32."""
+    adam = Namespace(
+        optimizer="adam", use_precision_aware_optimizer=False, optimizer_cpu_offload=False
+    )
+    aware = Namespace(
+        **{**vars(adam), "use_precision_aware_optimizer": True},
+        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), torch.float32),
+    )
+
+    def trained(args, *, gradient=torch.bfloat16, stepping="all at once"):
+        parts = [
+            [
+                _Buffer(
+                    parameter=torch.bfloat16,
+                    gradient=gradient,
+                    expert=expert,
+                    length=size,
+                    stepped=(size,),
+                )
+            ]
+            for expert, size in ((False, 100), (True, 300), (False, 200))
+        ]
+        return sum((_trained(each, args, stepping=stepping) for each in parts), State())
+
+    found = trained(adam)
+    assert (found.weights, found.gradients, found.optimizer) == (1200, 1200, 600 * 12)
+    assert (found.copies, found.work) == (600 * 4, 300 * 4)
+    assert trained(adam, gradient=torch.float32).copies == 0
+    found = trained(aware)
+    assert (found.optimizer, found.step) == (600 * 10, 0)
+    aware.exp_avg_dtype = torch.bfloat16  # made wide for the kernel
+    assert (trained(aware).optimizer, trained(aware).step) == (600 * 8, 300 * 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stepping"),
+    [
+        ((), "all at once"),
+        (("--device", "cuda"), "all at once"),
+        (("--device", "cpu"), "one by one"),
+        (("--transformer-impl", "transformer_engine"), "fused"),
+        (("--transformer-impl", "local"), "all at once"),
+    ],
+)
+def test_the_optimizer_is_torch_s_unless_another_is_asked_for(flags, stepping):
+    assert stepping_of(flags) == stepping
+
+
 @pytest.mark.parametrize("host", [0, 3_000_000])
 def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
     args = Namespace(model_name="tiny", world_size=1)
     parts = {"weights": 2_000_000}
-    found = RankMemory(stage=0, rank=0, role="decoder", parts=parts, when="", most={}, host=host)
+    found = RankMemory(
+        stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
+    )
     _print([found], Namespace(args=args), patches=[4])
     shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
     assert "total 2.00" in shown  # on the device
+    assert "in the optimizer s step 1.50" in shown
     assert ("named tensors on the host 3.00" in shown) == bool(host)
 
 

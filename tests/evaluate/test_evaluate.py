@@ -1,6 +1,7 @@
 """``loongplug eval`` on a tiny random model: its answers are noise, but they are its own."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -197,6 +198,28 @@ def test_scores_are_printed_and_written(model_folder, data, capsys):
 def test_the_limit_takes_the_first_rows(model_folder, data, tmp_path):
     run(model_folder, data, limit=2, json_path=tmp_path / "m.json")
     assert json.loads((tmp_path / "m.json").read_text())["eval_samples"] == 2
+
+
+def test_a_folder_neither_runs_code_nor_fetches_kernels(model_folder, tmp_path, monkeypatch):
+    """Who would be asked for leave says yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    named = {"_attn_implementation": "kernels-community/flash-attn"}
+    (folder / "config.json").write_text(
+        json.dumps(config | named | {"vision_config": config["vision_config"] | named})
+    )
+    model = load_model(folder, device="cpu")
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    own = {"AutoConfig": "own.C", "AutoModelForImageTextToText": "own.M"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "odd", "auto_map": own}))
+    with pytest.raises(ValueError, match=r"cannot be loaded: .* contains custom code"):
+        load_model(folder, device="cpu")
+    assert not ran.exists()
 
 
 def test_images_are_looked_for_in_the_media_root(model_folder, data, tmp_path):

@@ -18,14 +18,14 @@ from draws import Draw
 from prepared import Prepared
 from torch.distributed import TCPStore
 
-from loongplug.parallel import failure
+from loongplug.parallel import failure, verdict
 from loongplug.training.run import run
 
 # A run takes a second or two. These only bound one that hangs, where others keep the machine busy.
 RUN_SECONDS = 240.0
 ENDING_SECONDS = 60.0  # of the others, once one rank has ended
 # In tests ranks listen more often to each other, and wait less long for one that is dead.
-WATCH_SECONDS, PARTING_SECONDS = 0.05, 1.0
+WATCH_SECONDS, PARTING_SECONDS, AGREEMENT_SECONDS = 0.05, 1.0, 0.3
 
 WHOLE, TERMINATED, FAILED = "whole", "terminated", "failed"
 
@@ -71,15 +71,18 @@ def attempt(
     draw: Draw | None = None,
     save: Path | None = None,
     agent: Agent | None = None,
+    otherwise: list[str] | None = None,
 ) -> Ending:
     """Run ``flags`` on ``layout``, with the fault of ``draw`` where there is one.
 
-    With an ``agent``, ranks find each other through its store, as torchrun's do.
+    ``save`` is where its disk is full. With an ``agent``, ranks find each other through its store,
+    as torchrun's do. ``otherwise``: the flags of the draw's victims, who are started differently.
     """
     prepared.model(flags)
     folder.mkdir(parents=True)
     options = {"flags": flags, "folder": folder, "draw": draw, "save": save, "prepared": prepared}
     options["agent"] = agent.environment() if agent else {}
+    options["otherwise"] = otherwise
     numbers = range(layout.ranks)
     for rank in numbers:
         (folder / f"{rank}.said").touch()
@@ -115,8 +118,11 @@ def life(
     save: Path | None,
     prepared: Prepared,
     agent: dict[str, str],
+    otherwise: list[str] | None,
 ) -> str:
     """A rank's, as ``loongplug/train.py`` has it."""
+    if draw is not None and otherwise is not None and rank in draw.fault.ranks:
+        flags = otherwise
     said = os.open(folder / f"{rank}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -124,6 +130,7 @@ def life(
     os.dup2(said, 2)
     prepared.use()
     failure.WATCH_SECONDS, failure.PARTING_SECONDS = WATCH_SECONDS, PARTING_SECONDS
+    verdict.AGREEMENT_SECONDS = AGREEMENT_SECONDS
     fault = None
     if draw is not None and save is not None:
         fault = BuiltIn(draw, rank=rank, save=save, fired=folder / f"{rank}.fired")
@@ -142,9 +149,9 @@ def life(
         dist.barrier()  # a group that goes takes its sockets from those that still connect
         dist.destroy_process_group()  # the run makes its own
         os.environ.update(agent)
-    with failure.failure_board(None if agent else store):
+    with failure.failure_board(None if agent else store) as at_end:
         try:
-            run(flags, on_report=note)
+            run(flags, on_report=note, at_end=at_end)
         except SystemExit as ended:
             if ended.code not in (0, None):
                 raise

@@ -36,6 +36,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 MESSAGE = "this rank is unwell"
 NO_SPACE = os.strerror(errno.ENOSPC)
+FULL_DISKS = ("full disk", "output")
 
 
 class BuiltIn:
@@ -50,7 +51,7 @@ class BuiltIn:
         self._seen = 0
         if rank not in draw.fault.ranks:
             return
-        if draw.fault.kind == "full disk":
+        if draw.fault.kind in FULL_DISKS:
             self._fill_the_disk()
             return
         owner, name = PLACES.get(draw.fault.place) or exchange_of(draw)
@@ -62,7 +63,7 @@ class BuiltIn:
 
     def _counts(self) -> bool:
         """Whether this is the time."""
-        due = self._fault.step + (self._fault.kind == "full disk")
+        due = self._fault.step + (self._fault.kind in FULL_DISKS)
         if self._fault.place == "build" or self._step >= due:
             self._seen += 1
             if self._seen == self._fault.at:
@@ -107,7 +108,7 @@ class BuiltIn:
             concerned = "w" in mode and not isinstance(file, int) and self._below(file)
             if not concerned or not meets():
                 return open_file(file, mode, *args, **kwargs)
-            if way == "open":
+            if way != "write":
                 raise OSError(errno.ENOSPC, NO_SPACE, os.fspath(file))
             full_file = io.BufferedWriter(_Full(file, "w"))
             return full_file if "b" in mode else io.TextIOWrapper(full_file)

@@ -36,6 +36,26 @@ PLACES = (
     *("save", "saved"),
 )
 WAYS = ("open", "write", "flush")  # where a full disk shows
+# In what one rank is started otherwise than the others, by the kind of setting.
+OTHER_STARTS = {
+    "a flag": ("--lr", "--seed", "--micro-batch-size", "--train-iters", "--save"),
+    "its data": ("--train-data-path",),
+    "its model": ("model.foundation.lr_mult", "model.image_encoder.freeze"),
+}
+# What becomes of a checkpoint between two runs: of files of tensors, and of what describes them.
+CHECKPOINT_DAMAGES = {
+    "tensors": ("truncated", "emptied", "removed", "overwritten"),
+    "description": (
+        *(".metadata", "metadata.json"),
+        *("loongplug_data.json", "loongplug_architecture.json"),
+    ),
+}
+NOTES = CHECKPOINT_DAMAGES["description"][2:]  # beside the checkpoints
+# Outputs that cannot be written: at the start, and an export for which the disk is full at its end.
+OUTPUTS = {
+    "outputs": ("--save", "--metrics-json", "--trace", "--save-hf", "--save-lora"),
+    "export's end": ("--save-hf",),
+}
 # What can happen: each kind, with the places (ways, damages) that it is drawn at. A signal before
 # training is set up ends a process in the ordinary way: that is a kill.
 HAPPENINGS: dict[str, tuple[str, ...]] = {
@@ -45,7 +65,12 @@ HAPPENINGS: dict[str, tuple[str, ...]] = {
     "full disk": WAYS,
     "sigterm": PLACES[1:],
     "bad sample": DAMAGES,
+    "other start": tuple(OTHER_STARTS),
+    "damaged checkpoint": tuple(CHECKPOINT_DAMAGES),
+    "output": tuple(OUTPUTS),
 }
+# What nobody built into a rank: it is there before the run begins, or in its data.
+UNFIRED = ("bad sample", "other start", "damaged checkpoint", "output")
 # After these torchrun starts a run again.
 RESTARTED = ("exception", "kill", "full disk")
 
@@ -57,6 +82,9 @@ class Fault:
     ``kind``: one of HAPPENINGS. ``ranks``: those that it happens to. It happens at the ``at``-th
     time, counted from the beginning of ``step`` (for the disk, from the save after it), that a
     rank comes to ``place`` (or meets the disk in ``way``).
+
+    Of another start, a damaged checkpoint and an output, ``place`` is of what kind they are and
+    ``way`` which; checkpoints from that of ``step`` on are damaged, in the ``at``-th file.
     """
 
     kind: str = "none"
@@ -91,7 +119,9 @@ class Draw:
     @property
     def where(self) -> str:
         """Of HAPPENINGS, what its kind happens at."""
-        return self.damage if self.fault.kind == "bad sample" else self.fault.place + self.fault.way
+        return (
+            self.damage if self.fault.kind == "bad sample" else self.fault.place or self.fault.way
+        )
 
     def to_json(self) -> str:
         """One line."""
@@ -114,7 +144,7 @@ def drawn(choose: Choose, *, large: bool = False) -> Draw:
     layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
     mode = choose(modes_of(layout))
     trains = choose((*COMMON, *COMMON, *TRAINS))
-    fault = _fault(choose, layout, mode)
+    fault = _fault(choose, layout, mode, trains=trains)
     rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
     restart = fault.kind in RESTARTED and choose((False, False, False, True))
     resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
@@ -166,15 +196,18 @@ def _data(choose: Choose, fault: Fault, *, common: bool) -> tuple[str, str]:
     return choose(ROWS if common else ("mixed", "lone")), damage
 
 
-def _fault(choose: Choose, layout: Layout, mode: str) -> Fault:
-    kind = choose(
-        (
-            *("none", "exception", "exception", "exception", "kill", "kill"),
-            *("full disk", "full disk", "sigterm", "bad sample"),
-        )
+def _fault(choose: Choose, layout: Layout, mode: str, *, trains: str) -> Fault:
+    kinds = (
+        *("none", *("exception",) * 5, "kill", "kill", "full disk", "full disk"),
+        *("sigterm", "bad sample", "bad sample", "damaged checkpoint", "damaged checkpoint"),
+        "output",
+        *(("other start",) * 3 if layout.ranks > 1 else ()),
     )
+    kind = choose(kinds)
     if kind in ("none", "bad sample"):
         return Fault(kind=kind)
+    if kind in ("other start", "damaged checkpoint", "output"):
+        return _before_training(choose, kind, layout, trains=trains)
     everyone = tuple(range(layout.ranks))
     all_ranks = kind in ("full disk", "sigterm") and choose((False, True))
     if kind == "full disk":
@@ -195,6 +228,35 @@ def _fault(choose: Choose, layout: Layout, mode: str) -> Fault:
         step=1 if place == "build" else step,
         at=1 if place in ("build", "save", "saved", "optimizer") else choose((1, 2, 3)),
     )
+
+
+def _before_training(choose: Choose, kind: str, layout: Layout, *, trains: str) -> Fault:
+    """What a start has to refuse; and an export that fails at its end."""
+    place = choose(HAPPENINGS[kind])
+    if kind == "damaged checkpoint":
+        way = choose(CHECKPOINT_DAMAGES[place])
+        return Fault(
+            kind=kind,
+            place=place,
+            way=way,
+            step=choose((STEPS, STEPS, STEPS - SAVE_INTERVAL)),
+            at=choose((1, 2)),
+        )
+    if kind == "output":
+        adapters = "adapters" in trains
+        ways = [way for way in OUTPUTS[place] if adapters or way != "--save-lora"]
+        everyone = tuple(range(layout.ranks))
+        at_end = place == "export's end"
+        return Fault(
+            kind=kind,
+            ranks=everyone if at_end else (),
+            place=place,
+            way=choose(ways),
+            step=STEPS if at_end else 1,
+        )
+    # What is frozen goes with other settings, which only the plainest runs are sure to have.
+    ways = [way for way in OTHER_STARTS[place] if trains == "everything" or "freeze" not in way]
+    return Fault(kind=kind, ranks=(choose(range(layout.ranks)),), place=place, way=choose(ways))
 
 
 def exchanges_features(mode: str) -> bool:

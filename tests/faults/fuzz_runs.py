@@ -17,7 +17,7 @@ import conftest  # noqa: F401 - the CPU platform, before the others import Megat
 from attempts import ENDING_SECONDS, RUN_SECONDS
 from drawn_options import MODELS
 from draws import Draw, drawn
-from fuzzed_run import World, WrongEndError
+from fuzzed_run import WrongEndError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,6 +28,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from tally import ENOUGH, Tally
+from world import World
 
 FORK = multiprocessing.get_context("fork")
 # A draw is up to three runs: its reference, itself, and the run that goes on.

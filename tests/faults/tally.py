@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from attempts import FAILED, TERMINATED, WHOLE, Ending
 from drawn_options import EXTRAS, MODELS, MODES, ROWS, TRAINS
-from draws import HAPPENINGS, Draw
+from draws import HAPPENINGS, UNFIRED, Draw
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -122,4 +122,6 @@ def happened(draw: Draw, ending: Ending) -> bool:
         return end_of(ending) == WHOLE
     if draw.fault.kind == "sigterm":
         return ending.fired and end_of(ending) == TERMINATED
-    return ending.fired or (draw.fault.kind == "bad sample" and end_of(ending) == FAILED)
+    if draw.fault.kind in UNFIRED and draw.where != "export's end":
+        return end_of(ending) == FAILED
+    return ending.fired

@@ -8,11 +8,11 @@ import os
 import pytest
 from drawn_options import Layout
 from draws import Draw, Fault, drawn
-from fuzzed_run import World
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from world import World
 
-DRAWS = int(os.environ.get("FUZZ_DRAWS", "12"))
+DRAWS = int(os.environ.get("FUZZ_DRAWS", "4"))
 
 PP2, PP4 = Layout(ranks=2, pp=2), Layout(ranks=4, pp=4)
 ONE = Layout()
@@ -47,11 +47,16 @@ def world(tmp_path_factory):
 
 # What an earlier version did wrong comes first: a checkpoint in which nothing of the encoder's part
 # is trained, and a file that cannot be flushed on a rank other than the first.
+# Then one of each start that has to be refused: damage that a read finds alone, another rate.
+OVERWRITTEN = Fault(kind="damaged checkpoint", place="tensors", way="overwritten", step=4)
+OTHER_RATE = Fault(kind="other start", ranks=(1,), place="a flag", way="--lr")
 FULL_DISK = Fault(kind="full disk", ranks=(2,), way="flush", step=4)
 
 
 @example(case(PP2, "full", Fault(), trains="decoder", resume=PP2))
 @example(case(PP4, "full", FULL_DISK, trains="everything", resume=ONE))
+@example(case(PP2, "uniform", OVERWRITTEN, trains="everything", resume=PP2))
+@example(case(PP2, "uniform", OTHER_RATE, trains="everything", resume=PP2))
 @given(draws())
 @settings(
     max_examples=DRAWS,

@@ -48,6 +48,10 @@ def test_enough_draws_come_to_everything(seed):
         ("exchange", "a fault at exchange"),
         ("flush", "a fault at flush"),
         ("media", "a fault at media"),
+        ("its model", "a fault at its model"),
+        ("description", "a fault at description"),
+        ("outputs", "a fault at outputs"),
+        ("export's end", "a fault at export's end"),
     ],
 )
 def test_a_fault_that_never_happens_fails_the_fuzz(silent, named):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
-from loongplug.hetero.placement import Placement, in_turn, on_all_ranks, together
+from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
 from loongplug.parallel.layout import Layout, encoder_sizes
 
-PLACES = (together, in_turn, on_all_ranks)
+PLACES = (first_stage_tp, first_stage_dp, all_ranks_dp)
 SIZES = st.sampled_from([1, 2, 3, 4])
 
 
@@ -30,6 +30,6 @@ def placements(
     decoder, tp = draw(decoders())
     rank = draw(st.sampled_from(decoder.ranks))
     place = draw(st.sampled_from(places))
-    if place is on_all_ranks:
+    if place is all_ranks_dp:
         tp = draw(st.sampled_from(encoder_sizes(decoder, on_first_stage=False)))
     return place(decoder, tp=tp, rank=rank), decoder, rank

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from lazy_copies import LazyCopies
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from on_a_gpu import in_fresh_interpreter
 from torch import Tensor, nn
 
 from loongplug.hetero.encoder_state import EncoderState, StateAway
+from loongplug.platform import current_platform
 from loongplug.platform.copies import CudaCopies, HostCopies
 from loongplug.platform.cpu import CpuPlatform
 from loongplug.platform.cuda import CudaPlatform
@@ -159,8 +162,24 @@ class Inner:
         pass
 
 
-def events(schedule: str, *, beside: bool, training: bool = True, chunks: int = 1) -> str:
-    """How many bytes are away, as . (none) or # (all), before each of the steps F and B."""
+class Plan(AbstractSchedulePlan):
+    """What a schedule that overlaps is given in an output's place."""
+
+    def on_backward(self, call: Any) -> None:
+        self.backward = call
+
+    @classmethod
+    def run(cls, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+
+def events(
+    schedule: str, *, beside: bool, training: bool = True, chunks: int = 1, plans: bool = False
+) -> str:
+    """How many bytes are away, as . (none) or # (all), before each of the steps F and B.
+
+    With ``plans``, forward steps give these, as with the experts' exchange overlapped.
+    """
     part = Part()
     device = Device(HostCopies())
     timing = StateAway(Inner(), platform=device, beside=beside)
@@ -170,8 +189,10 @@ def events(schedule: str, *, beside: bool, training: bool = True, chunks: int = 
     def look() -> None:
         seen.append({0: ".", part.nbytes: "#"}[device.away])
 
-    def forward_step(*_: Any) -> tuple[Tensor, None]:
+    def forward_step(*_: Any) -> tuple[Tensor | Plan, None]:
         look()
+        if plans:
+            return Plan(), None
         return torch.ones(1, requires_grad=training) * 2, None
 
     def runs(*, forward_step_func: Any, num_microbatches: int, model: Any) -> None:
@@ -196,6 +217,7 @@ def events(schedule: str, *, beside: bool, training: bool = True, chunks: int = 
 def test_it_is_away_between_the_second_forward_and_the_last_backward():
     assert events("FFFBFBBB", beside=True, chunks=2) == ".######.."
     assert events("FFBB", beside=True) == ".##.."
+    assert events("FFFBFBBB", beside=True, chunks=2, plans=True) == ".######.."
 
 
 def test_where_one_microbatch_is_in_flight_it_is_away_all_the_time():
@@ -212,6 +234,10 @@ def test_in_evaluation_it_comes_back_at_the_end():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
+    in_fresh_interpreter(__file__, "travels_on_a_gpu")
+
+
+def travels_on_a_gpu():
     weight = torch.randn(1 << 24, device="cuda")
     was = weight.cpu()
     part = SimpleNamespace(
@@ -221,7 +247,7 @@ def test_on_a_gpu():
         bucket_groups=[],
         expert_parallel_bucket_groups=[],
     )
-    state = EncoderState(part, [], platform=CudaPlatform())
+    state = EncoderState(part, [], platform=current_platform())
     there = torch.cuda.memory_allocated()
     for _ in range(2):
         state.leave()

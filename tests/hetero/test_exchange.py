@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 
 from loongplug.hetero import exchange as exchange_module
-from loongplug.hetero.exchange import Exchange, Units
-from loongplug.hetero.placement import in_turn, on_all_ranks
+from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.placement import all_ranks_dp, first_stage_dp
 from loongplug.hetero.sequence_shares import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
@@ -24,12 +24,12 @@ def payload(unit: int, tokens: int) -> torch.Tensor:
     return (rows + 1000.0 * (unit + 1)).to(torch.float32)
 
 
-def made_up(place: random.Random, groups: int, *, consumers: int, split: bool) -> Units:
+def made_up(place: random.Random, groups: int, *, consumers: int, split: bool) -> ExchangeSpec:
     """Any number of units of any size; those without rows are many."""
     number = place.choice([0, 1, 2, groups, groups + 1, 2 * groups + 1])
     tokens = tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number))
     shares = tuple(shares_of(place, each, consumers) for each in tokens) if split else None
-    return Units(
+    return ExchangeSpec(
         tokens=tokens,
         owners=tuple(place.randrange(groups) for _ in range(number)),
         width=WIDTH,
@@ -49,7 +49,7 @@ def shares_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, 
     return tuple(tuple(share) for share in shares)
 
 
-def needed_of(units: Units, unit: int, consumer: int) -> torch.Tensor:
+def needed_of(units: ExchangeSpec, unit: int, consumer: int) -> torch.Tensor:
     """The rows of a unit that a consumer needs, [rows, WIDTH]."""
     whole = payload(unit, units.tokens[unit])
     if units.shares is None:
@@ -63,7 +63,7 @@ def there_and_back(
     """Bytes that this rank has sent in both directions, and that it had to send."""
     events = []
     recorder = TraceRecorder(events.extend)
-    place = on_all_ranks if everywhere else in_turn
+    place = all_ranks_dp if everywhere else first_stage_dp
     placement = place(decoder, tp=tp, rank=rank)
     group = None
     for ranks in decoder.groups("tp_cp_pp" if everywhere else "tp"):
@@ -102,7 +102,7 @@ def there_and_back(
     return sum(event.details["bytes"] for event in events), needed
 
 
-def received_by(units: Units, placement, rank: int) -> int:
+def received_by(units: ExchangeSpec, placement, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
     consumer = placement.consumers.index(rank) if rank in placement.consumers else None
     rows = 0

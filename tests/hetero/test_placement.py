@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from placed import PLACES, decoders, placements
 
-from loongplug.hetero.placement import in_turn, on_all_ranks, together
+from loongplug.hetero.placement import all_ranks_dp, first_stage_dp, first_stage_tp
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -25,7 +25,7 @@ def test_consumers_are_the_first_stage_s_tensor_parallel_group(made):
 @given(placements())
 def test_all_ranks_of_a_replica_have_the_same_view(made):
     placement, decoder, rank = made
-    places = (on_all_ranks,) if placement.on_every_stage else (together, in_turn)
+    places = (all_ranks_dp,) if placement.on_every_stage else (first_stage_tp, first_stage_dp)
     place = next(
         each for each in places if each(decoder, tp=placement.layout.tp, rank=rank) == placement
     )
@@ -41,8 +41,8 @@ def test_groups_of_the_modes(made):
     for rank in decoder.ranks:
         replica = decoder.group("tp_cp_pp", rank)
         first = [each for each in replica if decoder.coordinates(each).pp == 0]
-        assert together(decoder, tp=tp, rank=rank).groups == (tuple(first),)
-        for place, encoding in ((in_turn, first), (on_all_ranks, replica)):
+        assert first_stage_tp(decoder, tp=tp, rank=rank).groups == (tuple(first),)
+        for place, encoding in ((first_stage_dp, first), (all_ranks_dp, replica)):
             groups = place(decoder, tp=tp, rank=rank).groups
             assert sorted(each for group in groups for each in group) == sorted(encoding)
             assert {len(group) for group in groups} == {tp}
@@ -53,7 +53,7 @@ def test_groups_of_the_modes(made):
 def test_a_group_is_one_replica_in_the_encoder_s_layout(made):
     """It differs in the tensor parallel coordinate only, from 0 on, as Megatron's group does."""
     decoder, tp = made
-    for place in (in_turn, on_all_ranks):
+    for place in (first_stage_dp, all_ranks_dp):
         for rank in decoder.ranks:
             placement = place(decoder, tp=tp, rank=rank)
             for group in placement.groups:
@@ -65,7 +65,7 @@ def test_a_group_is_one_replica_in_the_encoder_s_layout(made):
 def test_every_encoder_replica_belongs_to_one_model_replica(made):
     """Nobody's unit is encoded by two, and no replica is idle because nobody counts it."""
     decoder, tp = made
-    for place in (in_turn, on_all_ranks):
+    for place in (first_stage_dp, all_ranks_dp):
         of_ranks = [place(decoder, tp=tp, rank=rank) for rank in decoder.ranks]
         layout = of_ranks[0].layout
         assert all(each.layout == layout for each in of_ranks)
@@ -86,7 +86,7 @@ def test_the_sum_over_replicas_counts_each_unit_once(made):
         placement = place(decoder, tp=tp, rank=0)
         replicas_of_a_unit = len(placement.groups[0]) / placement.layout.tp
         assert placement.gradient_factor * replicas_of_a_unit == 1.0
-        assert placement.on_every_stage == (placement.layout.pp == 1 and place is on_all_ranks)
+        assert placement.on_every_stage == (placement.layout.pp == 1 and place is all_ranks_dp)
 
 
 @pytest.mark.parametrize("place", PLACES)

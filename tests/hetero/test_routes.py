@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import placements
 
-from loongplug.hetero.placement import on_all_ranks
+from loongplug.hetero.placement import all_ranks_dp
 from loongplug.hetero.routes import feature_transfers, gradient_transfers
 
 pytestmark = pytest.mark.quick
@@ -71,7 +71,7 @@ def test_the_ranks_of_a_group_share_the_sending(made):
 
 
 @FEW
-@given(placements([on_all_ranks]), st.integers(1, 3))
+@given(placements([all_ranks_dp]), st.integers(1, 3))
 def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     """With as many units for each group: each consumer sends as many as another, but for one
     a round."""

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from lazy_copies import LazyCopies
+from on_a_gpu import in_fresh_interpreter
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.hetero.store import FeatureStore, KeptOnDevice, KeptOnHost, from_store
-from loongplug.models.features import place
+from loongplug.models.features import place, visual_tokens
+from loongplug.platform import current_platform
 from loongplug.platform.copies import CudaCopies, HostCopies
 
 pytestmark = pytest.mark.quick
@@ -34,10 +37,8 @@ def schedule(
 
     def forward(unit: int) -> None:
         features = from_store(store, unit, trains=True)
-        rows = torch.arange(tokens[unit])
-        placed = place(
-            torch.zeros(LENGTH, 1, WIDTH), features, sample=torch.zeros_like(rows), position=rows
-        )
+        visual = visual_tokens([np.arange(tokens[unit])], length=LENGTH, device=CPU)
+        placed = place(torch.zeros(LENGTH, 1, WIDTH), features, visual=visual)
         del features
         graphs.append((placed * weight * (unit + 1)).tanh().sum())
         losses.append(graphs[-1].detach())
@@ -163,7 +164,11 @@ def test_without_training_there_is_no_graph():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
+    in_fresh_interpreter(__file__, "travels_on_a_gpu")
+
+
+def travels_on_a_gpu():
+    device = current_platform().device
     tokens = [300, 500, 200, 400]
     features = {unit: torch.randn(rows, 4096, device=device) for unit, rows in enumerate(tokens)}
     expected = {unit: each.cpu() for unit, each in features.items()}

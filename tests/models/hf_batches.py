@@ -96,6 +96,7 @@ class Batch:
                 pixels=torch.cat([vision.pixels for vision in visions]),
                 grid_thw=torch.cat([vision.grid_thw for vision in visions]),
             ),
+            visual_places=sum((sample.visual_places for sample in chosen), ()),
         )
 
 
@@ -120,6 +121,11 @@ def packed(data: Batch, packs: Sequence[tuple[int, ...]], *, seq_length: int) ->
     )
 
 
+def visual_places(input_ids: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """Where each row of [b, s] has visual tokens."""
+    return tuple(np.isin(row, (IMAGE, VIDEO)).nonzero()[0] for row in input_ids.numpy())
+
+
 def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
     lengths = [sample.tokens for sample in samples]
 
@@ -141,6 +147,7 @@ def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
             grid_thw=torch.cat([sample.vision.grid_thw for sample in samples]),
         ),
         segments=tuple(lengths),
+        visual_places=visual_places(joined("input_ids", value=1)),
     )
 
 
@@ -201,4 +208,5 @@ def _sample(
                 -1, 3
             ),
         ),
+        visual_places=visual_places(padded[None]),
     )

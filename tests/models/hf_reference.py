@@ -312,6 +312,7 @@ def _logits_step(iterator, model):
         microbatch.input_ids,
         microbatch.position_ids,
         vision=microbatch.vision,
+        visual_places=microbatch.visual_places,
         packed_seq_params=packed_segments(microbatch),
     )
     return logits, lambda output, non_loss_data: output

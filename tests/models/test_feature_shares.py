@@ -1,19 +1,26 @@
 """Features in a sequence that is split over tensor parallel ranks."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.models.features import VisionFeatures, share_of
+from loongplug.models.features import VisionFeatures, VisualTokens, share_of, visual_tokens
 
 TOKENS, HIDDEN = 6, 3
-# Which tokens lie in which rank's part: unevenly, and none at all in the last one's.
-PARTS = torch.tensor([0, 0, 1, 0, 1, 1])
+# Two rows of three parts of two tokens: uneven parts, and none at all in the last one's.
+PLACES = np.array([0, 1, 2]), np.array([1, 2, 3])
+PARTS = torch.tensor([0, 0, 1, 0, 1, 1])  # of each token
 
 
 def features(values: torch.Tensor) -> VisionFeatures:
     return VisionFeatures(embeddings=values, deepstack=(values * 2,))
+
+
+def located(*, part: int, tokens: int) -> VisualTokens:
+    places = PLACES if tokens else ()
+    return visual_tokens(places, length=6, device=torch.device("cpu"), part=part, parts=3)
 
 
 def take(rank: int, *, tokens: int) -> None:
@@ -23,7 +30,8 @@ def take(rank: int, *, tokens: int) -> None:
     values = torch.arange(tokens * HIDDEN, dtype=torch.float64).reshape(tokens, HIDDEN)
     values.requires_grad_()
     mine = PARTS[:tokens] == rank
-    share = share_of(features(values), mine=mine, group=group)
+    visual = located(part=rank, tokens=tokens)
+    share = share_of(features(values), visual=visual, group=group)
     assert torch.equal(share.embeddings, values[mine])
     assert torch.equal(share.deepstack[0], values[mine] * 2)
     # Each row counts by its own weight, on whichever rank it lies.
@@ -42,6 +50,6 @@ def test_each_rank_takes_its_rows_and_all_get_the_whole_gradient(tokens):
 
 @pytest.mark.quick
 def test_a_wrong_number_of_features_is_told():
-    mine = torch.ones(TOKENS - 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"has 5 visual tokens, its images give 6 features"):
-        share_of(features(torch.zeros(TOKENS, HIDDEN)), mine=mine, group=None)
+    visual = located(part=0, tokens=TOKENS)
+    with pytest.raises(ValueError, match=r"has 6 visual tokens, its images give 5 features"):
+        share_of(features(torch.zeros(TOKENS - 1, HIDDEN)), visual=visual, group=None)

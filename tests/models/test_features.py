@@ -1,44 +1,62 @@
 """Where vision features go in the text."""
 
+import numpy as np
 import pytest
 import torch
 
-from loongplug.models.features import VisionFeatures, place, visual_positions
+from loongplug.models.features import VisionFeatures, VisualTokens, place, visual_tokens
 
 pytestmark = pytest.mark.quick
 
-IMAGE, VIDEO = 8, 9
+
+def located(*rows: list[int], length: int, **part: int) -> VisualTokens:
+    """Of the places of each row's visual tokens."""
+    places = [np.array(row, dtype=np.int64) for row in rows]
+    return visual_tokens(places, length=length, device=torch.device("cpu"), **part)
 
 
 def test_features_land_sample_by_sample():
-    input_ids = torch.tensor([[1, IMAGE, IMAGE, 2], [VIDEO, 1, 2, IMAGE]])  # [b, s]
-    sample, position = visual_positions(input_ids, (IMAGE, VIDEO))
+    visual = located([1, 2], [0, 3], length=4)
     features = torch.arange(4.0)[:, None] + 1  # [tokens, hidden = 1]
-    target = place(torch.zeros(4, 2, 1), features, sample=sample, position=position)  # [s, b, 1]
+    target = place(torch.zeros(4, 2, 1), features, visual=visual)  # [s, b, 1]
     assert target[:, :, 0].T.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
 
 
 def test_gradients_return_to_the_features_and_leave_the_text():
-    input_ids = torch.tensor([[1, IMAGE, 2]])
-    sample, position = visual_positions(input_ids, (IMAGE,))
     features = torch.zeros(1, 2, requires_grad=True)
     text = torch.zeros(3, 1, 2, requires_grad=True)
     weight = torch.arange(6.0).view(3, 1, 2)
-    (place(text, features, sample=sample, position=position) * weight).sum().backward()
+    (place(text, features, visual=located([1], length=3)) * weight).sum().backward()
     assert features.grad.tolist() == [[2, 3]]
     assert text.grad[:, 0].tolist() == [[0, 1], [0, 0], [4, 5]]
 
 
 def test_a_token_count_that_does_not_fit_is_named():
-    input_ids = torch.tensor([[1, IMAGE, IMAGE]])
-    sample, position = visual_positions(input_ids, (IMAGE,))
+    visual = located([1, 2], length=3)
     with pytest.raises(ValueError, match="has 2 visual tokens, its images give 3"):
-        place(torch.zeros(3, 1, 4), torch.zeros(3, 4), sample=sample, position=position)
+        place(torch.zeros(3, 1, 4), torch.zeros(3, 4), visual=visual)
+
+
+@pytest.mark.parametrize(
+    "rows", [([0, 2, 3, 7], [1, 4, 5]), ([6, 7], []), ([], [3]), ([], []), ()], ids=str
+)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_part_of_the_sequence_has_the_tokens_that_lie_in_it(rows, parts):
+    length, total = 8, sum(len(row) for row in rows)
+    features = torch.arange(1.0, total + 1)[:, None]
+    whole = place(torch.zeros(length, 2, 1), features, visual=located(*rows, length=length))
+    assert whole.count_nonzero() == total
+    cut = [located(*rows, length=length, part=part, parts=parts) for part in range(parts)]
+    assert [each.count for each in cut] == [total] * parts
+    placed = [
+        place(torch.zeros(length // parts, 2, 1), features[each.rows], visual=each) for each in cut
+    ]
+    assert torch.equal(torch.cat(placed), whole)
 
 
 def test_none_of_them_keeps_the_graph():
     weight = torch.ones(3, 2, requires_grad=True)
-    features = VisionFeatures(embeddings=weight * 2, deepstack=(weight * 3,)).none_of_them()
+    features = VisionFeatures(embeddings=weight * 2, deepstack=(weight * 3,)).empty()
     assert features.embeddings.shape == features.deepstack[0].shape == (0, 2)
     (features.embeddings.sum() + features.deepstack[0].sum()).backward()
     assert weight.grad.tolist() == torch.zeros(3, 2).tolist()

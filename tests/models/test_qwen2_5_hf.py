@@ -106,6 +106,18 @@ def test_what_tensor_shapes_do_not_tell_is_compared(tmp_path):
 
 
 @pytest.mark.quick
+def test_what_transformers_cannot_read_is_one_line(tmp_path):
+    model = hugging_face(compose_model(model_name="qwen2_5_vl_7b").config)
+    folder = published_folder(tmp_path, "7b", vision_config=5)
+    (difference,) = hf_config_differences(folder, model)
+    assert difference.startswith("config.json is no Qwen2_5_VLConfig (")
+    for missing in ("Qwen9VLConfig", "no_such_package:Config"):
+        of_another = dataclasses.replace(model, config_class=missing)
+        with pytest.raises(ValueError, match=r"has no config class .*: install a version of"):
+            hf_config_differences(folder, of_another)
+
+
+@pytest.mark.quick
 def test_heads_of_another_size_cannot_be_exchanged():
     config = tiny_config(tied=False)
     text = dataclasses.replace(config.foundation, kv_channels=32)

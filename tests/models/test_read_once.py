@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ def bytes_read(rank: int, *, folder: Path, model: VisionLanguageArchitecture, la
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(hf_import.dist, "broadcast", lambda *args, **kwargs: None)
+        device = SimpleNamespace(device=torch.device("meta"), synchronize=lambda: None)
+        patch.setattr(hf_import, "current_platform", lambda: device)
         config = decoder_config(model, layout)
         config.perform_initialization = False
         with torch.device("meta"):

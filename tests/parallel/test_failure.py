@@ -1,4 +1,4 @@
-"""One rank fails: every rank says so and ends with the same code, wherever it was."""
+"""One rank fails: one rank says so, and all end with the same code, wherever they were."""
 
 import os
 import re
@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
 from torch.distributed.checkpoint import CheckpointException
 
-from loongplug.parallel import failure
+from loongplug.parallel import failure, verdict
 from loongplug.parallel.failure import failure_board
+from loongplug.parallel.verdict import SharedFaultError
 
 pytestmark = pytest.mark.quick
 
@@ -78,11 +81,26 @@ def test_one_rank_fails_while_others_wait(store: str, tmp_path: Path, port: int)
     assert seconds < 15
     assert set(errors) == set(range(RANKS))
     assert all("exited with code 1" in text for text in errors.values())
-    assert printed[2] == "loongplug: error [rank 2]: tp 3 does not divide\n16 heads"
-    for rank in (0, 1, 3):
-        assert printed[rank].splitlines() == [
-            f"loongplug: error [rank {rank}]: rank 2 failed: tp 3 does not divide 16 heads"
-        ]
+    assert printed == {2: "loongplug: error [rank 2]: tp 3 does not divide\n16 heads"}
+
+
+def _enter_with_something_to_tidy(rank: int, *, port: int, left: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with failure_board() as at_end:
+        at_end((left / f"of rank {rank}").unlink)
+        at_end(lambda: 1 / 0)  # which takes nothing with it
+        at_end((left / f"more of rank {rank}").unlink)
+        _one_fails(rank)
+
+
+def test_what_another_rank_ends_tidies_up(port: int, tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        (tmp_path / f"of rank {rank}").touch()
+        (tmp_path / f"more of rank {rank}").touch()
+    with pytest.raises(RankError, match="tp 3 does not divide"):
+        run_ranks(_enter_with_something_to_tidy, RANKS, timeout=40, port=port, left=tmp_path)
+    # The rank that failed has left its own contexts by then.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more of rank 2", "of rank 2"]
 
 
 def _all_fail(rank: int) -> None:
@@ -93,10 +111,119 @@ def test_all_ranks_fail_alike(port: int) -> None:
     errors, printed, seconds = _failed_run(_all_fail, port=port)
     assert seconds < 10
     assert all("exited with code 1" in text for text in errors.values())
+    assert printed == {0: "loongplug: error [rank 0]: no such file: model.yaml"}
+
+
+def _two_messages(rank: int) -> None:
+    if rank == 0:
+        _sleep_in_python()
+    # Of crashes numbers may differ, as those of connections do; of the user's errors they count.
+    raise ValueError("row 7") if rank == 3 else RuntimeError(f"peer {rank} is gone")
+
+
+def test_each_message_is_printed_by_the_lowest_rank_that_has_it(port: int) -> None:
+    errors, printed, _ = _failed_run(_two_messages, port=port)
+    assert set(errors) == set(range(RANKS))
+    assert all("exited with code 1" in text for text in errors.values())
+    assert set(printed) == {1, 3}
+    assert printed[1].startswith("Traceback")
+    assert printed[1].endswith("loongplug: error [rank 1]: RuntimeError: peer 1 is gone")
+    assert printed[3] == "loongplug: error [rank 3]: row 7"
+
+
+def _one_fault_in_own_words(rank: int) -> None:
+    text = f"rank {rank}: step 2 is not finite"
+    raise SharedFaultError(text, fault="step 2", knows=1 if rank in (2, 3) else 0)
+
+
+def test_of_a_shared_fault_the_lowest_of_those_that_know_most_tells(port: int) -> None:
+    _, printed, _ = _failed_run(_one_fault_in_own_words, port=port)
+    assert printed == {2: "loongplug: error [rank 2]: rank 2: step 2 is not finite"}
+
+
+def _enter_without_a_store(rank: int) -> None:
+    """The store is gone once all of them watch."""
+    dist.barrier()  # none ends while others still connect to it
+
+    def factory(timeout: timedelta) -> dist.Store:
+        if threading.current_thread() is threading.main_thread():
+            raise dist.DistNetworkError("no store")
+        return dist.HashStore()
+
+    with failure_board(factory):
+        raise ValueError("nobody else can say it")
+
+
+def test_without_a_store_nothing_is_lost() -> None:
+    with mock.patch.object(ranks, "GRACE_SECONDS", 15.0), pytest.raises(RankError) as caught:
+        run_ranks(_enter_without_a_store, RANKS, timeout=40)
     for rank in range(RANKS):
-        assert printed[rank].count("no such file: model.yaml") == 1
-        assert printed[rank].startswith(f"loongplug: error [rank {rank}]: ")
-        assert "Traceback" not in printed[rank]
+        assert f"loongplug: error [rank {rank}]: nobody else can say it" in str(caught.value)
+
+
+def _enter_late(rank: int, *, path: str) -> None:
+    """The first to fail dies before it has settled who speaks."""
+
+    class Chair(dist.FileStore):
+        def check(self, *args: Any) -> bool:
+            os._exit(9)
+
+    def factory(timeout: timedelta) -> dist.Store:
+        mine = rank == 0 and threading.current_thread() is threading.main_thread()
+        return (Chair if mine else dist.FileStore)(path, RANKS)
+
+    verdict.AGREEMENT_SECONDS = verdict.CHAIR_SECONDS = failure.PARTING_SECONDS = 0.3
+    with failure_board(factory):
+        time.sleep(0.0 if rank == 0 else 0.2)
+        if rank > 1:
+            _sleep_in_python()
+        raise ValueError(f"of rank {rank}")
+
+
+def test_a_rank_that_dies_before_it_speaks_takes_no_other_message_with_it(tmp_path: Path) -> None:
+    with mock.patch.object(ranks, "GRACE_SECONDS", 15.0), pytest.raises(RankError) as caught:
+        run_ranks(_enter_late, RANKS, path=str(tmp_path / "store"), timeout=40)
+    assert "exited with code 9" in caught.value.errors[0]
+    assert "loongplug: error [rank 1]: of rank 1" in str(caught.value)
+    for rank in (1, 2, 3):
+        assert "exited with code 1" in caught.value.errors[rank]
+
+
+def _interrupted(rank: int) -> None:
+    """Ctrl-C reaches every rank, but not one that is busy elsewhere."""
+    if rank == 3:
+        _sleep_in_python()
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+    _sleep_in_python()
+
+
+def _enter_interrupted(rank: int, *, port: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python has it
+    _enter(rank, work=_interrupted, port=port)
+
+
+def test_ctrl_c_ends_all_in_one_line(port: int) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_enter_interrupted, RANKS, port=port, timeout=40)
+    assert all("exited with code 130" in text for text in caught.value.errors.values())
+    assert len(caught.value.errors) == RANKS
+    assert str(caught.value).count("loongplug: interrupted") == 1
+    assert "Traceback" not in str(caught.value)
+
+
+def _signalled(rank: int) -> None:
+    """torchrun ends the others as soon as one has died, also those that are about to speak."""
+    if rank != 1:
+        _sleep_in_python()
+    me = os.getpid()
+    threading.Timer(0.3, lambda: os.kill(me, signal.SIGTERM)).start()
+    raise ValueError("said all the same")
+
+
+def test_sigterm_does_not_take_away_the_message(port: int) -> None:
+    _, printed, _ = _failed_run(_signalled, port=port)
+    assert printed == {1: "loongplug: error [rank 1]: said all the same"}
 
 
 def _unexpected(rank: int) -> None:
@@ -116,7 +243,7 @@ def test_unexpected_exceptions_keep_their_traceback(port: int) -> None:
     assert "Traceback" in printed[0]
     assert 'raise KeyError("gone")' in printed[0]
     assert printed[0].endswith("loongplug: error [rank 0]: KeyError: 'gone'")
-    assert printed[3] == "loongplug: error [rank 3]: rank 0 failed: KeyError: 'gone'"
+    assert set(printed) == {0}
 
 
 def _exits(rank: int) -> None:
@@ -130,7 +257,7 @@ def test_all_end_with_the_code_of_the_first(port: int) -> None:
     assert {r: "exited with code 7" in text for r, text in errors.items()} == dict.fromkeys(
         range(RANKS), True
     )
-    assert printed[0] == "loongplug: error [rank 0]: rank 1 failed: exited with code 7"
+    assert printed == {1: "loongplug: error [rank 1]: exited with code 7"}
 
 
 def _enter_deaf(rank: int, *, path: str) -> None:
@@ -171,7 +298,7 @@ def _enter_clean(rank: int, *, path: str) -> tuple[str, bool]:
     except SystemExit as exit_:
         end = f"exit {exit_.code}"
     dist.barrier()
-    return end, dist.FileStore(path, RANKS).check(["failed"])
+    return end, dist.FileStore(path, RANKS).check(["verdict"])
 
 
 def test_a_clean_end_posts_nothing_and_takes_no_time(tmp_path: Path) -> None:
@@ -193,7 +320,7 @@ def _terminated(rank: int, *, path: str) -> bool:
     os.kill(pid, signal.SIGTERM)
     os.waitpid(pid, 0)
     dist.barrier()
-    return dist.FileStore(path, RANKS).check(["failed"])
+    return dist.FileStore(path, RANKS).check(["verdict"])
 
 
 def test_an_end_by_sigterm_posts_nothing(tmp_path: Path) -> None:
@@ -246,9 +373,9 @@ class TestOneProcess:
         assert self._end(SystemExit("no data")) == 1
         assert capsys.readouterr().err == "loongplug: error [rank 0]: no data\n"
 
-    def test_interrupts_pass(self) -> None:
-        with pytest.raises(KeyboardInterrupt), failure_board():
-            raise KeyboardInterrupt
+    def test_interrupts_are_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self._end(KeyboardInterrupt()) == 130
+        assert capsys.readouterr().err == "loongplug: interrupted\n"
 
     def test_no_error(self) -> None:
         with failure_board():

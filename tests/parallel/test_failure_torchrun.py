@@ -1,6 +1,7 @@
 """The failure board as torchrun's ranks use it: with the store of its agent."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -8,15 +9,20 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import loongplug
+from loongplug.parallel import launch
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 ROOT = str(Path(loongplug.__file__).parents[1])
 
 
+TORCHRUN, OURS = "torch.distributed.run", "loongplug.parallel.launch"
+
+
 @pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [TORCHRUN, OURS])
+def test_under_torchrun(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent(
@@ -34,7 +40,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     )
     started = time.monotonic()
     done = subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node=3", str(script)],
+        [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=3", str(script)],
         capture_output=True,
         text=True,
         timeout=200,
@@ -44,7 +50,45 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert time.monotonic() - started < 180
     assert "loongplug: error [rank 1]: the second rank is unwell" in done.stderr
-    for rank in (0, 2):
-        line = f"loongplug: error [rank {rank}]: rank 1 failed: the second rank is unwell"
-        assert line in done.stderr
+    assert done.stderr.count("the second rank is unwell") == 1
+    assert "[rank 0]" not in done.stderr
     assert "exitcode: 1" in done.stderr
+    if launcher == TORCHRUN:  # its own table says whose message it was
+        assert done.stderr.count("traceback : see the message of rank 1") == 3
+    else:
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) < 5
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("codes", "said", "code"),
+    [
+        ({0: 1, 1: 1}, "", 1),
+        ({0: -signal.SIGTERM, 1: 7}, "", 7),
+        ({3: -signal.SIGKILL}, "loongplug: rank 3 was ended by SIGKILL\n", 137),
+    ],
+)
+def test_our_launcher_tells_of_what_cannot_speak(
+    codes: dict[int, int],
+    said: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def torchrun() -> None:
+        failures = {
+            rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="<N/A>")
+            for rank, code in codes.items()
+        }
+        for failure in failures.values():  # torchrun has the first one's time
+            failure.timestamp += failure.exitcode == -signal.SIGTERM
+        raise ChildFailedError("train.py", failures)
+
+    monkeypatch.setattr(launch, "torchrun", torchrun)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    with pytest.raises(SystemExit) as ended:
+        launch.main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err == said

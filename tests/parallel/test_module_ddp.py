@@ -101,7 +101,7 @@ def test_each_part_is_broadcast_among_its_own_replicas():
 def apart(rank: int) -> tuple[bool, bool, list[bool]]:
     with adopted(tp=2, pp=2):
         ddp = wrapped(rank, overlap=True)
-        ddp.run_apart.add("image_encoder")
+        ddp.outside_schedule.add("image_encoder")
         ddp.start_grad_sync()
         started = {
             name: [group.grad_reduce_handle is not None for group in part.bucket_groups]

@@ -11,6 +11,10 @@ from loongplug.platform.upstream_seams import training_log_table
 pytestmark = pytest.mark.quick
 
 
+def nothing(*told):
+    """A listener who does not care."""
+
+
 def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
     told = []
     logged = []
@@ -21,16 +25,31 @@ def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
         return "kept"
 
     row, _ = training_log_table(
-        lambda iteration, losses: told.append((iteration, losses)), on_evaluation=told.append
+        lambda iteration, losses: told.append((iteration, losses)),
+        on_evaluation=told.append,
+        interval=1,
     ).rows
     assert row.wrapper(log)({"lm loss": 1}, {}, 0.1, 7, 1.0, True, pg_collection=None) == "kept"
     assert told == [(7, {"lm loss": 1})]
-    assert logged == [(7, (1.0, True), {"pg_collection": None})]
+    assert logged == [(7, (1.0, True), {"pg_collection": None, "is_first_iteration": False})]
+
+
+@pytest.mark.parametrize(
+    ("interval", "iteration", "kept"), [(1, 1, False), (5, 1, True), (5, 6, True), (5, 10, False)]
+)
+def test_what_an_interval_has_said_is_not_said_again(interval, iteration, kept):
+    """Megatron keeps what it has summed up in the first iteration of a start for the next line."""
+    row, _ = training_log_table(nothing, on_evaluation=nothing, interval=interval).rows
+    log = row.wrapper(lambda *rest, is_first_iteration: is_first_iteration)
+    assert log({}, {}, 0.1, iteration, is_first_iteration=True) is kept
+    assert log({}, {}, 0.1, iteration, is_first_iteration=False) is False
 
 
 def test_every_finished_evaluation_is_told():
     told = []
-    _, row = training_log_table(lambda iteration, losses: None, on_evaluation=told.append).rows
+    _, row = training_log_table(
+        lambda iteration, losses: None, on_evaluation=told.append, interval=1
+    ).rows
     assert row.wrapper(lambda step: ({"lm loss": step}, None, False))(3) == (
         {"lm loss": 3},
         None,
@@ -43,7 +62,9 @@ def test_every_finished_evaluation_is_told():
 def test_the_log_is_tapped_and_given_back():
     from megatron.training import training
 
-    table = training_log_table(lambda iteration, losses: None, on_evaluation=lambda losses: None)
+    table = training_log_table(
+        lambda iteration, losses: None, on_evaluation=lambda losses: None, interval=1
+    )
     original = training.training_log
     table.apply()
     try:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_copies import LazyCopies
+from parity.bits import BitWatch, first_difference
 from ranks import run_ranks
 from test_overlap_run import BALANCED, DELAYED, EP2, ETP2, FULL, OVERLAP, SHARED, TP2, VPP2
 from torch import Tensor
@@ -16,7 +17,6 @@ from loongplug.platform.cpu import CpuPlatform
 from loongplug.schedule.tensor_names import NAMES, RECOMPUTED
 from loongplug.schedule.tensor_offload import LayerTensors
 from loongplug.training.run import run
-from loongplug.verify.bits import BitWatch, first_difference
 
 pytestmark = pytest.mark.slow
 

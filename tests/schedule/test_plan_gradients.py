@@ -5,8 +5,10 @@ Bit by bit, on each of two ranks that share the experts.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,7 @@ def microbatch(seed: int, *, images: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(20, 100, (2, LENGTH), generator=generator)
     ids[0, 3 : 3 + 4 * images] = IMAGE
+    places = np.arange(3, 3 + 4 * images), np.zeros(0, dtype=np.int64)
     positions = torch.arange(LENGTH).expand(3, 2, LENGTH).clone()
     positions[:, 1, LENGTH - 6 :] = 0  # padding
     mask = (torch.rand(2, LENGTH, generator=generator) < 0.5).float()
@@ -93,6 +96,7 @@ def microbatch(seed: int, *, images: int) -> Inputs:
             pixels=torch.randn(16 * images, 1536, generator=generator),
             grid_thw=torch.tensor([[1, 4, 4]] * images).reshape(images, 3),
         ),
+        "visual_places": places,
     }
 
 
@@ -111,11 +115,15 @@ def overlapped(model: MultimodalModel, microbatches: Sequence[Inputs]) -> list[T
     losses: list[Tensor] = []
     before: Any = None
     gradient = None
-    for inputs in microbatches:
+    begun: list[int] = []  # backwards
+    for number, inputs in enumerate(microbatches):
         plan = model.build_schedule_plan(**inputs)
+        plan.on_backward(partial(begun.append, number))
         losses.append(ChunkPlan.run(plan, before, b_grad=gradient).detach())
         before, gradient = plan, inputs["loss_mask"]
+        assert begun == list(range(number))
     ChunkPlan.run(None, before, b_grad=gradient)
+    assert begun == list(range(len(microbatches)))
     return losses
 
 

@@ -12,6 +12,7 @@ from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line, requested_device
 from loongplug.training.rules.unsupported import UNSUPPORTED
+from loongplug.training.run import run
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +151,8 @@ def test_layout_and_batch_come_from_the_environment(
 @pytest.mark.quick
 def test_token_ids_come_from_the_tokenizer(tmp_path: Path) -> None:
     parsed = parse(tmp_path)
-    assert parsed.model.visual_token_ids() == (TOKENS["<|image_pad|>"], TOKENS["<|video_pad|>"])
+    assert parsed.model.image_token_id == TOKENS["<|image_pad|>"]
+    assert parsed.model.video_token_id == TOKENS["<|video_pad|>"]
     assert parsed.model.vision_start_token_id == TOKENS["<|vision_start|>"]
     assert parsed.model_yaml["model"]["vision_end_token_id"] == TOKENS["<|vision_end|>"]
 
@@ -255,6 +257,28 @@ def test_contradictions_and_rules_are_reported_together(tmp_path: Path) -> None:
     assert len(message.splitlines()) == 3
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--use-precision-aware-optimizer"], "only supported with distributed optimizer"),
+        (["--exp-avg-dtype", "bf16"], "exp_avg_dtype can only be fp32 when not using precision"),
+    ],
+)
+def test_what_megatrons_optimizers_refuse_is_said_at_the_start(
+    flags: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"Megatron-Core refuses the arguments: .*{said}"):
+        run(command_line(tmp_path, *flags))
+
+
+@pytest.mark.quick
+def test_steps_are_not_run_again_but_where_asked(tmp_path: Path) -> None:
+    """Megatron's own default passes over what is not finite in the first step."""
+    assert parse(tmp_path).args.rerun_mode == "disabled"
+    assert parse(tmp_path, "--rerun-mode", "report_stats").args.rerun_mode == "report_stats"
+
+
 def test_every_rank_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     argv = command_line(tmp_path, "--tensor-model-parallel-size", "2", "--fp16")
@@ -347,3 +371,13 @@ def test_device_is_read_ahead_of_all_else() -> None:
     assert requested_device(["--device=cuda"]) == "cuda"
     with pytest.raises(ValueError, match="--device: invalid choice: 'tpu'"):
         requested_device(["--device", "tpu"])
+
+
+@pytest.mark.quick
+def test_pipeline_transfers_have_no_wait_of_the_host(tmp_path: Path) -> None:
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    from loongplug.models.decoder import DecoderConfig
+
+    config = core_transformer_config_from_args(parse(tmp_path).args, DecoderConfig)
+    assert not config.batch_p2p_sync

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from loongplug.data import loader
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.units import Unit
+from loongplug.data.units import MediaBatch
 from loongplug.hetero.balance import Balance, EncoderWork
 from loongplug.training import assigned_units
 from loongplug.training.config import compose_model
@@ -39,10 +39,10 @@ def separated(flags, tmp_path_factory):
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     """A run's losses, and by loader what it decoded and its units with their owners, in order."""
     loaders: list[MicrobatchLoader] = []
-    units: list[list[Unit]] = []
+    units: list[list[MediaBatch]] = []
     owners: list[list[int]] = []
     original, deliver = MicrobatchLoader.__next__, assigned_units.AssignedUnits.deliver
-    seen: list[Unit] = []
+    seen: list[MediaBatch] = []
 
     def next_microbatch(self: MicrobatchLoader) -> Any:
         if self not in loaders:
@@ -54,7 +54,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         owners[loaders.index(self)].append(microbatch.owner)
         return microbatch
 
-    def delivered(self: Any, unit: Unit, loaded: Any) -> Any:
+    def delivered(self: Any, unit: MediaBatch, loaded: Any) -> Any:
         seen.append(unit)
         return deliver(self, unit, loaded)
 

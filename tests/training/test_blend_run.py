@@ -17,17 +17,29 @@ def _run(rank: int, *, argv: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_blend_with_a_media_root_trains(demo: Path, flags: list[str], tmp_path: Path) -> None:
-    """The files stand elsewhere, so that only the media root leads to the images."""
+    """The files stand elsewhere, so that only the media root leads to the images.
+
+    One row names an image outside of it, which is left out: media are confined.
+    """
     shutil.copy(demo / "train.jsonl", tmp_path / "a.jsonl")
     turns = [{"from": "human", "value": "Read the digits."}, {"from": "gpt", "value": "31"}]
-    (tmp_path / "b.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    shutil.copy(next((demo / "images").glob("*.png")), tmp_path / "outside.png")
+    outside = [{"from": "human", "value": "<image>Read the digits."}, turns[1]]
+    rows = (
+        {"conversations": turns},
+        {"conversations": outside, "image": str(tmp_path / "outside.png")},
+    )
+    (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     blend = ["3", str(tmp_path / "a.jsonl"), "1", str(tmp_path / "b.jsonl")]
     assert len(open_rows(blend, flag="--train-data-path", seed=1)) == 64 + 21
     metrics = tmp_path / "metrics.json"
     more = [
         *("--train-data-path", *blend, "--media-root", str(demo)),
+        *("--confine-media", "--bad-sample", "skip"),
         *("--valid-data-path", blend[1], blend[3], "--eval-iters", "2", "--eval-interval", "2"),
         *("--metrics-json", str(metrics)),
     ]
     run_ranks(_run, 2, argv=[*flags, *more], timeout=120.0)
-    assert json.loads(metrics.read_text())["iterations"] == 4
+    written = json.loads(metrics.read_text())
+    assert written["iterations"] == 4
+    assert written["bad_samples"]["media"] >= 1

@@ -209,6 +209,9 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
         ("model.foundation.mrope_section=[16]", "has 1 values, but a list of 3 ints is expected"),
         ("model.foundation.mrope_section=[6,5,x]", "mrope_section[2] is 'x', a str, but an int"),
         ("model.image_encoder.deepstack_layers=3", "but a list of ints is expected"),
+        ("model.foundation.rotary_base=nan", "is nan, but a finite number is expected"),
+        ("model.image_projector.lr_mult=-inf", "is -inf, but a finite number is expected"),
+        (f"model.foundation.rotary_base={10**400}", ", an int, but a float is expected"),
         ("model.image_token_id=a", "is 'a', a str, but an int or null is expected"),
         ("model.foundation=null", "is null, but a mapping for Qwen3DecoderConfig is expected"),
         ("model.foundation.num_layers=1,2", "gives several values; write a list as [1,2]"),
@@ -309,6 +312,25 @@ def test_bad_names_suggest(tmp_path: Path) -> None:
     assert "does not compose" in problem(config_file=write(tmp_path, "a: [1\n"))
     assert "a is no key of a model file" in problem(config_file=write(tmp_path, "a: 1\n"))
     assert "model._target_ is missing" in problem(config_file=write(tmp_path, "{}\n"))
+    assert "does not compose" in problem(config_file=write(tmp_path, "5\n"))
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"\x80\xff\x00")
+    assert f"{file} is no text in UTF-8 (byte 0): give a YAML file" in problem(config_file=file)
+
+
+@pytest.mark.quick
+def test_numbers_in_files_are_finite(tmp_path: Path) -> None:
+    text = "# @package model\ndefaults:\n  - /qwen3_vl/qwen3_vl_tiny@_here_\n  - _self_\n"
+    file = write(tmp_path, f"{text}foundation:\n  rotary_base: .inf\n")
+    expected = f"{file}: model.foundation.rotary_base is inf, but a finite number is expected"
+    assert problem(config_file=file) == expected
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("package", ["../x", ".x", "a..b", "a/b", ""])
+def test_what_is_no_package_is_not_imported(package: str) -> None:
+    message = problem(model_name=TINY, trusted_packages=[package])
+    assert f"--trusted-packages names {package!r}, which is no package" in message
 
 
 # A config file is data, not code.
@@ -377,3 +399,40 @@ def test_configs_are_frozen() -> None:
     config = compose_model(model_name=TINY).config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.foundation.num_layers = 3
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LAUGHS, "has more than 100,000 values, its aliases counted"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nests more than 64 lists and mappings"),
+        ("a: &a [*a]\n", "has an alias *a of nothing before it, or within itself"),
+        ("a: " + "x" * 2**20, "has more than 1,048,576 bytes"),
+        (b"\x89PNG\r\n\x1a\n\0\xff\xfe", "is no text in UTF-8 (byte 0): give a YAML file"),
+    ],
+    ids=["laughs", "nested", "itself", "large", "binary"],
+)
+@pytest.mark.parametrize("mounted", [False, True])
+def test_yaml_is_bounded_also_where_it_is_mounted(
+    tmp_path: Path, *, content: str | bytes, message: str, mounted: bool
+) -> None:
+    evil = tmp_path / "evil.yaml"
+    evil.write_bytes(content if isinstance(content, bytes) else content.encode())
+    mounting = f"# @package model\ndefaults:\n  - /qwen3_vl/{TINY}@_here_\n  - /evil@foundation\n"
+    file = write(tmp_path, mounting) if mounted else evil
+    assert problem(config_file=file).startswith(f"{evil} {message}")
+
+
+def test_aliases_within_the_bounds_are_as_ever(tmp_path: Path) -> None:
+    text = (
+        f"# @package model\ndefaults:\n  - /qwen3_vl/{TINY}@_here_\n  - _self_\n"
+        "image_encoder:\n  deepstack_layers: &taps [0, 1]\n  num_layers: &n 3\n"
+    )
+    config = compose_model(config_file=write(tmp_path, text)).config
+    assert config.image_encoder.deepstack_layers == (0, 1)

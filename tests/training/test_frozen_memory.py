@@ -118,10 +118,10 @@ def counted(rank: int, *, flags: list[str]) -> Seen:
     gather = Exchange.gather_variable_shape_embeddings
     scatter = Exchange.scatter_variable_shape_embeddings
 
-    def encoding(self: MultimodalModel, vision: Any) -> Any:
+    def encoding(self: MultimodalModel, entry: Any, vision: Any) -> Any:
         """Bytes that autograd keeps in each module, without its weights."""
         calls = {}
-        for name in ("image_encoder", "image_projector"):
+        for name in entry.modules:
             module = getattr(self, name)
             weights = {each.untyped_storage().data_ptr() for each in module.parameters()}
             calls[module] = module.forward
@@ -144,7 +144,7 @@ def counted(rank: int, *, flags: list[str]) -> Seen:
 
             module.forward = forward
         try:
-            return encode(self, vision)
+            return encode(self, entry, vision)
         finally:
             for module in calls:
                 del module.forward

@@ -14,6 +14,7 @@ from ranks import RankError, run_ranks
 
 import loongplug.training.run as run_module
 from loongplug.checkpoint.owned import owned_parameters
+from loongplug.training import exports
 from loongplug.training.run import run
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -78,7 +79,7 @@ def slices(rank: int, *, flags: list[str]) -> list[dict[tuple[str, int, int], st
             return chunk
 
     run_module.ModelProvider = Provider
-    run_module.save_hf_folder = keep
+    exports.save_hf_folder = keep
     run([*flags, "--save-hf", "unused"])
     return kept
 

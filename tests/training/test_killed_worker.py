@@ -1,4 +1,4 @@
-"""A data loading process that is killed within a whole run: one sentence on every rank, no hang."""
+"""A data loading process that is killed within a whole run: one sentence, and no rank hangs."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ def kill_one(rank: int, *, flags: list[str], store: str, killer: int, loads: boo
 @pytest.mark.parametrize(
     ("killer", "loads"), [(0, True), (0, False), (3, False)], ids=["pixels", "text", "last-stage"]
 )
-def test_it_is_one_sentence_on_every_rank_and_no_hang(flags, tmp_path, killer, loads):
+def test_it_is_one_sentence_and_no_hang(flags, tmp_path, killer, loads):
     workers = ("--num-workers", "2", "--train-iters", "200", *TP2_PP2)
     started = time.monotonic()
     with pytest.raises(RankError) as raised:
@@ -62,10 +62,6 @@ def test_it_is_one_sentence_on_every_rank_and_no_hang(flags, tmp_path, killer, l
     assert len(errors) == 4
     text = str(raised.value)
     assert "no report within" not in text
-    for rank in range(4):
-        told = f"error [rank {rank}]: " + (
-            f"RuntimeError: {SENTENCE}" if rank == killer else f"rank {killer} failed: "
-        )
-        assert text.count(told) == 1, (told, text)
-    assert text.count(f"rank {killer} failed: RuntimeError: {SENTENCE}") == 3
+    assert text.count("loongplug: error") == 1, text
+    assert f"loongplug: error [rank {killer}]: RuntimeError: {SENTENCE}" in text
     assert "--num-workers" in text

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -94,6 +94,7 @@ class Counter:
     tokens: int = 0
     capacity: int = 0
     started: float | None = 0.0
+    valid_tokens: list[torch.Tensor] = field(default_factory=list)
 
 
 def collect(rank: int) -> list[StepReport]:
@@ -115,10 +116,14 @@ def collect(rank: int) -> list[StepReport]:
         counter.tokens += 10 * (rank + 1)
         counter.capacity += 20 * (rank + 1)
         progress.step(iteration, torch.tensor(float(iteration)) if rank >= 2 else None)
+    counter.valid_tokens += [torch.tensor(rank), torch.tensor(1)] if rank >= 2 else []
     progress.evaluated(torch.tensor(0.25) if rank >= 2 else None)
     assert told == progress.reports
     assert progress.valid_loss == 0.25
     assert rank > 0 or "iteration 5 | validation loss 0.2500" in stream.getvalue()
+    progress.evaluated(torch.tensor(float("nan")) if rank >= 2 else None)
+    assert progress.valid_loss is None
+    assert rank > 0 or "iteration 5 | validation loss none: no token of" in stream.getvalue()
     return progress.reports
 
 

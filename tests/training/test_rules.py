@@ -20,6 +20,9 @@ from loongplug.models.registry import family_of
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, violated_rules
+from loongplug.training.rules.lora import shared_lora_folder
+from loongplug.training.rules.rule import rules_of
+from loongplug.training.rules.start import within_hf_folder
 from loongplug.training.rules.unsupported import UNSUPPORTED
 
 pytestmark = pytest.mark.quick
@@ -148,6 +151,23 @@ def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> N
             assert violated(prepared, model=model, **folders) == expected, folders
 
 
+def test_an_export_keeps_out_of_what_the_run_reads(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    folders = ("load_hf", "load_lora", "load", "tokenizer_model", "media_root")
+    blends = ("train_data_path", "valid_data_path", "data_path")
+    for name in (*folders, *blends):
+        for place, shared in (("out", True), ("link/in/it", True), ("", False), ("other", False)):
+            path = f"{tmp_path}/{place}"
+            given = ["0.5", path] if name in blends else path
+            flag = f"--{name.replace('_', '-')}"
+            args = Namespace(save_hf=f"{tmp_path}/out", save_lora=None, **{name: given})
+            expected = f"{flag} {path} with --save-hf {tmp_path}/out" if shared else None
+            assert within_hf_folder(args) == expected
+            args = Namespace(save_hf=None, save_lora=f"{tmp_path}/out", **{name: given})
+            expected = f"{flag} {path} with --save-lora {tmp_path}/out" if shared else None
+            assert shared_lora_folder(args) == expected
+
+
 def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None:
     args, model = prepared_experts
     for target, expected in (("mlp.linear_fc1", ["lora-targets"]), ("linear_fc1", [])):
@@ -248,7 +268,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
 
 def test_every_file_of_rules_is_in_the_table_and_has_its_cases() -> None:
     files = {module.name for module in pkgutil.iter_modules(rules.__path__)} - {"rule", "modes"}
-    tables = {name for name in files if getattr(rules, name).RULES in rules.SUBJECTS.values()}
+    tables = {name for name in files if rules_of(getattr(rules, name)) in rules.SUBJECTS.values()}
     assert tables == files
     assert files | {"kinds"} == {
         module.name for module in pkgutil.iter_modules(rule_cases.__path__)

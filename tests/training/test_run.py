@@ -217,7 +217,11 @@ def test_metrics_and_logs_are_written(flags, tmp_path):
     assert metrics["loss_first"] == found[0]
     assert metrics["loss_last"] == found[-1]
     assert metrics["tokens_per_second"] > 0
-    assert "consumed samples" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert "consumed samples" in log
+    # Each line says what its interval has, the second one too.
+    said = re.findall(r"lm loss: (\S+)", log)
+    assert said == [f"{loss:.6E}" for loss in found]
     assert any(file.name.startswith("events") for file in (tmp_path / "tensorboard").iterdir())
 
 

@@ -10,7 +10,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from loongplug.checkpoint.same_rates import checked_rates
-from loongplug.data.units import Unit
+from loongplug.data.units import MediaBatch
 from loongplug.hetero.balance import Balance, EncoderWork
 from loongplug.hetero.placement import Placement
 from loongplug.parallel.layout import Layout
@@ -89,7 +89,7 @@ def test_units_are_assigned_step_by_step() -> None:
 
     # Steps of 2, 4 and 4 microbatches.
     units = [
-        Unit(index=i, media=(), grids=((1, 2, 2 + 2 * (i == 4)),), samples=(), where=())
+        MediaBatch(index=i, media=(), grids=((1, 2, 2 + 2 * (i == 4)),), samples=(), where=())
         for i in range(10)
     ]
     in_turn = roles(None)

@@ -1,6 +1,7 @@
 """Plans and recordings for the tests of ``loongplug verify``, made once each."""
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,15 +40,16 @@ class Pair:
         self, mutation: Mutation | None = None, *, more: tuple[str, ...] = ()
     ) -> Comparison:
         """The layout, mutated, against the single rank."""
-        found = record(
-            (*self.plan.layout, *more),
-            ranks=self.plan.ranks,
-            device="cpu",
-            folder=self._folder / "layout",
-            timeout=120.0,
-            record_rank=None if mutation is None else partial(mutated, mutation=mutation),
-        )
-        return compare(read_recording(found), read_recording(self._reference))
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            found = record(
+                (*self.plan.layout, *more),
+                ranks=self.plan.ranks,
+                device="cpu",
+                folder=Path(folder),
+                timeout=120.0,
+                record_rank=None if mutation is None else partial(mutated, mutation=mutation),
+            )
+            return compare(read_recording(found), read_recording(self._reference))
 
 
 def mutated(rank: int, tell: Callable[[str], None], *, mutation: Mutation, **kwargs: Any) -> None:

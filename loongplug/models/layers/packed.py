@@ -8,6 +8,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from loongplug.platform.transfers import to_device
+
 
 @dataclass(frozen=True)
 class SegmentGroup:
@@ -73,7 +75,7 @@ def pack_segments(
     """
     layout = PackedLayout.of([*lengths, padding] if padding else lengths)
     cu_seqlens = torch.tensor(tuple(accumulate(layout.lengths, initial=0)), dtype=torch.int32)
-    cu_seqlens = cu_seqlens.to(device, non_blocking=True)  # [segments + 1]
+    cu_seqlens = to_device(cu_seqlens, device)  # [segments + 1]
     longest = max(layout.lengths, default=0)
     return PackedSegments(
         qkv_format="thd",

@@ -114,13 +114,9 @@ class AdapterTable:
 def adapter_table(model: Any, hugging_face: HuggingFaceModel) -> AdapterTable | None:
     """The adapters that the config ``model`` asks for; None where it asks for none."""
     settings = {
-        name: part.lora
-        for name, part in (
-            ("image_encoder", model.image_encoder),
-            ("image_projector", model.image_projector),
-            ("text_decoder", model.foundation),
-        )
-        if part.lora is not None
+        name: architecture.lora
+        for name, architecture in model.modules().items()
+        if architecture.lora is not None
     }
     return AdapterTable(settings, hugging_face) if settings else None
 

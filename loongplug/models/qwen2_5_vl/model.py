@@ -1,5 +1,7 @@
 """Build one pipeline stage of a Qwen2.5-VL model from its architecture."""
 
+from collections.abc import Mapping
+
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.nn import functional as F
 
@@ -24,7 +26,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    encoder_state: ModuleState | None = None,
+    states: Mapping[str, ModuleState] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk), as :func:`~loongplug.models.stage.build_stage` gives it."""
     start_like_the_family(config)
@@ -40,7 +42,7 @@ def build_model(
         post_process=post_process,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
-        encoder_state=encoder_state,
+        states=states,
         backend=backend,
     )
 

@@ -18,6 +18,7 @@ from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
 from loongplug.models.qwen2_5_vl.window_attention import WindowTransformerLayer, pack_windows
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
 from loongplug.models.vision_encoder import blank_unit, patch_values
+from loongplug.platform.transfers import to_device
 
 
 class Qwen25VisionEncoder(MegatronModule):
@@ -77,11 +78,13 @@ class Qwen25VisionEncoder(MegatronModule):
         """
         weight = self.patch_embed.weight
         plan = self._geometry.plan(vision.grid_thw)
-        order = plan.order.to(weight.device, non_blocking=True)
-        inverse = plan.inverse.to(weight.device, non_blocking=True)
+        order, inverse = (
+            to_device(plan.order, weight.device),
+            to_device(plan.inverse, weight.device),
+        )
         # Pixels need no gradient, so that moving them costs no backward pass.
         patches = permute_blocks(vision.pixels.to(weight.dtype), order)
-        angles = plan.angles.to(weight.device, non_blocking=True)[:, None, None, :]
+        angles = to_device(plan.angles, weight.device)[:, None, None, :]
         hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
         states = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),

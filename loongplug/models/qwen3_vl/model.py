@@ -1,5 +1,6 @@
 """Build one pipeline stage of a Qwen3-VL model from its architecture."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,7 +29,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    encoder_state: ModuleState | None = None,
+    states: Mapping[str, ModuleState] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; see :func:`~loongplug.models.stage.build_stage`.
 
@@ -50,7 +51,7 @@ def build_model(
         post_process=post_process,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
-        encoder_state=encoder_state,
+        states=states,
         backend=backend,
     )
 

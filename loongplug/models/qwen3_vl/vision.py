@@ -16,6 +16,7 @@ from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
 from loongplug.models.vision_encoder import blank_unit, patch_values
+from loongplug.platform.transfers import to_device
 
 
 class Qwen3VisionEncoder(MegatronModule):
@@ -85,8 +86,7 @@ class Qwen3VisionEncoder(MegatronModule):
         """Patch embeddings plus the interpolated position table, [patches, hidden]."""
         weight = self.patch_embed.weight
         taps, shares = self._geometry.position_taps(vision.grid_thw)
-        taps = taps.to(weight.device, non_blocking=True)
-        shares = shares.to(weight.device, non_blocking=True)
+        taps, shares = to_device(taps, weight.device), to_device(shares, weight.device)
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
@@ -96,5 +96,4 @@ class Qwen3VisionEncoder(MegatronModule):
     def _rope_table(self, grid_thw: Tensor, device: torch.device) -> Tensor:
         """The rope table of all patches, [patches, 1, 1, 2 * head_dim] float32."""
         angles = self._geometry.rotary_angles(grid_thw)
-        angles = angles.to(device, non_blocking=True)[:, None, None, :]
-        return rope_table(angles, dtype=torch.float32)
+        return rope_table(to_device(angles, device)[:, None, None, :], dtype=torch.float32)

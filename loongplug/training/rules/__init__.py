@@ -1,6 +1,6 @@
 """The one table of refusals at start-up, put together from a file for each subject.
 
-A new rule goes into its subject's file, a new subject's tuple into ``RULES``. What belongs here are
+A new rule goes into its subject's file, a new subject into ``SUBJECTS``. What belongs here are
 rules and the table of modes that meet in the docs (``modes.py``); nothing that communicates, and
 nothing that runs.
 """
@@ -19,28 +19,30 @@ from loongplug.training.rules import (
     lora,
     machine,
     model,
+    numbers,
     overlap,
     pipeline,
     start,
     unsupported,
 )
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import Rule, rules_of
 
 SUBJECTS: dict[str, tuple[Rule, ...]] = {
-    "Start of a run": start.RULES,
-    "Data": data.RULES,
-    "Layout": layout.RULES,
-    "Batch sizes": batch.RULES,
-    "Pipeline": pipeline.RULES,
-    "The encoder's own layout": hetero.RULES,
-    "Model": model.RULES,
-    "Experts": experts.RULES,
-    "Overlap of experts' exchange": overlap.RULES,
-    "The decoder's activations": decoder_memory.RULES,
-    "Freezing": freezing.RULES,
-    "LoRA and learning rates": lora.RULES,
-    "Machine": machine.RULES,
-    "Flags of Megatron": unsupported.RULES,
+    "Start of a run": rules_of(start),
+    "Numbers": rules_of(numbers),
+    "Data": rules_of(data),
+    "Layout": rules_of(layout),
+    "Batch sizes": rules_of(batch),
+    "Pipeline": rules_of(pipeline),
+    "The encoder's own layout": rules_of(hetero),
+    "Model": rules_of(model),
+    "Experts": rules_of(experts),
+    "Overlap of experts' exchange": rules_of(overlap),
+    "The decoder's activations": rules_of(decoder_memory),
+    "Freezing": rules_of(freezing),
+    "LoRA and learning rates": rules_of(lora),
+    "Machine": rules_of(machine),
+    "Flags of Megatron": rules_of(unsupported),
 }
 RULES: tuple[Rule, ...] = tuple(rule for rules in SUBJECTS.values() for rule in rules)
 

@@ -3,12 +3,24 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import Rule, data_parallel_size
+from loongplug.training.rules.rule import data_parallel_size, rule
 from loongplug.training.step_sizes import StepSizes, eval_sizes, step_sizes
 
 _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 
 
+@rule(
+    refuses=f"`{_RAMP}` without `--global-batch-size` or with increments that do not lead "
+    f"there, `{_SCHEDULE}` with `--global-batch-size` or with sizes that do not grow, either "
+    "with the other or with `--decrease-batch-size-if-needed`",
+    reason=(
+        "each step's size follows from the samples before it, in every layout and after a resume"
+    ),
+    cure=(
+        f"give {_RAMP} START INCREMENT SAMPLES and the last size by --global-batch-size, or "
+        f"all sizes by {_SCHEDULE} 'TOKENS:SIZE TOKENS:SIZE'"
+    ),
+)
 def batch_ramp(args: Namespace, model: Any) -> str | None:
     """Growing batch sizes are asked for in one way, and grow."""
     flag = _SCHEDULE if args.rampup_batch_size is None else _RAMP
@@ -37,8 +49,12 @@ def known_sizes(args: Namespace) -> StepSizes | None:
         return None
 
 
+@rule(
+    reason="every data parallel rank runs the same number of microbatches",
+    cure="give a multiple",
+)
 def global_batch(args: Namespace, model: Any) -> str | None:
-    """Each global batch is a whole number of microbatches on every copy of the model."""
+    """`--global-batch-size`, or a size on the way there, is no multiple of micro-batch size x dp"""
     sizes, each, dp = known_sizes(args), args.micro_batch_size, data_parallel_size(args)
     if args.decrease_batch_size_if_needed or sizes is None or not each or not dp:
         return None
@@ -49,8 +65,14 @@ def global_batch(args: Namespace, model: Any) -> str | None:
     return f"{what} {wrong[0]} does not divide by --micro-batch-size {each} x dp {dp}"
 
 
+@rule(
+    reason="every data parallel rank evaluates the same number of microbatches",
+    cure="give a multiple",
+)
 def eval_batch(args: Namespace, model: Any) -> str | None:
-    """An evaluation step is a whole number of its microbatches on every copy of the model."""
+    """`--eval-global-batch-size` is no multiple of `--eval-micro-batch-size` (without them: those
+    of training) x dp
+    """
     if known_sizes(args) is None and args.eval_global_batch_size is None:
         return None
     own = (args.eval_global_batch_size, args.eval_micro_batch_size) != (None, None)
@@ -62,34 +84,3 @@ def eval_batch(args: Namespace, model: Any) -> str | None:
     if batch % each == 0:
         return None
     return f"evaluation steps of {batch} samples do not divide by microbatches of {each}"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="batch-ramp",
-        refuses=f"`{_RAMP}` without `--global-batch-size` or with increments that do not lead "
-        f"there, `{_SCHEDULE}` with `--global-batch-size` or with sizes that do not grow, either "
-        "with the other or with `--decrease-batch-size-if-needed`",
-        check=batch_ramp,
-        reason="each step's size follows from the samples before it, in every layout and after a "
-        "resume",
-        cure=f"give {_RAMP} START INCREMENT SAMPLES and the last size by --global-batch-size, or "
-        f"all sizes by {_SCHEDULE} 'TOKENS:SIZE TOKENS:SIZE'",
-    ),
-    Rule(
-        name="global-batch",
-        refuses="`--global-batch-size`, or a size on the way there, is no multiple of micro-batch "
-        "size x dp",
-        check=global_batch,
-        reason="every data parallel rank runs the same number of microbatches",
-        cure="give a multiple",
-    ),
-    Rule(
-        name="eval-batch",
-        refuses="`--eval-global-batch-size` is no multiple of `--eval-micro-batch-size` (without "
-        "them: those of training) x dp",
-        check=eval_batch,
-        reason="every data parallel rank evaluates the same number of microbatches",
-        cure="give a multiple",
-    ),
-)

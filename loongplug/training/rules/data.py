@@ -10,11 +10,21 @@ from typing import Any
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
 from loongplug.data.schemas import LEAST_FPS
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 
 
+@rule(
+    reason="it would not be known what to train on",
+    cure=(
+        "give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
+        "--valid-data-path FILE for held-out data"
+    ),
+    training_only=True,
+)
 def data_given(args: Namespace, model: Any) -> str | None:
-    """Training data are given, in one way, as files or as files with weights."""
+    """no training data, `--data-path` beside `--train-data-path` or `--valid-data-path`, or
+    weights (`w1 p1 w2 p2`) that are not above 0 or not given for every file
+    """
     if not args.data_path and not args.train_data_path:
         return "no training data given"
     if args.data_path and (args.train_data_path or args.valid_data_path):
@@ -27,8 +37,12 @@ def data_given(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="there is nothing to read",
+    cure="correct the path",
+)
 def data_exists(args: Namespace, model: Any) -> str | None:
-    """Every data file is there, and so is the folder of the images and videos."""
+    """a data path or a `--media-root` that does not exist"""
     missing = [] if args.media_root is None else [args.media_root]
     missing = [folder for folder in missing if not Path(folder).is_dir()]
     for flag, values in _data_flags(args):
@@ -38,8 +52,19 @@ def data_exists(args: Namespace, model: Any) -> str | None:
     return f"{', '.join(missing)} not found" if missing else None
 
 
+@rule(
+    name="energon",
+    reason="that package reads such datasets' lists, and other folders are no data",
+    cure=(
+        "pip install 'loongplug[energon]', run energon prepare, and give "
+        "--dataloader-type energon; or name a JSONL file"
+    ),
+    training_only=True,
+)
 def energon_datasets(args: Namespace, model: Any) -> str | None:
-    """Folders are prepared energon datasets, asked for by a flag whose package is there."""
+    """`--dataloader-type energon` without the package megatron-energon, and a folder as data path
+    without that flag or without what `energon prepare` writes into it
+    """
     wanted = args.dataloader_type == "energon"
     if wanted and importlib.util.find_spec("megatron.energon") is None:
         return "--dataloader-type energon without megatron-energon"
@@ -53,14 +78,30 @@ def energon_datasets(args: Namespace, model: Any) -> str | None:
     return f"{', '.join(bare)} not prepared by energon" if bare else None
 
 
+@rule(
+    refuses=f"`--video-fps` below {LEAST_FPS:g}",
+    reason=(
+        "it is the number of frames taken per second of a video, and slower ones have times "
+        "beyond what positions can count"
+    ),
+    cure=f"give {LEAST_FPS:g} or more",
+    training_only=True,
+)
 def video_rate(args: Namespace, model: Any) -> str | None:
     """The frames taken per second of a video are more than next to none."""
     rate = args.video_fps
-    return None if rate is None or LEAST_FPS <= rate < math.inf else f"--video-fps {rate:g}"
+    if rate is None or not math.isfinite(rate):  # another rule asks for finite numbers
+        return None
+    return None if rate >= LEAST_FPS else f"--video-fps {rate:g}"
 
 
+@rule(
+    name="packing-rows",
+    reason="a pack is a microbatch of several samples already",
+    cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
+)
 def one_row(args: Namespace, model: Any) -> str | None:
-    """A microbatch is one pack."""
+    """`--packing` with a `--micro-batch-size` or `--eval-micro-batch-size` above 1"""
     if not args.packing:
         return None
     sizes = {
@@ -71,8 +112,14 @@ def one_row(args: Namespace, model: Any) -> str | None:
     return f"--packing with {' and '.join(wrong)}" if wrong else None
 
 
+@rule(
+    reason="LoongPlug loads samples and the tokenizer itself",
+    cure="drop the flag",
+)
 def data_loading(args: Namespace, model: Any) -> str | None:
-    """Data and tokenizer are LoongPlug's, not Megatron's."""
+    """a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` other than
+    `HuggingFaceTokenizer`
+    """
     if args.dataloader_type not in ("external", "energon"):
         return f"--dataloader-type {args.dataloader_type}"
     if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
@@ -87,59 +134,3 @@ def _data_flags(args: Namespace) -> list[tuple[str, list[str]]]:
         ("--valid-data-path", args.valid_data_path),
     )
     return [(flag, values) for flag, values in flags if values]
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="data-given",
-        refuses="no training data, `--data-path` beside `--train-data-path` or "
-        "`--valid-data-path`, or weights (`w1 p1 w2 p2`) that are not above 0 or not given for "
-        "every file",
-        check=data_given,
-        reason="it would not be known what to train on",
-        cure="give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
-        "--valid-data-path FILE for held-out data",
-        training_only=True,
-    ),
-    Rule(
-        name="data-exists",
-        refuses="a data path or a `--media-root` that does not exist",
-        check=data_exists,
-        reason="there is nothing to read",
-        cure="correct the path",
-    ),
-    Rule(
-        name="energon",
-        refuses="`--dataloader-type energon` without the package megatron-energon, and a folder "
-        "as data path without that flag or without what `energon prepare` writes into it",
-        check=energon_datasets,
-        reason="that package reads such datasets' lists, and other folders are no data",
-        cure="pip install 'loongplug[energon]', run energon prepare, and give "
-        "--dataloader-type energon; or name a JSONL file",
-        training_only=True,
-    ),
-    Rule(
-        name="video-rate",
-        refuses=f"`--video-fps` below {LEAST_FPS:g}",
-        check=video_rate,
-        reason="it is the number of frames taken per second of a video, and slower ones have times "
-        "beyond what positions can count",
-        cure=f"give {LEAST_FPS:g} or more",
-        training_only=True,
-    ),
-    Rule(
-        name="packing-rows",
-        refuses="`--packing` with a `--micro-batch-size` or `--eval-micro-batch-size` above 1",
-        check=one_row,
-        reason="a pack is a microbatch of several samples already",
-        cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
-    ),
-    Rule(
-        name="data-loading",
-        refuses="a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` "
-        "other than `HuggingFaceTokenizer`",
-        check=data_loading,
-        reason="LoongPlug loads samples and the tokenizer itself",
-        cure="drop the flag",
-    ),
-)

@@ -4,7 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.schedule.tensor_names import RECOMPUTED
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 
 _FLAG = "--fine-grained-activation-offloading"
 _EXPERTS = ("dispatched_input",)
@@ -12,6 +12,16 @@ _EXPERTS = ("dispatched_input",)
 _DISCARDED = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
 
 
+@rule(
+    name="decoder-offload",
+    refuses=f"`{_FLAG}` without names or with both kinds of them, and `--offload-tensors` "
+    "without it",
+    reason=(
+        "`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
+        "asks for TransformerEngine; together they would move the same tensors twice"
+    ),
+    cure=f"give {_FLAG} --offload-tensors and names",
+)
 def which(args: Namespace, model: Any) -> str | None:
     """The switch stands with one of the two kinds of names."""
     names = [
@@ -27,26 +37,52 @@ def which(args: Namespace, model: Any) -> str | None:
     return f"{names[0]} without {_FLAG}" if "--offload-tensors" in names else None
 
 
+@rule(
+    name="decoder-offload-recompute",
+    reason="layers that are recomputed as a whole keep their inputs only",
+    cure="drop one of them",
+)
 def nothing_saved(args: Namespace, model: Any) -> str | None:
-    """Layers that are recomputed as a whole save nothing but their inputs."""
+    """`--offload-tensors` with `--recompute-granularity full`"""
     if args.offload_tensors and args.recompute_granularity == "full":
         return "--offload-tensors with --recompute-granularity full"
     return None
 
 
+@rule(
+    name="decoder-offload-fusion",
+    reason=(
+        "what a backward finds are new objects, in which the fused kernel does not find a "
+        "weight's gradient buffer"
+    ),
+    cure="add --no-gradient-accumulation-fusion",
+)
 def fused_accumulation(args: Namespace, model: Any) -> str | None:
-    """Weights in the backward are those of the model."""
+    """`--offload-tensors` with fused gradient accumulation (on with Apex)"""
     if args.offload_tensors and args.gradient_accumulation_fusion:
         return "--offload-tensors with Megatron's fused gradient accumulation"
     return None
 
 
+@rule(
+    name="decoder-offload-experts",
+    reason="nothing is dispatched there",
+    cure="name fc1_output or fc2_input instead",
+)
 def experts(args: Namespace, model: Any) -> str | None:
-    """Only layers of experts dispatch."""
+    """`--offload-tensors dispatched_input` for a model without experts"""
     found = [name for name in args.offload_tensors if name in _EXPERTS]
     return f"--offload-tensors {' '.join(found)}" if found and not args.num_experts else None
 
 
+@rule(
+    name="decoder-recompute-nodes",
+    refuses="`--recompute-modules` "
+    + ", ".join(f"`{name}`" for name in RECOMPUTED)
+    + " without `--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
+    reason="these are parts of the overlap's schedule",
+    cure="add both, or use --recompute-granularity full",
+)
 def nodes(args: Namespace, model: Any) -> str | None:
     """Parts that are schedule nodes are recomputed where there are such nodes."""
     given = [name for name in args.recompute_modules or () if name in RECOMPUTED]
@@ -63,6 +99,19 @@ def nodes(args: Namespace, model: Any) -> str | None:
     return f"--recompute-modules {' '.join(given)} without {' and '.join(lacks)}"
 
 
+@rule(
+    name="decoder-recompute-nodes-alone",
+    refuses="`--recompute-modules layernorm` or `--offload-modules` with "
+    + ", ".join(f"`{name}`" for name in RECOMPUTED),
+    reason=(
+        "Megatron begins these in one node of a layer and ends them in another, and a node "
+        "that is computed twice does its own part only"
+    ),
+    cure=(
+        "drop layernorm (a2a_overlap_post_attn computes the norm twice), and offload by "
+        "--offload-tensors"
+    ),
+)
 def nodes_alone(args: Namespace, model: Any) -> str | None:
     """What Megatron spreads over several nodes stands without nodes that are computed twice."""
     given = [name for name in args.recompute_modules or () if name in RECOMPUTED]
@@ -79,73 +128,20 @@ def nodes_alone(args: Namespace, model: Any) -> str | None:
     return f"{' and '.join(others)} with --recompute-modules {' '.join(given)}"
 
 
+@rule(
+    name="decoder-recompute-discarded",
+    refuses="`--recompute-modules` "
+    + ", ".join(f"`{name}`" for name in _DISCARDED)
+    + " without TransformerEngine",
+    reason="Megatron recomputes these by functions of it",
+    cure=(
+        "recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
+        "(--recompute-granularity full)"
+    ),
+)
 def discarded(args: Namespace, model: Any) -> str | None:
     """What lets go of outputs is recomputed where TransformerEngine is."""
     given = [name for name in args.recompute_modules or () if name in _DISCARDED]
     if not given or args.transformer_impl == "transformer_engine":
         return None
     return f"--recompute-modules {' '.join(given)} with --transformer-impl {args.transformer_impl}"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="decoder-offload",
-        refuses=f"`{_FLAG}` without names or with both kinds of them, and `--offload-tensors` "
-        "without it",
-        check=which,
-        reason="`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
-        "asks for TransformerEngine; together they would move the same tensors twice",
-        cure=f"give {_FLAG} --offload-tensors and names",
-    ),
-    Rule(
-        name="decoder-offload-recompute",
-        refuses="`--offload-tensors` with `--recompute-granularity full`",
-        check=nothing_saved,
-        reason="layers that are recomputed as a whole keep their inputs only",
-        cure="drop one of them",
-    ),
-    Rule(
-        name="decoder-offload-fusion",
-        refuses="`--offload-tensors` with fused gradient accumulation (on with Apex)",
-        check=fused_accumulation,
-        reason="what a backward finds are new objects, in which the fused kernel does not find a "
-        "weight's gradient buffer",
-        cure="add --no-gradient-accumulation-fusion",
-    ),
-    Rule(
-        name="decoder-offload-experts",
-        refuses="`--offload-tensors dispatched_input` for a model without experts",
-        check=experts,
-        reason="nothing is dispatched there",
-        cure="name fc1_output or fc2_input instead",
-    ),
-    Rule(
-        name="decoder-recompute-nodes",
-        refuses="`--recompute-modules` "
-        + ", ".join(f"`{name}`" for name in RECOMPUTED)
-        + " without `--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
-        check=nodes,
-        reason="these are parts of the overlap's schedule",
-        cure="add both, or use --recompute-granularity full",
-    ),
-    Rule(
-        name="decoder-recompute-nodes-alone",
-        refuses="`--recompute-modules layernorm` or `--offload-modules` with "
-        + ", ".join(f"`{name}`" for name in RECOMPUTED),
-        check=nodes_alone,
-        reason="Megatron begins these in one node of a layer and ends them in another, and a node "
-        "that is computed twice does its own part only",
-        cure="drop layernorm (a2a_overlap_post_attn computes the norm twice), and offload by "
-        "--offload-tensors",
-    ),
-    Rule(
-        name="decoder-recompute-discarded",
-        refuses="`--recompute-modules` "
-        + ", ".join(f"`{name}`" for name in _DISCARDED)
-        + " without TransformerEngine",
-        check=discarded,
-        reason="Megatron recomputes these by functions of it",
-        cure="recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
-        "(--recompute-granularity full)",
-    ),
-)

@@ -7,7 +7,7 @@ from loongplug.hetero.modes import UNIFORM, mode_of
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 
 _OFFLOAD = {
     f"--{name.replace('_', '-')}": name
@@ -30,12 +30,18 @@ def encoder_tp(args: Namespace, model: Any) -> int | None:
     """The encoder's tensor parallel size; None for a model without an encoder."""
     if not isinstance(model, VisionLanguageArchitecture):
         return None
-    own: int | None = model.image_encoder.tensor_model_parallel_size
+    own: int | None = model.vision.tensor_model_parallel_size
     return own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
 
 
+@rule(
+    reason="the encoder's replicas fill the decoder's tensor parallel group, or whole stages",
+    cure="set a divisor of the decoder's, or null for the decoder's own",
+)
 def encoder_layout(args: Namespace, model: Any) -> str | None:
-    """The encoder's replicas fill the decoder's tensor parallel group, or make up whole stages."""
+    """an encoder `tensor_model_parallel_size` that does not divide the decoder's; with full
+    separation it may be a multiple that makes up whole stages
+    """
     tp, decoder = encoder_tp(args, model), args.tensor_model_parallel_size
     stages = args.pipeline_model_parallel_size
     if tp is None or decoder < 1 or stages < 1:
@@ -50,6 +56,13 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
     )
 
 
+@rule(
+    refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
+    "heterogeneous DP, full separation): "
+    + ", ".join(f"`--{name.replace('_', '-')}`" for name in _ONE_LAYOUT),
+    reason="these count parameters, or make groups, by one layout for all modules",
+    cure="drop the flag",
+)
 def encoder_state(args: Namespace, model: Any) -> str | None:
     """An encoder with a layout of its own meets no flag that knows one layout only."""
     own = encoder_tp(args, model) not in (None, args.tensor_model_parallel_size)
@@ -63,12 +76,16 @@ def encoder_state(args: Namespace, model: Any) -> str | None:
     return ", ".join(given) or None
 
 
+@rule(
+    reason="encoder and projector are split over the encoder's tensor parallel ranks",
+    cure="choose another model.image_encoder.tensor_model_parallel_size",
+)
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
-    """The encoder's and the projector's sizes can be split over the encoder's ranks."""
+    """encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does not divide"""
     tp = encoder_tp(args, model)
     if tp is None or encoder_layout(args, model) is not None:
         return None
-    encoder = model.image_encoder
+    encoder = model.vision
     sizes = {
         "the encoder's num_attention_heads": encoder.num_attention_heads,
         "the encoder's ffn_hidden_size": encoder.ffn_hidden_size,
@@ -82,21 +99,36 @@ def encoder_sizes(args: Namespace, model: Any) -> str | None:
     return "; ".join(problems) or None
 
 
+@rule(
+    reason="they are two ways to spread the same work",
+    cure="drop one; full separation is the faster one with a pipeline",
+)
 def one_mode(args: Namespace, model: Any) -> str | None:
-    """Not two modes at once."""
+    """`--enable-encoder-hetero-dp` with `--enable-full-hetero-dp`"""
     both = args.enable_encoder_hetero_dp and args.enable_full_hetero_dp
     return "--enable-encoder-hetero-dp with --enable-full-hetero-dp" if both else None
 
 
+@rule(
+    reason=(
+        "elsewhere every replica encodes all units, or one of each group at a time: there is"
+        " nothing to choose"
+    ),
+    cure="add --enable-full-hetero-dp, or drop the flag",
+)
 def balance(args: Namespace, model: Any) -> str | None:
-    """Balance needs replicas that can encode any units of a step."""
+    """`--use-vit-dp-balance` without `--enable-full-hetero-dp`"""
     if not args.use_vit_dp_balance or mode_of(args).any_owner:
         return None
     return f"--use-vit-dp-balance in the mode {mode_of(args).name}"
 
 
+@rule(
+    reason="it says how uneven a step has to be, as a part of the mean, to be balanced",
+    cure="give 0 or more together with --use-vit-dp-balance, or drop it",
+)
 def balance_threshold(args: Namespace, model: Any) -> str | None:
-    """A threshold is a part of the mean, and of something that is on."""
+    """`--dp-balance-trigger-threshold-vit` below 0, or without `--use-vit-dp-balance`"""
     threshold = args.dp_balance_trigger_threshold_vit
     if threshold is None or (args.use_vit_dp_balance and threshold >= 0):
         return None
@@ -104,6 +136,14 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
     return f"--dp-balance-trigger-threshold-vit {threshold}{without}"
 
 
+@rule(
+    refuses=", ".join(f"`{flag}`" for flag in _OFFLOAD) + " without `--enable-full-hetero-dp`",
+    reason=(
+        "elsewhere the encoder works in between the decoder's microbatches, so that nothing "
+        "of it can be away"
+    ),
+    cure="add --enable-full-hetero-dp, or drop the flag",
+)
 def offload(args: Namespace, model: Any) -> str | None:
     """Something can only be away where encoder and decoder take turns."""
     given = [flag for flag, name in _OFFLOAD.items() if getattr(args, name)]
@@ -112,107 +152,48 @@ def offload(args: Namespace, model: Any) -> str | None:
     return f"{', '.join(given)} in the mode {mode_of(args).name}"
 
 
+@rule(
+    name="offload-fusion",
+    reason=(
+        "what comes back to a backward are new objects, in which the fused kernel does not "
+        "find a weight's gradient buffer"
+    ),
+    cure=(
+        "add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead"
+    ),
+)
 def offload_and_fusion(args: Namespace, model: Any) -> str | None:
-    """Weights in the encoder's backward are those of the model."""
+    """`--offload-encoder-activations` with fused gradient accumulation (on with Apex)"""
     if not (args.offload_encoder_activations and args.gradient_accumulation_fusion):
         return None
     return "--offload-encoder-activations with Megatron's fused gradient accumulation"
 
 
+@rule(
+    name="offload-nccl",
+    reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
+    cure="drop one of them",
+)
 def offload_and_registration(args: Namespace, model: Any) -> str | None:
-    """Memory that is given back is not registered with NCCL."""
+    """`--offload-encoder-state` with `--use-nccl-ub`"""
     if not (args.offload_encoder_state and args.nccl_ub):
         return None
     return "--offload-encoder-state with --use-nccl-ub"
 
 
+@rule(
+    name="offload-optimizer",
+    reason=(
+        "that optimizer has copies of weights of its own, and keeps its state on the host already"
+    ),
+    cure=(
+        "drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
+        "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
+        "optimizer's state is on the host"
+    ),
+)
 def offload_and_hybrid_optimizer(args: Namespace, model: Any) -> str | None:
-    """One owner moves the optimizer's state."""
+    """`--offload-encoder-state` with `--optimizer-cpu-offload`"""
     if not (args.offload_encoder_state and args.optimizer_cpu_offload):
         return None
     return "--offload-encoder-state with --optimizer-cpu-offload"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="encoder-layout",
-        refuses="an encoder `tensor_model_parallel_size` that does not divide the decoder's; with "
-        "full separation it may be a multiple that makes up whole stages",
-        check=encoder_layout,
-        reason="the encoder's replicas fill the decoder's tensor parallel group, or whole stages",
-        cure="set a divisor of the decoder's, or null for the decoder's own",
-    ),
-    Rule(
-        name="encoder-state",
-        refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
-        "heterogeneous DP, full separation): "
-        + ", ".join(f"`--{name.replace('_', '-')}`" for name in _ONE_LAYOUT),
-        check=encoder_state,
-        reason="these count parameters, or make groups, by one layout for all modules",
-        cure="drop the flag",
-    ),
-    Rule(
-        name="encoder-sizes",
-        refuses="encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does "
-        "not divide",
-        check=encoder_sizes,
-        reason="encoder and projector are split over the encoder's tensor parallel ranks",
-        cure="choose another model.image_encoder.tensor_model_parallel_size",
-    ),
-    Rule(
-        name="one-mode",
-        refuses="`--enable-encoder-hetero-dp` with `--enable-full-hetero-dp`",
-        check=one_mode,
-        reason="they are two ways to spread the same work",
-        cure="drop one; full separation is the faster one with a pipeline",
-    ),
-    Rule(
-        name="balance",
-        refuses="`--use-vit-dp-balance` without `--enable-full-hetero-dp`",
-        check=balance,
-        reason="elsewhere every replica encodes all units, or one of each group at a time: there is"
-        " nothing to choose",
-        cure="add --enable-full-hetero-dp, or drop the flag",
-    ),
-    Rule(
-        name="balance-threshold",
-        refuses="`--dp-balance-trigger-threshold-vit` below 0, or without `--use-vit-dp-balance`",
-        check=balance_threshold,
-        reason="it says how uneven a step has to be, as a part of the mean, to be balanced",
-        cure="give 0 or more together with --use-vit-dp-balance, or drop it",
-    ),
-    Rule(
-        name="offload",
-        refuses=", ".join(f"`{flag}`" for flag in _OFFLOAD) + " without `--enable-full-hetero-dp`",
-        check=offload,
-        reason="elsewhere the encoder works in between the decoder's microbatches, so that nothing "
-        "of it can be away",
-        cure="add --enable-full-hetero-dp, or drop the flag",
-    ),
-    Rule(
-        name="offload-fusion",
-        refuses="`--offload-encoder-activations` with fused gradient accumulation (on with Apex)",
-        check=offload_and_fusion,
-        reason="what comes back to a backward are new objects, in which the fused kernel does not "
-        "find a weight's gradient buffer",
-        cure="add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true "
-        "instead",
-    ),
-    Rule(
-        name="offload-nccl",
-        refuses="`--offload-encoder-state` with `--use-nccl-ub`",
-        check=offload_and_registration,
-        reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
-        cure="drop one of them",
-    ),
-    Rule(
-        name="offload-optimizer",
-        refuses="`--offload-encoder-state` with `--optimizer-cpu-offload`",
-        check=offload_and_hybrid_optimizer,
-        reason="that optimizer has copies of weights of its own, and keeps its state on the host "
-        "already",
-        cure="drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
-        "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
-        "optimizer's state is on the host",
-    ),
-)

@@ -4,11 +4,52 @@ import importlib.util
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 
 
+@rule(
+    reason=(
+        "the others gather parameters in a way that modules with layouts of their own have not"
+    ),
+    cure="drop the flag for adam",
+)
+def optimizer(args: Namespace, model: Any) -> str | None:
+    """an `--optimizer` other than `adam` and `sgd`"""
+    return None if args.optimizer in ("adam", "sgd") else f"--optimizer {args.optimizer}"
+
+
+@rule(
+    reason="Megatron shards the state of Adam only",
+    cure="drop one of the two",
+)
+def sharded_optimizer(args: Namespace, model: Any) -> str | None:
+    """`--optimizer sgd` with `--use-distributed-optimizer`"""
+    sharded = args.use_distributed_optimizer and args.optimizer == "sgd"
+    return "--optimizer sgd with --use-distributed-optimizer" if sharded else None
+
+
+@rule(
+    reason=("Megatron takes that optimizer from it, and would say so only when the model is there"),
+    cure=(
+        "install TransformerEngine, or drop the flag, where its memory is there "
+        "(docs/models.md; the launch scripts need it on fewer than 16 GPUs)"
+    ),
+)
+def precision_aware_optimizer(args: Namespace, model: Any) -> str | None:
+    """`--use-precision-aware-optimizer` on CUDA without TransformerEngine"""
+    if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
+        return None
+    if args.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
+        return "--use-precision-aware-optimizer without TransformerEngine"
+    return None
+
+
+@rule(
+    reason="the models are trained in bf16; smaller ranges and formats are not tested",
+    cure="use --bf16, or no flag for fp32",
+)
 def precision(args: Namespace, model: Any) -> str | None:
-    """The precision is fp32 or bf16."""
+    """`--fp16`, `--fp8-format`, `--fp4-format`"""
     given = [
         flag
         for flag, value in (
@@ -21,13 +62,23 @@ def precision(args: Namespace, model: Any) -> str | None:
     return " and ".join(given) or None
 
 
+@rule(
+    reason="only torch_dist checkpoints load into another layout",
+    cure="drop the flag",
+)
 def checkpoint_format(args: Namespace, model: Any) -> str | None:
-    """Checkpoints are in the ``torch_dist`` format."""
+    """`--ckpt-format` other than `torch_dist`"""
     return f"--ckpt-format {args.ckpt_format}" if args.ckpt_format != "torch_dist" else None
 
 
+@rule(
+    reason="that writer needs a GPU and its package",
+    cure="drop the flag: the writer is chosen by what is there",
+)
 def asynchronous_save(args: Namespace, model: Any) -> str | None:
-    """Asynchronous saves are written by what the machine has."""
+    """`--async-strategy nvrx` with `--async-save` on CPU, or without the package
+    nvidia-resiliency-ext
+    """
     if not args.async_save or args.async_strategy == "mcore":
         return None
     if args.device == "cpu":
@@ -37,16 +88,24 @@ def asynchronous_save(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="the backend follows the device",
+    cure="drop --distributed-backend, or choose by --device",
+)
 def backend(args: Namespace, model: Any) -> str | None:
-    """The communication backend is the device's."""
+    """`nccl` on CPU, `gloo` on CUDA"""
     expected = {"cpu": "gloo", "cuda": "nccl"}[args.device]
     if args.distributed_backend == expected:
         return None
     return f"--distributed-backend {args.distributed_backend} on {args.device}"
 
 
+@rule(
+    reason="TransformerEngine runs on CUDA, where it is installed; inference has no backward",
+    cure="drop the flag: TransformerEngine is used where it is there",
+)
 def transformer_engine(args: Namespace, model: Any) -> str | None:
-    """TransformerEngine is asked for only where it can be used."""
+    """a `--transformer-impl` that the machine does not have"""
     if args.transformer_impl == "local":
         return None
     if args.transformer_impl != "transformer_engine":
@@ -56,56 +115,3 @@ def transformer_engine(args: Namespace, model: Any) -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "--transformer-impl transformer_engine without TransformerEngine"
     return None
-
-
-def optimizer(args: Namespace, model: Any) -> str | None:
-    """The optimizer is one whose state can be sharded module by module."""
-    return None if args.optimizer in ("adam", "sgd") else f"--optimizer {args.optimizer}"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="optimizer",
-        refuses="an `--optimizer` other than `adam` and `sgd`",
-        check=optimizer,
-        reason="the others gather parameters in a way that modules with layouts of their own "
-        "have not",
-        cure="drop the flag for adam",
-    ),
-    Rule(
-        name="precision",
-        refuses="`--fp16`, `--fp8-format`, `--fp4-format`",
-        check=precision,
-        reason="the models are trained in bf16; smaller ranges and formats are not tested",
-        cure="use --bf16, or no flag for fp32",
-    ),
-    Rule(
-        name="checkpoint-format",
-        refuses="`--ckpt-format` other than `torch_dist`",
-        check=checkpoint_format,
-        reason="only torch_dist checkpoints load into another layout",
-        cure="drop the flag",
-    ),
-    Rule(
-        name="asynchronous-save",
-        refuses="`--async-strategy nvrx` with `--async-save` on CPU, or without the package "
-        "nvidia-resiliency-ext",
-        check=asynchronous_save,
-        reason="that writer needs a GPU and its package",
-        cure="drop the flag: the writer is chosen by what is there",
-    ),
-    Rule(
-        name="backend",
-        refuses="`nccl` on CPU, `gloo` on CUDA",
-        check=backend,
-        reason="the backend follows the device",
-        cure="drop --distributed-backend, or choose by --device",
-    ),
-    Rule(
-        name="transformer-engine",
-        refuses="a `--transformer-impl` that the machine does not have",
-        check=transformer_engine,
-        reason="TransformerEngine runs on CUDA, where it is installed; inference has no backward",
-        cure="drop the flag: TransformerEngine is used where it is there",
-    ),
-)

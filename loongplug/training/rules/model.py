@@ -5,38 +5,47 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 
 
+@rule(
+    reason="no such module can be built",
+    cure="correct the YAML",
+)
 def positive_sizes(args: Namespace, model: Any) -> str | None:
-    """Every number that describes the model is above zero."""
+    """a size, or another number, of the model that is not above 0"""
     if not isinstance(model, VisionLanguageArchitecture):
         return None
     wrong = [
-        f"model.{part}.{name} is {getattr(config, name)}"
-        for part, config in (
-            ("image_encoder", model.image_encoder),
-            ("foundation", model.foundation),
-        )
-        for name, value in vars(config).items()
-        if type(value) in (int, float) and value <= 0
+        f"model.{model.keys[module]}.{name} is {value}"
+        for module, architecture in model.modules().items()
+        for name, value in vars(architecture).items()
+        if type(value) in (int, float) and value <= 0 and name != "lr_mult"
     ]
     return ", ".join(wrong) or None
 
 
+@rule(
+    reason="every group serves the same number of heads",
+    cure="correct model.foundation.num_query_groups",
+)
 def query_groups(args: Namespace, model: Any) -> str | None:
-    """The decoder's heads share out evenly over its query groups."""
+    """decoder heads that do not divide by the query groups"""
     heads, groups = args.num_attention_heads, args.num_query_groups
     if groups < 1 or heads % groups == 0:
         return None
     return f"the decoder's {heads} heads do not divide by its {groups} query groups"
 
 
+@rule(
+    reason="rotary positions split a head in four, and the table is a square grid",
+    cure="correct model.image_encoder",
+)
 def encoder_shape(args: Namespace, model: Any) -> str | None:
-    """The encoder's heads can be turned by row and column; its position table is square."""
+    """encoder heads of a size that is no multiple of 4, or a position table that is no square"""
     if not isinstance(model, VisionLanguageArchitecture) or positive_sizes(args, model) is not None:
         return None
-    encoder = model.image_encoder
+    encoder = model.vision
     hidden, heads = encoder.hidden_size, encoder.num_attention_heads
     if hidden % heads or hidden // heads % 4:
         return f"the encoder's hidden_size {hidden} over {heads} heads is no multiple of 4"
@@ -46,12 +55,16 @@ def encoder_shape(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="tap j of the encoder is added behind decoder layer j",
+    cure="correct model.image_encoder.deepstack_layers",
+)
 def deepstack(args: Namespace, model: Any) -> str | None:
-    """The deepstack taps are layers that exist, in order, one decoder layer for each."""
+    """`deepstack_layers` out of range, unsorted, or more than there are decoder layers"""
     if not isinstance(model, VisionLanguageArchitecture):
         return None
-    taps = getattr(model.image_encoder, "deepstack_layers", ())
-    layers = model.image_encoder.num_layers
+    taps = getattr(model.vision, "deepstack_layers", ())
+    layers = model.vision.num_layers
     if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
         return f"deepstack_layers {list(taps)} of an encoder of {layers} layers"
     if len(taps) > model.foundation.num_layers:
@@ -59,11 +72,15 @@ def deepstack(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason=("windows are made of whole tokens, and a layer that does not exist attends to nothing"),
+    cure="correct model.image_encoder",
+)
 def windows(args: Namespace, model: Any) -> str | None:
-    """A window holds at least one token; the layers of full attention exist, in order."""
+    """a `window_size` smaller than one token, `full_attention_layers` out of range or unsorted"""
     if not isinstance(model, VisionLanguageArchitecture) or positive_sizes(args, model) is not None:
         return None
-    encoder = model.image_encoder
+    encoder = model.vision
     side = getattr(encoder, "window_size", None)
     if side is None:
         return None
@@ -76,8 +93,12 @@ def windows(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="it deals out a head's pairs of channels to time, height and width",
+    cure="correct model.foundation.mrope_section",
+)
 def mrope(args: Namespace, model: Any) -> str | None:
-    """The sections of the rotary embedding cover its channel pairs and can be interleaved."""
+    """an `mrope_section` that does not sum to half of `kv_channels`, or cannot interleave"""
     if not isinstance(model, VisionLanguageArchitecture):
         return None
     sections, pairs = model.foundation.mrope_section, model.foundation.kv_channels // 2
@@ -89,53 +110,3 @@ def mrope(args: Namespace, model: Any) -> str | None:
     ):
         return f"mrope_section {list(sections)} leaves no room to interleave height and width"
     return None
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="positive-sizes",
-        refuses="a size of encoder or decoder that is not above 0",
-        check=positive_sizes,
-        reason="no such module can be built",
-        cure="correct the YAML",
-    ),
-    Rule(
-        name="query-groups",
-        refuses="decoder heads that do not divide by the query groups",
-        check=query_groups,
-        reason="every group serves the same number of heads",
-        cure="correct model.foundation.num_query_groups",
-    ),
-    Rule(
-        name="encoder-shape",
-        refuses="encoder heads of a size that is no multiple of 4, or a position table that is no "
-        "square",
-        check=encoder_shape,
-        reason="rotary positions split a head in four, and the table is a square grid",
-        cure="correct model.image_encoder",
-    ),
-    Rule(
-        name="deepstack",
-        refuses="`deepstack_layers` out of range, unsorted, or more than there are decoder layers",
-        check=deepstack,
-        reason="tap j of the encoder is added behind decoder layer j",
-        cure="correct model.image_encoder.deepstack_layers",
-    ),
-    Rule(
-        name="windows",
-        refuses="a `window_size` smaller than one token, `full_attention_layers` out of range or "
-        "unsorted",
-        check=windows,
-        reason="windows are made of whole tokens, and a layer that does not exist attends to "
-        "nothing",
-        cure="correct model.image_encoder",
-    ),
-    Rule(
-        name="mrope",
-        refuses="an `mrope_section` that does not sum to half of `kv_channels`, or cannot "
-        "interleave",
-        check=mrope,
-        reason="it deals out a head's pairs of channels to time, height and width",
-        cure="correct model.foundation.mrope_section",
-    ),
-)

@@ -4,12 +4,19 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.training.rules.batch import eval_batch, global_batch, known_sizes
-from loongplug.training.rules.rule import Rule, data_parallel_size
+from loongplug.training.rules.rule import data_parallel_size, rule
 from loongplug.training.step_sizes import eval_sizes
 
 
+@rule(
+    reason="every stage holds the same number of layers, at least one",
+    cure=(
+        "change --pipeline-model-parallel-size, or say how to split by "
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+    ),
+)
 def pipeline_layers(args: Namespace, model: Any) -> str | None:
-    """The decoder's layers share out over the pipeline stages."""
+    """decoder layers that pp does not divide, or fewer than pp"""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     if pp > layers:
         return f"pp {pp} is more than the decoder's {layers} layers"
@@ -23,15 +30,23 @@ def pipeline_layers(args: Namespace, model: Any) -> str | None:
     return f"the decoder's {layers} layers do not divide by pp {pp}"
 
 
+@rule(
+    reason="they interleave the stages of a pipeline",
+    cure="raise --pipeline-model-parallel-size, or drop the virtual stages",
+)
 def virtual_needs_pipeline(args: Namespace, model: Any) -> str | None:
-    """Virtual stages are asked for with a pipeline only."""
+    """virtual pipeline stages with pp 1"""
     if args.pipeline_model_parallel_size > 1 or not wants_virtual(args):
         return None
     return "virtual pipeline stages with pp 1"
 
 
+@rule(
+    reason="every virtual stage holds the same number of layers",
+    cure="choose a divisor",
+)
 def virtual_layers(args: Namespace, model: Any) -> str | None:
-    """A stage's layers share out evenly over its virtual stages."""
+    """a stage's layers do not divide into its virtual stages"""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     if pp < 2 or layers % pp or args.decoder_first_pipeline_num_layers:
         return None
@@ -45,8 +60,13 @@ def virtual_layers(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="the schedule runs them in groups of pp",
+    cure="make the number of microbatches a multiple of pp",
+    training_only=True,
+)
 def virtual_microbatches(args: Namespace, model: Any) -> str | None:
-    """A step has the microbatches that the interleaved schedule needs."""
+    """virtual stages with microbatches that do not fill the interleaved schedule"""
     pp, dp = args.pipeline_model_parallel_size, data_parallel_size(args)
     if pp < 2 or not wants_virtual(args) or not dp or not args.micro_batch_size:
         return None
@@ -71,8 +91,12 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="two ranks would send and receive several tensors in one exchange",
+    cure="drop the flag",
+)
 def virtual_overlap(args: Namespace, model: Any) -> str | None:
-    """Two stages with virtual ones overlap their communication, as Megatron asks."""
+    """virtual stages at pp 2 with `--no-overlap-p2p-communication`"""
     if args.pipeline_model_parallel_size != 2 or args.overlap_p2p_comm or not wants_virtual(args):
         return None
     return "--no-overlap-p2p-communication with virtual stages at pp 2"
@@ -82,44 +106,3 @@ def wants_virtual(args: Namespace) -> bool:
     """Whether flags ask for more than one virtual stage on each rank."""
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
     return virtual > 1 or args.num_layers_per_virtual_pipeline_stage is not None
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="pipeline-layers",
-        refuses="decoder layers that pp does not divide, or fewer than pp",
-        check=pipeline_layers,
-        reason="every stage holds the same number of layers, at least one",
-        cure="change --pipeline-model-parallel-size, or say how to split by "
-        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
-    ),
-    Rule(
-        name="virtual-needs-pipeline",
-        refuses="virtual pipeline stages with pp 1",
-        check=virtual_needs_pipeline,
-        reason="they interleave the stages of a pipeline",
-        cure="raise --pipeline-model-parallel-size, or drop the virtual stages",
-    ),
-    Rule(
-        name="virtual-layers",
-        refuses="a stage's layers do not divide into its virtual stages",
-        check=virtual_layers,
-        reason="every virtual stage holds the same number of layers",
-        cure="choose a divisor",
-    ),
-    Rule(
-        name="virtual-microbatches",
-        refuses="virtual stages with microbatches that do not fill the interleaved schedule",
-        check=virtual_microbatches,
-        reason="the schedule runs them in groups of pp",
-        cure="make the number of microbatches a multiple of pp",
-        training_only=True,
-    ),
-    Rule(
-        name="virtual-overlap",
-        refuses="virtual stages at pp 2 with `--no-overlap-p2p-communication`",
-        check=virtual_overlap,
-        reason="two ranks would send and receive several tensors in one exchange",
-        cure="drop the flag",
-    ),
-)

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 Check = Callable[[Namespace, Any], str | None]
@@ -27,6 +28,41 @@ class Rule:
     cure: str
     training_only: bool = False
     verified: bool = True
+
+    def __call__(self, args: Namespace, model: Any) -> str | None:
+        """What is wrong, or None."""
+        return self.check(args, model)
+
+
+def rule(
+    *,
+    reason: str,
+    cure: str,
+    name: str | None = None,
+    refuses: str | None = None,
+    training_only: bool = False,
+    verified: bool = True,
+) -> Callable[[Check], Rule]:
+    """Make a check a rule: it is called as the check is, and its docstring says what it refuses."""
+
+    def made(check: Check) -> Rule:
+        return Rule(
+            name=name or check.__name__.replace("_", "-"),
+            refuses=refuses or " ".join((check.__doc__ or "").split()),
+            check=check,
+            reason=reason,
+            cure=cure,
+            training_only=training_only,
+            verified=verified,
+        )
+
+    return made
+
+
+def rules_of(module: ModuleType) -> tuple[Rule, ...]:
+    """The rules of a file, in its order."""
+    found = (each for each in vars(module).values() if isinstance(each, Rule))
+    return tuple(each for each in found if each.check.__module__ == module.__name__)
 
 
 def indivisible(what: str, value: int, *, args: Namespace) -> str | None:

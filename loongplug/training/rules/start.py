@@ -1,11 +1,13 @@
 """What every run has to say: its length and rates, its tokenizer, where it starts from."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.replaced_files import is_half_replaced
 from loongplug.models.registry import family_of
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 from loongplug.training.special_tokens import read_tokenizer, token_problems
 
 # What a run writes before its export.
@@ -13,11 +15,22 @@ WRITTEN = (
     *("--save", "--trace", "--metrics-json", "--tensorboard-dir"),
     *("--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir"),
 )
+# What a run reads; the values of data flags may be weights, too, which name no file of an export.
+READ = (
+    *("--load-hf", "--load-lora", "--load", "--tokenizer-model", "--config-file", "--media-root"),
+    *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
+)
 HF_OWN_FOLDER = "give the export a folder of its own"
 
 
+@rule(
+    reason="a run is not defined without them",
+    cure="add them",
+)
 def required_flags(args: Namespace, model: Any) -> str | None:
-    """The flags without a sensible default are given."""
+    """`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or `--train-iters` is
+    missing
+    """
     missing = [
         flag
         for flag, value in (
@@ -32,8 +45,12 @@ def required_flags(args: Namespace, model: Any) -> str | None:
     return f"{', '.join(missing)} not given" if missing else None
 
 
+@rule(
+    reason="they count things",
+    cure="give 1 or more",
+)
 def positive_numbers(args: Namespace, model: Any) -> str | None:
-    """Sizes, counts and intervals are at least 1."""
+    """a parallel size, batch size, length or interval below 1"""
     names = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -42,6 +59,7 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         "expert_tensor_parallel_size",
         "seq_length",
         "packing_look_ahead",
+        "max_row_mib",
         "micro_batch_size",
         "global_batch_size",
         "eval_micro_batch_size",
@@ -59,8 +77,12 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
     return ", ".join(wrong) or None
 
 
+@rule(
+    reason="text and special tokens come from it",
+    cure="give the folder of a Hugging Face tokenizer",
+)
 def tokenizer_folder(args: Namespace, model: Any) -> str | None:
-    """``--tokenizer-model`` is a folder with a tokenizer that can be read."""
+    """`--tokenizer-model` is missing, or is no folder with a `tokenizer.json`"""
     if args.tokenizer_model is None:
         return "--tokenizer-model not given"
     try:
@@ -70,8 +92,17 @@ def tokenizer_folder(args: Namespace, model: Any) -> str | None:
     return None
 
 
+@rule(
+    reason="images would not be found among the tokens, or tokens not in the embedding",
+    cure=(
+        "use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
+        "model.foundation.vocab_size"
+    ),
+)
 def tokenizer_fits(args: Namespace, model: Any) -> str | None:
-    """The tokenizer's special tokens and ids are those of the model."""
+    """the tokenizer lacks the model's special tokens, gives them other ids, or has more ids than
+    `vocab_size`
+    """
     if tokenizer_folder(args, model) is not None:
         return None
     tokenizer = read_tokenizer(Path(args.tokenizer_model))
@@ -85,15 +116,28 @@ def tokenizer_fits(args: Namespace, model: Any) -> str | None:
     return "; ".join(problems) or None
 
 
+@rule(
+    reason="it is no Hugging Face checkpoint",
+    cure="give a folder that transformers' from_pretrained takes",
+)
 def hf_folder(args: Namespace, model: Any) -> str | None:
-    """``--load-hf`` is a Hugging Face model folder."""
+    """`--load-hf` is no folder with a `config.json`"""
     if args.load_hf is None or (Path(args.load_hf) / "config.json").is_file():
         return None
+    if is_half_replaced(Path(args.load_hf)):
+        return (
+            f"--load-hf {args.load_hf} has no config.json: an export into it was cut short while "
+            "its files were moved into place, which the same export, started again, finishes"
+        )
     return f"--load-hf {args.load_hf} has no config.json"
 
 
+@rule(
+    reason="the run would start from random weights without a word",
+    cure="correct the folder; to start a run that can resume, give --save the same folder",
+)
 def checkpoint_to_load(args: Namespace, model: Any) -> str | None:
-    """``--load`` has a checkpoint, or a run that starts from scratch is plainly meant."""
+    """`--load` has no checkpoint, and is neither `--save` nor beside `--load-hf`"""
     if args.load is None or args.load == args.save or args.load_hf:
         return None
     if (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
@@ -101,121 +145,77 @@ def checkpoint_to_load(args: Namespace, model: Any) -> str | None:
     return f"--load {args.load} has no checkpoint"
 
 
+@rule(
+    reason="an export replaces its own files there, and has to find them as it wrote them",
+    cure=HF_OWN_FOLDER,
+)
 def hf_own_folder(args: Namespace, model: Any) -> str | None:
-    """What a run writes on its way leaves the folder of ``--save-hf`` to the export."""
+    """`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, or weights,
+    adapters, a tokenizer, data, media or a config that it reads, as or in that of `--save-hf`;
+    the working directory in it
+    """
     return within_hf_folder(args)
 
 
 def within_hf_folder(args: Namespace) -> str | None:
-    """What else is written to or into ``--save-hf``, which an export replaces; of train.py's args.
+    """What else a run writes or reads in the folder of ``--save-hf``; of train.py's arguments.
 
     A checkpoint's folder may have others in it: its own files are all named by iterations.
     """
-    if not args.save_hf:
+    return within_export(args, flag="--save-hf", written=WRITTEN)
+
+
+def within_export(args: Namespace, *, flag: str, written: Sequence[str]) -> str | None:
+    """What stands in the way of an export to ``flag``'s folder, files of ``written`` among it."""
+    folder = value_of(args, flag)
+    if not folder:
         return None
-    export = Path(args.save_hf).resolve()
-    for flag in WRITTEN:
-        given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-        if given and Path(given).resolve().is_relative_to(export):
-            return f"{flag} {given} with --save-hf {args.save_hf}"
+    export = Path(folder).resolve()
+    for other in (*written, *READ):
+        given = value_of(args, other) or ()
+        for value in given if isinstance(given, list) else [given]:
+            if value and Path(value).resolve().is_relative_to(export):
+                return f"{other} {value} with {flag} {folder}"
+    if Path.cwd().is_relative_to(export):
+        return f"{flag} {folder} is the working directory or above it"
     return None
 
 
+def value_of(args: Namespace, flag: str) -> Any:
+    """What was given for a flag."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+
+@rule(
+    reason="the rate decays from the one to the other",
+    cure="lower --min-lr",
+)
 def learning_rates(args: Namespace, model: Any) -> str | None:
-    """The least learning rate is not above the highest."""
-    if args.lr is None or args.min_lr <= args.lr:
+    """`--min-lr` above `--lr`"""
+    if args.lr is None or not args.min_lr > args.lr:
         return None
     return f"--min-lr {args.min_lr} is above --lr {args.lr}"
 
 
+@rule(
+    name="warm-up",
+    reason="the learning rate would never decay",
+    cure="shorten the warm-up or lengthen the run",
+)
 def warmup(args: Namespace, model: Any) -> str | None:
-    """The learning rate's warm-up ends before its decay does."""
+    """`--lr-warmup-iters` not below `--lr-decay-iters` (or `--train-iters`)"""
     end = args.lr_decay_iters or args.train_iters
     if end is None or end < 1 or args.lr_warmup_iters < end:
         return None
     return f"--lr-warmup-iters {args.lr_warmup_iters} does not end before iteration {end}"
 
 
+@rule(
+    reason="the model knows no later positions",
+    cure="shorten it, or raise model.foundation.max_position_embeddings",
+)
 def sequence_length(args: Namespace, model: Any) -> str | None:
-    """Sequences are no longer than the model's positions."""
+    """`--seq-length` above the model's `max_position_embeddings`"""
     if args.seq_length is None or args.seq_length <= args.max_position_embeddings:
         return None
     return f"--seq-length {args.seq_length} exceeds the model's {args.max_position_embeddings}"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="required-flags",
-        refuses="`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or "
-        "`--train-iters` is missing",
-        check=required_flags,
-        reason="a run is not defined without them",
-        cure="add them",
-    ),
-    Rule(
-        name="positive-numbers",
-        refuses="a parallel size, batch size, length or interval below 1",
-        check=positive_numbers,
-        reason="they count things",
-        cure="give 1 or more",
-    ),
-    Rule(
-        name="tokenizer-folder",
-        refuses="`--tokenizer-model` is missing, or is no folder with a `tokenizer.json`",
-        check=tokenizer_folder,
-        reason="text and special tokens come from it",
-        cure="give the folder of a Hugging Face tokenizer",
-    ),
-    Rule(
-        name="tokenizer-fits",
-        refuses="the tokenizer lacks the model's special tokens, gives them other ids, or has more "
-        "ids than `vocab_size`",
-        check=tokenizer_fits,
-        reason="images would not be found among the tokens, or tokens not in the embedding",
-        cure="use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
-        "model.foundation.vocab_size",
-    ),
-    Rule(
-        name="hf-folder",
-        refuses="`--load-hf` is no folder with a `config.json`",
-        check=hf_folder,
-        reason="it is no Hugging Face checkpoint",
-        cure="give a folder that transformers' from_pretrained takes",
-    ),
-    Rule(
-        name="checkpoint-to-load",
-        refuses="`--load` has no checkpoint, and is neither `--save` nor beside `--load-hf`",
-        check=checkpoint_to_load,
-        reason="the run would start from random weights without a word",
-        cure="correct the folder; to start a run that can resume, give --save the same folder",
-    ),
-    Rule(
-        name="hf-own-folder",
-        refuses="`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, as "
-        "or in that of `--save-hf`",
-        check=hf_own_folder,
-        reason="an export replaces its whole folder, and nothing that is not its own",
-        cure=HF_OWN_FOLDER,
-    ),
-    Rule(
-        name="learning-rates",
-        refuses="`--min-lr` above `--lr`",
-        check=learning_rates,
-        reason="the rate decays from the one to the other",
-        cure="lower --min-lr",
-    ),
-    Rule(
-        name="warm-up",
-        refuses="`--lr-warmup-iters` not below `--lr-decay-iters` (or `--train-iters`)",
-        check=warmup,
-        reason="the learning rate would never decay",
-        cure="shorten the warm-up or lengthen the run",
-    ),
-    Rule(
-        name="sequence-length",
-        refuses="`--seq-length` above the model's `max_position_embeddings`",
-        check=sequence_length,
-        reason="the model knows no later positions",
-        cure="shorten it, or raise model.foundation.max_position_embeddings",
-    ),
-)

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import Rule
+from loongplug.training.rules.rule import rule
 
 _UNSET: tuple[object, ...] = (None, False, [])
 UNSUPPORTED = (
@@ -37,6 +37,12 @@ UNSUPPORTED = (
 )
 
 
+@rule(
+    refuses=", ".join(f"`--{name.replace('_', '-')}`" for name in UNSUPPORTED)
+    + ", `--cuda-graph-impl`, `--rerun-mode validate_results`",
+    reason="these parts of Megatron go around what LoongPlug brings, or are not tested with it",
+    cure="drop the flag",
+)
 def unsupported(args: Namespace, model: Any) -> str | None:
     """No flag is given that would change a part of the loop that LoongPlug replaces."""
     given = [
@@ -44,16 +50,6 @@ def unsupported(args: Namespace, model: Any) -> str | None:
     ]
     if args.cuda_graph_impl != "none":
         given.append("--cuda-graph-impl")
+    if args.rerun_mode == "validate_results":  # Megatron's default, but not ours
+        given.append("--rerun-mode validate_results")
     return ", ".join(given) or None
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="unsupported",
-        refuses=", ".join(f"`--{name.replace('_', '-')}`" for name in UNSUPPORTED)
-        + ", `--cuda-graph-impl`",
-        check=unsupported,
-        reason="these parts of Megatron go around what LoongPlug brings, or are not tested with it",
-        cure="drop the flag",
-    ),
-)

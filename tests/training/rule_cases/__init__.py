@@ -11,6 +11,7 @@ from rule_cases import (
     lora,
     machine,
     model,
+    numbers,
     overlap,
     pipeline,
     start,
@@ -20,6 +21,7 @@ from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
     **start.CASES,
+    **numbers.CASES,
     **data.CASES,
     **layout.CASES,
     **batch.CASES,

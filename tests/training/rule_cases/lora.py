@@ -41,5 +41,8 @@ ADAPTERS: dict[str, tuple[list[tuple[str, LoraSettings]], list[tuple[str, LoraSe
     ),
 }
 OVERRIDES: OverrideCases = {
-    "lr-mult": ([(1, ["image_projector.lr_mult=0.0"])], [(1, ["foundation.lr_mult=0.5"])]),
+    "lr-mult": (
+        [(1, ["image_projector.lr_mult=0.0"]), (1, ["foundation.lr_mult=-1.0"])],
+        [(1, ["foundation.lr_mult=0.5"])],
+    ),
 }

@@ -4,6 +4,14 @@ from rule_cases.kinds import Cases
 
 CASES: Cases = {
     "optimizer": ([{"optimizer": "muon"}, {"optimizer": "lion"}], [{"optimizer": "sgd"}]),
+    "sharded-optimizer": (
+        [{"optimizer": "sgd", "use_distributed_optimizer": True}],
+        [{"use_distributed_optimizer": True}],
+    ),
+    "precision-aware-optimizer": (
+        [{"device": "cuda", "distributed_backend": "nccl", "use_precision_aware_optimizer": True}],
+        [{"use_precision_aware_optimizer": True}],  # the estimate of such a run
+    ),
     "precision": ([{"fp16": True}, {"fp8": "e4m3"}, {"fp4": "e2m1"}], [{"bf16": True}]),
     "checkpoint-format": ([{"ckpt_format": "torch"}], []),
     "asynchronous-save": (

@@ -4,7 +4,11 @@ from rule_cases.kinds import OverrideCases
 
 OVERRIDES: OverrideCases = {
     "positive-sizes": (
-        [(1, ["image_encoder.patch_size=0"]), (1, ["foundation.layernorm_epsilon=0"])],
+        [
+            (1, ["image_encoder.patch_size=0"]),
+            (1, ["foundation.layernorm_epsilon=0"]),
+            (1, ["image_projector.layernorm_epsilon=0"]),
+        ],
         [],
     ),
     "query-groups": (

@@ -1,5 +1,7 @@
 """Cases of the rules in rules/start.py."""
 
+from pathlib import Path
+
 from rule_cases.kinds import Cases, OverrideCases
 
 CASES: Cases = {
@@ -28,10 +30,13 @@ CASES: Cases = {
             {"save_hf": "/run/hf", "save": "/run/hf/checkpoints"},
             {"save_hf": "/run/hf", "metrics_json": "/run/hf/../hf/metrics.json"},
             {"save_hf": "/run/hf", "trace": "/run/hf/trace"},
+            {"save_hf": str(Path.cwd())},
+            {"save_hf": "/run/../"},
         ],
         [
             {"save_hf": "/run/hf", "save": "/run", "metrics_json": "/run/metrics.json"},
             {"save": "/run/checkpoints", "metrics_json": "/run/checkpoints/metrics.json"},
+            {"save_hf": str(Path.cwd() / "hf"), "media_root": str(Path.cwd())},
         ],
     ),
     "learning-rates": ([{"min_lr": 1.0}], [{"min_lr": 1e-3}]),

@@ -1,5 +1,7 @@
 """Qwen2-VL's modules, the Megatron arguments it decides, and the builder of a pipeline stage."""
 
+from collections.abc import Mapping
+
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +26,7 @@ from loongplug.models.registry import ArchitectureArgument
 from loongplug.models.stage import EncoderAndProjector, build_stage, start_like_the_family
 from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.parallel.module_state import ModuleState
+from loongplug.platform.transfers import to_device
 from qwen2_vl.config import Qwen2VisionConfig, Qwen2VLConfig
 
 
@@ -41,7 +44,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    encoder_state: ModuleState | None = None,
+    states: Mapping[str, ModuleState] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk), as :func:`~loongplug.models.stage.build_stage` gives it."""
     start_like_the_family(config)
@@ -57,7 +60,7 @@ def build_model(
         post_process=post_process,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
-        encoder_state=encoder_state,
+        states=states,
         backend=backend,
     )
 
@@ -117,7 +120,7 @@ class Qwen2VisionEncoder(MegatronModule):
         """Encode all images of one unit: the last layer's states [patches, hidden], no taps."""
         weight = self.patch_embed.weight
         hidden_states = self.patch_embed(vision.pixels.to(weight.dtype))[:, None]
-        angles = self._angles(vision.grid_thw).to(weight.device, non_blocking=True)
+        angles = to_device(self._angles(vision.grid_thw), weight.device)
         states = self.blocks(
             hidden_states=hidden_states,  # [patches, 1, hidden]
             attention_mask=None,

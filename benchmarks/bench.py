@@ -1,0 +1,182 @@
+"""Measure single parts, for those who work on them: ``python benchmarks/bench.py NAME``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loongplug.commands.options import (
+    HANDS_ON,
+    Device,
+    Json,
+    Phase,
+    Ranks,
+    Rounds,
+    Steps,
+    Warmup,
+    phase_named,
+    user_errors,
+)
+
+bench = typer.Typer(help="Measure single parts on this machine.", no_args_is_help=True)
+
+
+@bench.command("trace", context_settings=HANDS_ON)
+def bench_trace(
+    context: typer.Context,
+    ranks: Ranks = 1,
+    warmup: Warmup = 3,
+    steps: Steps = 10,
+    rounds: Rounds = 3,
+    json_path: Json = None,
+) -> None:
+    """Measure what --trace costs a training run, given by train.py's own flags."""
+    with user_errors():
+        from micro.trace import bench_trace as run
+
+        run(
+            context.args,
+            ranks=ranks,
+            warmup=warmup,
+            steps=steps,
+            rounds=rounds,
+            json_path=json_path,
+        )
+
+
+@bench.command("attention")
+def bench_attention(
+    sequence_length: Annotated[int, typer.Option(help="Tokens.")] = 2048,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 64,
+    rounds: Rounds = 9,
+    threads: Annotated[int | None, typer.Option(help="Threads; else all cores.")] = None,
+    json_path: Json = None,
+) -> None:
+    """Measure LoongPlug's attention against Megatron's unfused one on the CPU."""
+    with user_errors():
+        from micro.attention import run
+
+        run(
+            sequence_length=sequence_length,
+            heads=heads,
+            head_dim=head_dim,
+            rounds=rounds,
+            threads=threads,
+            json_path=json_path,
+        )
+
+
+@bench.command("switch")
+def bench_switch(
+    switches: Annotated[int, typer.Option(help="Measured calls.")] = 20_000,
+    json_path: Json = None,
+) -> None:
+    """Measure what a switch between parallel states costs."""
+    with user_errors():
+        from micro.switch import run
+
+        run(switches=switches, json_path=json_path)
+
+
+@bench.command("packing")
+def bench_packing(
+    samples: Annotated[int, typer.Option(help="Samples of the length mix.", min=1)] = 100_000,
+    seq_length: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 8192,
+    look_ahead: Annotated[int, typer.Option(help="As --packing-look-ahead.", min=1)] = 256,
+    json_path: Json = None,
+) -> None:
+    """Measure the time that packing takes to plan, and how full its sequences are."""
+    with user_errors():
+        from micro.packing import run
+
+        run(samples=samples, seq_length=seq_length, look_ahead=look_ahead, json_path=json_path)
+
+
+@bench.command("data")
+def bench_data(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="As for --data-path; else the demo's rows.")
+    ] = None,
+    tokenizer_model: Annotated[
+        Path | None, typer.Option(help="The folder of the model's tokenizer and processors.")
+    ] = None,
+    training_phase: Phase = "sft",
+    samples: Annotated[int, typer.Option(help="Samples of a round.", min=1)] = 10_000,
+    rounds: Annotated[int, typer.Option(help="How often all are made.", min=1)] = 5,
+    json_path: Json = None,
+) -> None:
+    """Measure how many samples a second one worker makes the text of, by headers of media only."""
+    with user_errors():
+        from micro.data import run
+
+        run(
+            files=files or (),
+            tokenizer_model=tokenizer_model,
+            training_phase=phase_named(training_phase),
+            samples=samples,
+            rounds=rounds,
+            json_path=json_path,
+        )
+
+
+@bench.command("convert", context_settings=HANDS_ON)
+def bench_convert(
+    context: typer.Context,
+    model_name: Annotated[
+        str, typer.Option(help="The model to make random weights of.")
+    ] = "qwen3_vl_2b",
+    ranks: Ranks = 1,
+    rounds: Rounds = 3,
+    where: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; else the temporary one.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Measure loongplug convert, both ways, against a plain copy, and its memory.
+
+    Everything that is no option of this command goes to the conversion: its layout.
+    """
+    with user_errors():
+        from micro.convert import bench_convert as run
+
+        run(
+            model_name=model_name,
+            layout=context.args,
+            ranks=ranks,
+            rounds=rounds,
+            where=where,
+            json_path=json_path,
+        )
+
+
+@bench.command("memory")
+def bench_memory(
+    layers: Annotated[int, typer.Option(help="Of the decoder.")] = 16,
+    seq_length: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 512,
+    stages: Annotated[
+        int, typer.Option(help="Pipeline stages, of two virtual ones each; 1: no pipeline.")
+    ] = 1,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:
+    """Measure what a decoder with experts holds with each way to hold less: overlap included.
+
+    Ends with exit code 1 when the losses of two ways differ in a bit.
+    """
+    with user_errors():
+        from micro.memory import bench_memory as run
+
+        raise typer.Exit(
+            run(
+                layers=layers,
+                seq_length=seq_length,
+                stages=stages,
+                device=device,
+                json_path=json_path,
+            )
+        )
+
+
+if __name__ == "__main__":
+    bench()

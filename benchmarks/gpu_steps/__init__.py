@@ -1,0 +1,1 @@
+"""The steps of ``benchmarks/first_gpu.py``; outside of the wheel."""

@@ -1,0 +1,37 @@
+"""The models of the runs, composed from their YAML, with the ids of the demo's tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+from gpu_steps.sizes import ModelRun
+
+# The tokenizer of the data is the demo's, whose special tokens have ids of their own.
+IDS_OF_THE_TOKENIZER = tuple(
+    f"model.{name}_token_id=null" for name in ("image", "video", "vision_start", "vision_end")
+)
+
+
+def config_of(run: ModelRun) -> Any:
+    """The checked architecture."""
+    from loongplug.training.config import compose_model
+
+    return compose_model(
+        model_name=run.model, overrides=[*run.overrides, *IDS_OF_THE_TOKENIZER]
+    ).config
+
+
+def hf_config_of(run: ModelRun, *, processor: Path) -> Any:
+    """The same architecture as a config of transformers, with the tokenizer's ids."""
+    from loongplug.models.hf_model import hf_config
+    from loongplug.training.config import compose_model
+    from loongplug.training.special_tokens import read_tokenizer, with_token_ids
+
+    composed = compose_model(
+        model_name=run.model, overrides=[*run.overrides, *IDS_OF_THE_TOKENIZER]
+    )
+    config = with_token_ids(
+        composed.config,
+        read_tokenizer(processor),
+        special_tokens=composed.family.special_tokens,
+    )
+    return hf_config(composed.family.load_hugging_face(config))

@@ -1,0 +1,141 @@
+"""One rank of LoongPlug against a plain transformers + torch loop: same model, data, precision.
+
+Both sides start from the same weights, see the same microbatches in the same order, train all
+parameters in fp32 with AdamW and gradient clipping, on the same number of threads. They take
+turns, round by round. That their losses agree shows that they do the same work.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from loongplug.bench.step import StepFigures, measure_step, spread
+from micro import environment as child_environment
+
+SEQ_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, LEARNING_RATE = 80, 16, 32, 1e-3
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rates of both sides, one figure per round (the median of its steps), and their losses."""
+
+    threads: int
+    loongplug: tuple[float, ...]  # tokens/s
+    transformers: tuple[float, ...]  # tokens/s
+    ratio: float  # median of LoongPlug's rate over transformers' rate, round by round
+    largest_loss_difference: float
+
+
+def training_flags(data: Path) -> list[str]:
+    """Flags of LoongPlug's side."""
+    return [
+        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
+        *("--tokenizer-model", str(data / "processor"), "--train-data-path"),
+        *(str(data / "train.jsonl"), "--seq-length", str(SEQ_LENGTH)),
+        *("--micro-batch-size", str(MICRO_BATCH_SIZE)),
+        *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
+        *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--weight-decay", "0.0"),
+        *("--clip-grad", "1.0", "--seed", "1234"),
+    ]
+
+
+def compare(data: Path, *, rounds: int, steps: int, threads: int) -> Comparison:
+    """Run both sides ``rounds`` times in turn on the demo data in ``data``."""
+    with tempfile.TemporaryDirectory() as name:
+        weights = Path(name) / "weights"
+        environment = {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+        measure_step(
+            [*training_flags(data), "--lr", "0", "--min-lr", "0", "--save-hf", str(weights)],
+            ranks=1,
+            warmup=1,
+            steps=1,
+            environment=environment,
+        )
+        ours: list[StepFigures] = []
+        theirs: list[StepFigures] = []
+        for _ in track(range(rounds), description="rounds"):
+            ours.append(
+                measure_step(
+                    [*training_flags(data), "--load-hf", str(weights)],
+                    ranks=1,
+                    warmup=WARMUP,
+                    steps=steps,
+                    environment=environment,
+                )
+            )
+            theirs.append(_plain_loop(data, weights, steps=steps, environment=environment))
+    rates = [[median(figures.tokens_per_second) for figures in side] for side in (ours, theirs)]
+    return Comparison(
+        threads=threads,
+        loongplug=tuple(rates[0]),
+        transformers=tuple(rates[1]),
+        ratio=median(a / b for a, b in zip(*rates, strict=True)),
+        largest_loss_difference=max(
+            abs(a - b)
+            for us, them in zip(ours, theirs, strict=True)
+            for a, b in zip(us.losses, them.losses, strict=True)
+        ),
+    )
+
+
+def _plain_loop(
+    data: Path, weights: Path, *, steps: int, environment: dict[str, str]
+) -> StepFigures:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        subprocess.run(
+            [
+                sys.executable,
+                *("-m", "micro.plain_loop"),
+                *(str(path), str(data), str(weights), str(WARMUP), str(steps)),
+            ],
+            env={**child_environment(), **environment},
+            check=True,
+        )
+        return StepFigures.read(path)
+
+
+def report(comparison: Comparison) -> None:
+    """Print the comparison as a table."""
+    table = Table(
+        "side",
+        "tokens/s, median (range) of the rounds",
+        title=f"one rank, {comparison.threads} thread(s), fp32, qwen3_vl_tiny on the demo data",
+    )
+    table.add_row("LoongPlug", spread(comparison.loongplug, form=",.0f"))
+    table.add_row("transformers + torch", spread(comparison.transformers, form=",.0f"))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"LoongPlug's rate is {comparison.ratio:.2f} times the plain loop's; the losses differ by "
+        f"at most {comparison.largest_loss_difference:.1e}"
+    )
+
+
+def main(
+    data: Annotated[Path, typer.Argument(help="folder made by scripts/make_demo_data.py")],
+    rounds: Annotated[int, typer.Option(help="how often both sides take their turn")] = 5,
+    steps: Annotated[int, typer.Option(help="measured steps per turn")] = 10,
+    threads: Annotated[int, typer.Option(help="threads of each side")] = 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
+) -> None:
+    """Measure one rank of LoongPlug against a plain transformers + torch loop."""
+    comparison = compare(data, rounds=rounds, steps=steps, threads=threads)
+    report(comparison)
+    if json_path is not None:
+        json_path.write_text(json.dumps(asdict(comparison), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,106 @@
+"""What one would write without LoongPlug: a transformers model in a torch training loop.
+
+``-m micro.plain_loop FIGURES DATA WEIGHTS WARMUP STEPS`` trains on one process and
+writes the same figures as a measured run of LoongPlug. It is given the same microbatches, with
+the position ids made beforehand, and no attention mask (padding on the right needs none), which
+is transformers' fastest way.
+"""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen3VLForConditionalGeneration
+
+from loongplug.bench.step import StepFigures
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Microbatch
+from loongplug.data.processor import load_processor
+from micro.against_transformers import (
+    GLOBAL_BATCH_SIZE,
+    LEARNING_RATE,
+    MICRO_BATCH_SIZE,
+    SEQ_LENGTH,
+)
+
+
+def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
+    """Train ``warmup + steps`` steps and time the latter."""
+    processor = load_processor(data / "processor")
+    dataset = ChatDataset(
+        data / "train.jsonl",
+        processor=processor,
+        seq_length=SEQ_LENGTH,
+        training_phase="sft",
+    )
+    loader = MicrobatchLoader(
+        dataset,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        dp_rank=0,
+        dp_size=1,
+        seed=1234,
+        with_images=True,
+    )
+    model = Qwen3VLForConditionalGeneration.from_pretrained(weights, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    seconds, tokens, losses = [], [], []
+    for _ in range(warmup + steps):
+        start = time.perf_counter()
+        batch = [next(loader) for _ in range(GLOBAL_BATCH_SIZE // MICRO_BATCH_SIZE)]
+        counted = sum(_whole(microbatch)[1].sum() for microbatch in batch)
+        total = 0.0
+        for microbatch in batch:
+            assert microbatch.vision is not None
+            output = model(
+                input_ids=microbatch.input_ids,
+                position_ids=microbatch.position_ids,
+                pixel_values=microbatch.vision.pixels,
+                image_grid_thw=microbatch.vision.grid_thw,
+                use_cache=False,
+            )
+            labels, loss_mask = _whole(microbatch)
+            token_losses = F.cross_entropy(
+                output.logits.flatten(0, 1), labels.flatten(), reduction="none"
+            )
+            loss = (token_losses * loss_mask.flatten()).sum() / counted
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        tokens.append(sum(microbatch.tokens for microbatch in batch))
+        losses.append(total)
+    return StepFigures(
+        ranks=1,
+        warmup=warmup,
+        step_seconds=tuple(seconds[warmup:]),
+        step_tokens=tuple(tokens[warmup:]),
+        losses=tuple(losses),
+        peak_memory_bytes=(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,),
+    )
+
+
+def _whole(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Labels and loss mask, which are there where nothing was left out."""
+    assert microbatch.labels is not None
+    assert microbatch.loss_mask is not None
+    return microbatch.labels, microbatch.loss_mask
+
+
+def main() -> None:
+    """Train as the command line says and write the figures."""
+    path, data, weights, warmup, steps = sys.argv[1:]
+    figures = train(Path(data), Path(weights), warmup=int(warmup), steps=int(steps))
+    figures.write(Path(path))
+
+
+if __name__ == "__main__":
+    main()

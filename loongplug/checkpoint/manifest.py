@@ -1,0 +1,115 @@
+"""What an export wrote into its folder: the list of its files, kept beside them."""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MANIFEST_FILE = "loongplug_export.json"
+_VERSION = 1
+_DIGITS = 64  # of a sha256
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file as it was written."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one export, by name; all lie in the export's folder itself.
+
+    ``kind`` is what the export is of, so that adapters do not replace a model.
+    """
+
+    kind: str
+    files: Mapping[str, WrittenFile]
+
+
+# What tells that a file was not touched since it was last looked at: size, time, number.
+Seen = tuple[int, int, int]
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the list into ``folder``."""
+    text = json.dumps({"version": _VERSION} | asdict(manifest), indent=2) + "\n"
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The list in ``folder``, or None where there is none.
+
+    Raises:
+        ValueError: it is damaged, or names anything but files of the folder itself.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    try:
+        kind, files = found["kind"], found["files"]
+        named = {name: WrittenFile(**entry) for name, entry in files.items()}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, "it is no list of files") from error
+    if found.get("version") != _VERSION or not isinstance(kind, str):
+        raise _damaged(path, f"its version is not {_VERSION}")
+    for name, file in named.items():
+        if not _is_plain(name) or not _is_entry(file):
+            raise _damaged(path, f"{name!r} is no file of the folder with its size and sha256")
+    return Manifest(kind=kind, files=named)
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"{path}, the list of what an export wrote there, cannot be used ({why}): give another "
+        "folder, or remove this one yourself."
+    )
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..", MANIFEST_FILE) and "/" not in name and "\0" not in name
+
+
+def _is_entry(file: WrittenFile) -> bool:
+    digest = file.sha256
+    return type(file.size) is int and isinstance(digest, str) and len(digest) == _DIGITS
+
+
+def changed_files(folder: Path, manifest: Manifest) -> list[str]:
+    """The files of ``manifest`` that are not there, or not of their size; no content is read."""
+    return [
+        name
+        for name, file in manifest.files.items()
+        if (seen := seen_file(folder / name)) is None or seen[0] != file.size
+    ]
+
+
+def other_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Those of the files ``names`` whose content is not what was written; each is read whole."""
+    return [name for name in names if digest_of(folder / name) != manifest.files[name].sha256]
+
+
+def seen_file(path: Path) -> Seen | None:
+    """A regular file as it is now; None for anything else, links among it."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino

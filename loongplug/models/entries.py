@@ -1,0 +1,70 @@
+"""Entries: the modules of a model that have a parallel layout of their own, by name."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(Enum):
+    """What an entry does in a step."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A module with a layout of its own, and the modules that lie where it lies.
+
+    ``name`` is the module's in the built model: the prefix of its parameters, its part of the
+    optimizer, its parallel state. ``media`` are what an encoder takes, ``beside`` the names of
+    modules on the same ranks, such as its projector, and ``into`` the entry that consumes what
+    comes out.
+    """
+
+    name: str
+    role: Role
+    media: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    into: str | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of all its modules, its own first: the order in which they run."""
+        return (self.name, *self.beside)
+
+
+def checked(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries of one model, in the order that all ranks have.
+
+    Raises:
+        ValueError: two modules have one name, an entry leads nowhere, or there is not one decoder.
+    """
+    names = Counter(name for entry in entries for name in entry.modules)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(f"two modules of the model are called {twice[0]!r}: rename one of them")
+    known = {entry.name for entry in entries}
+    for entry in entries:
+        if entry.into is not None and entry.into not in known:
+            raise ValueError(
+                f"what comes out of {entry.name!r} goes into {entry.into!r}, which is no entry of "
+                f"the model: expected one of {', '.join(sorted(known))}"
+            )
+    decoders = [entry.name for entry in entries if entry.role is Role.DECODER]
+    if len(decoders) != 1:
+        found = ", ".join(decoders) or "none"
+        raise ValueError(f"a model has one decoder, and this one has {found}")
+    return tuple(entries)
+
+
+def encoders(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Those that encode media."""
+    return tuple(entry for entry in entries if entry.role is Role.ENCODER)
+
+
+def only_encoder(entries: Sequence[Entry]) -> Entry:
+    """The encoder of a model that has one, which so far is every model."""
+    (entry,) = encoders(entries)
+    return entry

@@ -1,0 +1,126 @@
+"""Ranks compare what they were started with, before they make groups.
+
+Ranks that disagree would train something else each, wait for each other forever, or die in a
+collective. Each rank leaves a digest of its values in torchrun's store; the values themselves once
+for each digest. The first rank to come is the chair: it waits for the others, reads values only
+where digests differ, and writes the answer, which all ranks read. A rank calls the store some six
+times, however many ranks there are.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from loongplug.parallel.store_keys import comes
+
+# Once two digests differ, what ranks that are still to come may take to be named too.
+GRACE_SECONDS = 5.0
+STEP_SECONDS = 1.0  # from look to look for a difference
+SHOWN = 20
+
+Values = Mapping[str, str]  # by the name that a user knows them by
+
+_ARRIVED, _ALL_ARRIVED, _KINDS, _ANSWER = "arrived", "all_arrived", "kinds", "answer"
+_SAME = "same"
+
+
+def require_same_values(
+    values: Values, *, store: Store, rank: int, world_size: int, timeout: timedelta
+) -> None:
+    """Return on every rank when all have the same ``values``; raise on every rank otherwise.
+
+    Every rank enters. A rank that comes late is waited for, ``timeout`` at most; a difference ends
+    all that are there within seconds, without waiting for others.
+
+    Raises:
+        ValueError: the same on every rank: names, values, and who has them; or who never came.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    text = json.dumps(values, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    store.set(f"digest/{rank}", digest)
+    if store.add(f"kind/{digest}", 1) == 1:
+        store.set(f"values/{digest}", text)
+        store.add(_KINDS, 1)
+    number = store.add(_ARRIVED, 1)
+    if number == world_size:
+        store.set(_ALL_ARRIVED, "1")
+    if number == 1:
+        store.set(_ANSWER, _answer(store, world_size=world_size, deadline=deadline))
+    # The chair's deadline is the first; its answer comes a little later.
+    if not comes(store, _ANSWER, seconds=deadline - time.monotonic() + 2 * GRACE_SECONDS):
+        raise ValueError(f"no rank has compared them all within {timeout}: the first is gone")
+    answer = store.get(_ANSWER).decode()
+    if answer != _SAME:
+        raise ValueError(answer)
+
+
+def differences(found: Mapping[int, Values]) -> list[str]:
+    """A line for each name whose values differ between the ranks: which, and who has them."""
+    lines = []
+    names = dict.fromkeys(name for values in found.values() for name in values)
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, values in sorted(found.items()):
+            ranks.setdefault(values.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            said = "; ".join(f"{value} on {name_ranks(who)}" for value, who in ranks.items())
+            lines.append(f"{name}: {said}")
+    return lines
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``, in ascending order."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def _answer(store: Store, *, world_size: int, deadline: float) -> str:
+    """The chair's: once all are there, or two of them differ, or time is up."""
+    while not comes(store, _ALL_ARRIVED, seconds=STEP_SECONDS):
+        if store.add(_KINDS, 0) > 1:
+            comes(store, _ALL_ARRIVED, seconds=GRACE_SECONDS)
+            break
+        if time.monotonic() > deadline:
+            missing = _missing(store, world_size=world_size)
+            who = name_ranks(missing) if missing else "a rank"
+            return (
+                f"{who} did not come within the time that ranks wait for each other "
+                "(--distributed-timeout-minutes); see why, or allow more"
+            )
+    if store.add(_KINDS, 0) == 1:
+        return _SAME
+    missing = _missing(store, world_size=world_size)
+    there = [rank for rank in range(world_size) if rank not in missing]
+    digests = {rank: _text(store, f"digest/{rank}") for rank in there}
+    values = {each: json.loads(_text(store, f"values/{each}")) for each in {*digests.values()}}
+    lines = differences({rank: values[digest] for rank, digest in digests.items()})
+    if len(lines) > SHOWN:
+        lines = [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
+    if missing:
+        lines.append(f"({name_ranks(missing)} had not come yet)")
+    return "\n  ".join(
+        (
+            "ranks were started differently; give all of them one command line, one set of files "
+            "and one set of packages:",
+            *lines,
+        )
+    )
+
+
+def _missing(store: Store, *, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if not store.check([f"digest/{rank}"])]
+
+
+def _text(store: Store, key: str) -> str:
+    return str(store.get(key).decode())

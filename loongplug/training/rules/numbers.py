@@ -1,0 +1,65 @@
+"""Numbers that would be taken as they are, and end or spoil a run later."""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+from loongplug.training.rules.rule import rule
+
+_LAST_SEED = 2**31 - 1
+
+
+@rule(
+    reason="weights would be so after the first step",
+    cure="give a finite number",
+)
+def finite_numbers(args: Namespace, model: Any) -> str | None:
+    """a flag whose number is NaN or infinite"""
+    wrong = [
+        f"--{name.replace('_', '-')} is {value:g}"
+        for name, value in sorted(vars(args).items())
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    return ", ".join(wrong) or None
+
+
+@rule(
+    reason="no optimizer takes them",
+    cure="correct the numbers; betas are below 1",
+)
+def optimizer_numbers(args: Namespace, model: Any) -> str | None:
+    """`--lr`, `--min-lr`, `--decoupled-lr`, `--decoupled-min-lr`, `--weight-decay` or `--adam-eps`
+    below 0, `--adam-beta1` or `--adam-beta2` outside of 0 to 1
+    """
+    least = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_eps")
+    given = {name: getattr(args, name) for name in (*least, "adam_beta1", "adam_beta2")}
+    wrong = [
+        f"--{name.replace('_', '-')} is {value:g}"
+        for name, value in given.items()
+        if value is not None and (value < 0 or (name not in least and value >= 1))
+    ]
+    return ", ".join(wrong) or None
+
+
+@rule(
+    refuses=f"a `--seed` outside of 1 to {_LAST_SEED}",
+    reason="not all generators of random numbers take others",
+    cure="give one of these",
+)
+def seed(args: Namespace, model: Any) -> str | None:
+    """The seed is one that all generators take."""
+    return None if 1 <= args.seed <= _LAST_SEED else f"--seed {args.seed}"
+
+
+@rule(
+    reason="there would be nothing to evaluate on",
+    cure="give --valid-data-path FILE, or drop --eval-iters",
+    training_only=True,
+)
+def evaluation(args: Namespace, model: Any) -> str | None:
+    """`--eval-iters` without `--valid-data-path`, or below 0"""
+    if args.eval_iters < 0:
+        return f"--eval-iters {args.eval_iters}"
+    if args.eval_iters and not args.valid_data_path:
+        return f"--eval-iters {args.eval_iters} without --valid-data-path"
+    return None

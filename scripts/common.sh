@@ -1,0 +1,88 @@
+# What the launch scripts share. A script sets MODEL (its --model-name), FOLDER (what MODEL_DIR is a folder
+# of) and PHASE, and sources this; then it adds what is its own to FLAGS, and ends with: launch "$@"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+MODEL_DIR="${MODEL_DIR:?set MODEL_DIR to the Hugging Face folder of $FOLDER}"
+TRAIN_DATA="${TRAIN_DATA:?set TRAIN_DATA to a JSONL file}"
+VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
+OUTPUT_DIR="${OUTPUT_DIR:-runs/$(basename "$0" .sh)}"
+
+NNODES="${NNODES:-1}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+if ((NNODES > 1)); then
+    NODE_RANK="${NODE_RANK:?set NODE_RANK to the number of this node, 0 to NNODES - 1}"
+    MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
+fi
+
+LAUNCH_ARGS=(
+    --nnodes "$NNODES"
+    --node_rank "${NODE_RANK:-0}"
+    --nproc_per_node "$GPUS_PER_NODE"
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-29500}"
+)
+FLAGS=(
+    --model-name "$MODEL"
+    --tokenizer-model "$MODEL_DIR"
+    --load-hf "$MODEL_DIR"
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+    --train-data-path "$TRAIN_DATA"
+    --seq-length "${SEQ_LENGTH:-4096}"
+    --training-phase "$PHASE"
+    --bf16
+    --micro-batch-size "${MICRO_BATCH_SIZE:-1}"
+    --global-batch-size "${GLOBAL_BATCH_SIZE:-64}"
+    --train-iters "${TRAIN_ITERS:-1000}"
+    --lr "${LR:-1e-5}"
+    --min-lr 1e-6
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.03
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    --clip-grad 1.0
+    --load "$OUTPUT_DIR/checkpoints"
+    --save "$OUTPUT_DIR/checkpoints"
+    --save-interval "${SAVE_INTERVAL:-200}"
+    --save-hf "$OUTPUT_DIR/hf"
+    --metrics-json "$OUTPUT_DIR/metrics.json"
+    --tensorboard-dir "$OUTPUT_DIR/tensorboard"
+    --log-interval 1
+)
+if [[ -n "$VALID_DATA" ]]; then
+    FLAGS+=(--valid-data-path "$VALID_DATA" --eval-interval 200 --eval-iters 10)
+fi
+
+# Adds what MODE asks for: uniform (the default), encoder-hetero-dp or full-hetero-dp.
+add_mode() {
+    case "${MODE:-uniform}" in
+        uniform) ;;
+        encoder-hetero-dp | full-hetero-dp) FLAGS+=("--enable-$MODE") ;;
+        *)
+            echo "MODE is $MODE: it has to be uniform, encoder-hetero-dp or full-hetero-dp" >&2
+            exit 1
+            ;;
+    esac
+}
+
+# Adds what a model with 128 experts needs beside its layout.
+add_experts() {
+    FLAGS+=(
+        --expert-tensor-parallel-size 1
+        --moe-token-dispatcher-type alltoall
+        --moe-router-dtype fp32
+    )
+    if ((NNODES * GPUS_PER_NODE < 16)); then
+        # Sixteen GPUs hold gradients in fp32, eight do not. Nor do eight hold fp32 copies of all of
+        # them, which Megatron's other optimizers make: this one, TransformerEngine's, takes them as
+        # they are.
+        FLAGS+=(--grad-reduce-in-bf16 --use-precision-aware-optimizer)
+    fi
+}
+
+launch() {
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CONNECTIONS:-1}"
+    exec python -m loongplug.parallel.launch "${LAUNCH_ARGS[@]}" "$ROOT/loongplug/train.py" \
+        "${FLAGS[@]}" "$@"
+}

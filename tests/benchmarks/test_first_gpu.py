@@ -1,0 +1,211 @@
+"""The driver for the first run on a GPU: whole on the CPU, and its report when steps go wrong."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import first_gpu
+import pytest
+from gpu_steps.processes import CaseError, Child, last_lines, run_in_group
+from gpu_steps.report import Report, StepRecord
+from gpu_steps.rows import Row, Rows
+from gpu_steps.steps import STEPS, chosen_steps
+
+FORK = multiprocessing.get_context("fork")
+WHOLE_RUN_SECONDS = 900.0  # of a machine with much other work
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(WHOLE_RUN_SECONDS)
+def test_all_steps_in_tiny_sizes(tmp_path: Path) -> None:
+    assert first_gpu.main(["--out", str(tmp_path), "--tiny"]) == 0
+    steps = {
+        step["number"]: step
+        for step in json.loads((tmp_path / "first_gpu.json").read_text())["steps"]
+    }
+    assert list(steps) == [step.number for step in STEPS]
+    missing = {
+        (number, row["case"])
+        for number, step in steps.items()
+        for row in step["rows"]
+        if row["reason"]
+    }
+    # What only a GPU has.
+    assert {number for number, _ in missing} <= {2, 5, 6}
+    assert all(
+        any(word in case for word in ("cuDNN", "varlen", "grouped", "fused", "profile"))
+        for _, case in missing
+    ), missing
+    figures = {
+        (number, row["case"]): row["figures"]
+        for number, step in steps.items()
+        for row in step["rows"]
+    }
+    losses = [row["largest difference"] for (number, _), row in figures.items() if number == 1]
+    assert losses == [0.0] * 4  # both sides are the CPU here
+    assert figures[3, "packed"]["fill"] > 2 * figures[3, "padded"]["fill"]
+    assert figures[3, "packed"]["fwd+bwd MFU"] > 0
+    assert {"LoongPlug's speed, forward and backward", "LoongPlug"} <= {
+        case for number, case in figures if number == 4
+    }
+    markdown = (tmp_path / "first_gpu.md").read_text()
+    assert all(f"## {step.number}. {step.title}" in markdown for step in STEPS)
+
+
+def _step(rows: Rows, kind: str, started: Path) -> None:
+    rows.add("before", ms=1.5)
+    print("this was said", flush=True)
+    if kind == "fails":
+        raise ValueError("on purpose")
+    if kind == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        started.write_text(str(child.pid))
+        time.sleep(600)
+
+
+@pytest.mark.quick
+def test_a_step_that_hangs_is_ended_with_its_children_and_one_that_fails_stops_no_other(
+    tmp_path: Path,
+) -> None:
+    outcomes = []
+    for number, kind in enumerate(("hangs", "fails", "ends")):
+        log = tmp_path / f"{kind}.log"
+        rows = Rows(tmp_path / f"{kind}.jsonl")
+        outcome, seconds = run_in_group(
+            *(_step, rows, kind, tmp_path / "child"),
+            context=FORK,
+            log=log,
+            limit_seconds=3.0 if kind == "hangs" else 60.0,
+        )
+        outcomes.append(outcome)
+        assert seconds < 50
+        assert rows.read() == [Row(case="before", figures={"ms": 1.5})], number
+        assert "this was said" in last_lines(log)
+    assert outcomes == ["ended at its limit", "failed", "done"]
+    assert "ValueError: on purpose" in last_lines(tmp_path / "fails.log")
+    child = int((tmp_path / "child").read_text())
+    assert _gone(child)
+
+
+def _gone(process: int) -> bool:
+    """Killed ones may stay as zombies until somebody reaps them."""
+    for _ in range(100):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.quick
+def test_both_files_are_whole_after_each_step(tmp_path: Path) -> None:
+    report = Report(tmp_path, setting={"device": "cpu"})
+    for number, outcome in enumerate(("done", "ended at its limit")):
+        report.add(
+            StepRecord(
+                number=number,
+                title=f"step {number}",
+                outcome=outcome,
+                seconds=1.0,
+                limit_seconds=2.0,
+                rows=[
+                    Row(case="a | b", figures={"ms": 0.123456, "n": 12345, "none": None}),
+                    Row(case="c", reason="no kernel"),
+                ],
+                said_last=() if outcome == "done" else ("last words",),
+            )
+        )
+        content = json.loads((tmp_path / "first_gpu.json").read_text())
+        assert [step["number"] for step in content["steps"]] == list(range(number + 1))
+        markdown = (tmp_path / "first_gpu.md").read_text()
+        assert f"| {number} | step {number} | {outcome} | 1.0 | 2.0 |" in markdown
+        assert "| case | ms | n | none |\n| --- | --- | --- | --- |\n" in markdown
+        assert "| a \\| b | 0.1235 | 12,345 |  |" in markdown
+        assert "| c | no kernel |" in markdown
+    assert "last words" in markdown
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.quick
+def test_rows_that_were_cut_are_left_out(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows.jsonl")
+    assert rows.read() == []
+    rows.add("product", size="8^3", rate=2.0)
+    rows.missing("varlen", NotImplementedError("not here\nand more"))
+    with rows.path.open("a") as file:
+        file.write('{"case": "cut')
+    assert [row.case for row in rows.read()] == ["product", "varlen"]
+    assert rows.read()[1].reason == "NotImplementedError: not here"
+    assert rows.figure("product", "rate") == 2.0
+    assert rows.figure("product", "size") is None
+    assert rows.figure("copy", "rate") is None
+
+
+def _case(kind: str) -> str:
+    if kind == "raises":
+        raise RuntimeError("no kernel here")
+    if kind == "dies":
+        os._exit(7)
+    return kind
+
+
+@pytest.mark.quick
+def test_a_case_gives_its_result_or_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Child(_case, {"kind": "works"}, device="cpu").result() == "works"
+    with pytest.raises(CaseError, match="RuntimeError: no kernel here"):
+        Child(_case, {"kind": "raises"}, device="cpu").result()
+    assert "Traceback" in capfd.readouterr().err  # in the step's log
+    with pytest.raises(CaseError, match="exit code 7"):
+        Child(_case, {"kind": "dies"}, device="cpu").result()
+
+
+@pytest.mark.quick
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for flags, said in (
+        ([], "torch sees no usable CUDA GPU here: use --tiny, which runs on the CPU.\n"),
+        (["--device", "cpu"], "--device cpu is for tiny sizes only: add --tiny.\n"),
+        (["--tiny", "--steps", "0,9"], "--steps is '0,9': expected numbers from 0 to 7"),
+        (["--tiny", "--steps", ""], "--steps is '': expected numbers"),
+    ):
+        assert first_gpu.main(["--out", str(tmp_path), *flags]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert [step.number for step in chosen_steps("5,0")] == [0, 5]
+
+
+@pytest.mark.quick
+def test_the_steps_together_take_eight_minutes() -> None:
+    assert [step.number for step in STEPS] == list(range(len(STEPS)))
+    assert sum(step.limit_seconds for step in STEPS) == 480
+
+
+@pytest.mark.quick
+def test_steps_of_an_earlier_run_stay_until_they_are_run_again(tmp_path: Path) -> None:
+    def record(number: int, title: str) -> StepRecord:
+        rows = [Row(case="a", figures={"ms": 1.5}), Row(case="b", reason="no kernel")]
+        return StepRecord(
+            number=number, title=title, outcome="done", seconds=1.0, limit_seconds=2.0, rows=rows
+        )
+
+    first = Report(tmp_path, setting={"device": "cpu"})
+    for number in (0, 3, 4):
+        first.add(record(number, "first"))
+    again = Report(tmp_path, setting={"device": "cpu"})
+    again.add(record(3, "again"))
+    content = json.loads((tmp_path / "first_gpu.json").read_text())
+    found = [(step["number"], step["title"]) for step in content["steps"]]
+    assert found == [(0, "first"), (3, "again"), (4, "first")]
+    assert again.steps[0].rows == record(0, "first").rows
+    assert Report(tmp_path, setting={"device": "cuda"}).steps == []

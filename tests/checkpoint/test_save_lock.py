@@ -1,0 +1,172 @@
+"""Of the runs that save into one folder one has the lock, and is named to the others."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loongplug.checkpoint import save_lock as module
+from loongplug.checkpoint.save_lock import LOCK_FILE, save_lock
+
+pytestmark = pytest.mark.quick
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from loongplug.checkpoint.save_lock import save_lock
+try:
+    with save_lock(Path(sys.argv[1]), rank=0):
+        print("held", flush=True)
+        time.sleep(float(sys.argv[2]))
+except ValueError as error:
+    print(error, flush=True)
+"""
+
+
+def start(folder: Path, *, seconds: float = 60.0, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def take(folder: Path) -> None:
+    with save_lock(folder, rank=0):
+        pass
+
+
+def test_a_second_run_is_refused_with_who_has_the_lock(tmp_path):
+    first = start(tmp_path)
+    try:
+        assert said(first) == "held"
+        with pytest.raises(ValueError, match="in use by another run") as raised:
+            take(tmp_path)
+        text = str(raised.value)
+        assert f"process {first.pid} on {socket.gethostname()} since 20" in text
+        assert "remove" not in text
+        with save_lock(tmp_path, rank=1):  # the first rank speaks for all
+            pass
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait(10)
+    assert (tmp_path / LOCK_FILE).exists()
+    take(tmp_path)  # a dead process has nothing
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_of_runs_that_start_together_one_wins(tmp_path):
+    for attempt in range(2):
+        runs = [start(tmp_path / str(attempt), seconds=1.5) for _ in range(3)]
+        told = [said(run) for run in runs]
+        assert [run.wait(20) for run in runs] == [0] * 3
+        assert told.count("held") == 1
+        winner = runs[told.index("held")].pid
+        assert sum(f"process {winner} on" in text for text in told) == 2
+
+
+def test_processes_that_a_run_forks_do_not_keep_its_lock(tmp_path):
+    """A writer in the background may outlive its run."""
+    child = os.fork()
+    if child == 0:
+        with save_lock(tmp_path, rank=0):
+            writer = os.fork()
+            if writer == 0:
+                time.sleep(30)
+            else:
+                (tmp_path / "writer").write_text(str(writer))
+            os._exit(0)  # as if killed
+    os.waitpid(child, 0)
+    try:
+        take(tmp_path)
+    finally:
+        os.kill(int((tmp_path / "writer").read_text()), signal.SIGKILL)
+
+
+def left(folder: Path, **changes: object) -> None:
+    """A lock that a process left which no longer lives."""
+    found = {
+        "host": socket.gethostname(),
+        "process": 2**22 + 1,
+        "born": "1",
+        "since": "2026-01-01 00:00:00 +0000",
+        "job": "",
+    }
+    (folder / LOCK_FILE).write_text(json.dumps(found | changes))
+
+
+@pytest.mark.parametrize("job", ["", "none"])
+def test_another_hosts_lock_is_told_with_how_to_remove_it(tmp_path, monkeypatch, job):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    left(tmp_path, host="elsewhere")
+    words = rf"process \d+ on elsewhere since 2026.* remove {tmp_path / LOCK_FILE}"
+    with pytest.raises(ValueError, match=words):
+        take(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_restart_by_torchrun_takes_over_what_its_earlier_attempt_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    for host in ("elsewhere", socket.gethostname()):
+        left(tmp_path, host=host, job="mine")
+        take(tmp_path)
+    left(tmp_path, host="elsewhere", job="yours")
+    with pytest.raises(ValueError, match="elsewhere"):
+        take(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}'])
+def test_a_lock_without_a_name_counts_for_nothing(tmp_path, text):
+    (tmp_path / LOCK_FILE).write_text(text)
+    take(tmp_path)
+
+
+def test_where_the_kernel_knows_no_locks_the_text_decides(tmp_path, monkeypatch):
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    monkeypatch.setattr(module, "_SETTLED_SECONDS", 0.01)
+    left(tmp_path)
+    take(tmp_path)
+    left(tmp_path, process=os.getpid(), born=module._born(os.getpid()))
+    with pytest.raises(ValueError, match="in use by another run"):
+        take(tmp_path)
+    left(tmp_path)
+
+    def overtaken(seconds: float) -> None:
+        left(tmp_path, host="elsewhere")
+
+    monkeypatch.setattr(module.time, "sleep", overtaken)
+    with pytest.raises(ValueError, match="elsewhere"):
+        take(tmp_path)
+
+
+def test_a_lock_that_goes_while_it_is_waited_for_is_none(tmp_path, monkeypatch):
+    """The run before removes the file between this one's opening and locking it."""
+    lock, tries = fcntl.lockf, []
+
+    def lose(held: int, how: int) -> None:
+        tries.append(held)
+        if len(tries) == 1:
+            (tmp_path / LOCK_FILE).unlink()
+        lock(held, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lose)
+    with save_lock(tmp_path, rank=0):
+        assert len(tries) == 2
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()

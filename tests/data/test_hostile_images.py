@@ -1,0 +1,344 @@
+"""Files that rows may name as images: of other kinds, no plain files, damaged, deep, enormous."""
+
+import os
+import socket
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, features
+
+from loongplug.data import media_files
+from loongplug.data.bad_samples import BadSampleError
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.images import FORMATS, decode_image, image_size
+from loongplug.data.media_files import TarMember
+from loongplug.data.processor import Processor
+from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.video import TIMESTAMPS, VideoProcessor
+
+pytestmark = pytest.mark.quick
+
+WHERE = "rows.jsonl:4"
+
+Use = Callable[..., object]
+USES = pytest.mark.parametrize("use", [image_size, decode_image])
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
+PDF = b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n%%EOF\n"
+
+
+def noise(height: int, width: int) -> Image.Image:
+    pixels = np.random.RandomState(1).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(name: str) -> bytes:
+    buffer = BytesIO()
+    noise(24, 40).save(buffer, name)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_listed_formats_are_read_whatever_the_file_is_called(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "picture.bin"
+    path.write_bytes(encoded(name))
+    assert image_size(path, where=WHERE) == (24, 40)
+    assert decode_image(path, where=WHERE).size == (40, 24)
+
+
+@USES
+@pytest.mark.parametrize("name", ["EPS", "PDF", "ICO", "TGA", "PCX", "JPEG2000", "AVIF"])
+def test_other_formats_are_not_opened(tmp_path: Path, use: Use, name: str) -> None:
+    if name == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow writes none")
+    content = {"EPS": EPS, "PDF": PDF}.get(name) or encoded(name)
+    path = tmp_path / "picture.png"
+    path.write_bytes(content)
+    if name != "PDF":  # which Pillow only writes
+        assert Image.open(path).format == name
+    with pytest.raises(ValueError, match=rf"^{WHERE}: .*picture.png is no image in a format that"):
+        use(path, where=WHERE)
+
+
+def special(folder: Path, kind: str) -> Path:
+    path = folder / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a pipe":
+        os.mkfifo(folder / "pipe")
+        path.symlink_to("pipe")
+    elif kind == "socket":
+        os.chdir(folder)  # a socket's name is short
+        with closing(socket.socket(socket.AF_UNIX)) as server:
+            server.bind(kind)
+    elif kind == "device":
+        return Path("/dev/zero")
+    else:
+        path.mkdir()
+    return path
+
+
+@USES
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "socket", "device", "folder"])
+@pytest.mark.timeout(20)
+def test_only_plain_files_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Use, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back
+    path = special(tmp_path, kind)
+    opened = os.open
+    names: list[object] = []
+    monkeypatch.setattr(media_files.os, "open", lambda *a: names.append(a[0]) or opened(*a))
+    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* cannot be opened: it is no plain"):
+        use(path, where=WHERE)
+    assert path not in names
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ask = special(tmp_path, "pipe"), os.stat
+    monkeypatch.setattr(
+        media_files.os, "stat", lambda *a, **k: ask(__file__ if a[0] == path else a[0], *a[1:], **k)
+    )
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="it is no plain file"):
+        decode_image(path, where=WHERE)
+    with pytest.raises(ValueError, match="it is no plain file"):
+        decode_image(TarMember(path, "a.png", 0, 10), where=WHERE)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@USES
+def test_an_empty_file_is_no_image(tmp_path: Path, use: Use) -> None:
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(ValueError, match=rf"^{WHERE}: .*empty.png is no image in a format"):
+        use(tmp_path / "empty.png", where=WHERE)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files_are_said_to_be_so(tmp_path: Path, name: str) -> None:
+    """Cut short, and with bytes changed, at places of a fixed seed."""
+    whole, random = encoded(name), np.random.RandomState(5)
+    path = tmp_path / "a.img"
+    refused = 0
+    for draw in range(60):
+        content = bytearray(whole[: random.randint(len(whole))] if draw % 2 else whole)
+        for place in random.randint(0, max(1, min(200, len(content))), 4):
+            content[place : place + 1] = random.bytes(1)
+        path.write_bytes(content)
+        for use in (image_size, decode_image):
+            try:
+                use(path, where=WHERE)
+            except ValueError as error:
+                refused += 1
+                assert str(error).startswith(f"{WHERE}: "), error  # noqa: PT017
+    assert refused > 20
+
+
+ERRORS = (
+    OSError("broken"),
+    SyntaxError("broken"),
+    struct.error("broken"),
+    zlib.error("broken"),
+    OverflowError("broken"),
+    IndexError("broken"),
+    RuntimeError("broken"),
+    RecursionError("broken"),
+    MemoryError(),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_any_error_of_a_decoder_is_damage_to_its_sample(
+    processor: Processor,
+    write_image: Callable[..., str],
+    write_rows: Callable[..., Path],
+    row: Callable[..., dict],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    names = [write_image(name, height=32, width=32) for name in ("bad.gif", "good.gif")]
+    write_image(names[1], height=64, width=32)
+    rows = write_rows(*(row("Read", "1", images=(name,)) for name in names))
+    dataset = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
+    samples = dataset.text_parts([0, 1])
+    reason = str(error) or type(error).__name__
+    decode = ImageFile.ImageFile.load
+
+    def load(image: ImageFile.ImageFile) -> object:
+        if image.size == (32, 32):
+            raise error
+        return decode(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+    loader = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))
+    loaded = loader(MediaBatch.of(0, samples))
+    assert list(loaded.bad) == [0]
+    assert loaded.bad[0].kind == "pixels"
+    assert f"rows.jsonl:1: image {rows.parent / names[0]} is damaged ({reason})" in (
+        loaded.bad[0].message
+    )
+    assert not loaded.pixels[:4].any()
+    assert loaded.pixels[4:].any()
+
+    monkeypatch.setattr(Image, "open", lambda *_, **__: (_ for _ in ()).throw(error))
+    fresh = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")
+    with pytest.raises(BadSampleError, match=r"rows\.jsonl:2: image .* is damaged \(") as caught:
+        fresh[1]
+    assert caught.value.sample.kind == "media"
+
+
+VALUES = np.array([[0, 100, 128, 129, 256, 1000, 32_767, 32_896, 65_534, 65_535]], dtype=np.uint16)
+EXACT = [0, 0, 0, 1, 1, 4, 127, 128, 255, 255]  # of 257 each, to the nearest
+
+
+def sixteen_bits(kind: str) -> bytes:
+    if kind.startswith("PGM"):
+        most = {"PGM": 65_535, "PGM of 1000": 1000}[kind]
+        values = np.minimum(VALUES, most)
+        return b"P5 10 1 %d\n" % most + values.astype(">u2").tobytes()
+    if kind == "TIFF, big-endian":
+        buffer = BytesIO()
+        Image.frombytes("I;16B", (10, 1), VALUES.astype(">u2").tobytes()).save(buffer, "TIFF")
+        return buffer.getvalue()
+    buffer = BytesIO()
+    Image.fromarray(VALUES).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "TIFF, big-endian", "PGM"])
+def test_grey_of_sixteen_bits_is_scaled(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "deep"
+    path.write_bytes(sixteen_bits(kind))
+    assert Image.open(path).mode.startswith("I")
+    image = np.asarray(decode_image(path, where=WHERE))
+    assert image.shape == (1, 10, 3)
+    for channel in range(3):
+        assert image[0, :, channel].tolist() == EXACT
+
+
+def test_a_pgms_own_white_is_white(tmp_path: Path) -> None:
+    path = tmp_path / "deep.pgm"
+    path.write_bytes(sixteen_bits("PGM of 1000"))
+    image = np.asarray(decode_image(path, where=WHERE))
+    assert image[0, :, 0].tolist() == [0, 26, 33, 33, 65, 255, 255, 255, 255, 255]
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    checksum = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+
+def png(width: int, height: int, *, depth: int, colour: int, lines: bytes) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(2, 3), (4, 2), (6, 4)])
+def test_colours_of_sixteen_bits_keep_the_high_byte(
+    tmp_path: Path, colour: int, channels: int
+) -> None:
+    """As Pillow and libpng do it."""
+    path = tmp_path / "deep.png"
+    lines = b"\0" + VALUES[0].repeat(channels).astype(">u2").tobytes()
+    path.write_bytes(png(10, 1, depth=16, colour=colour, lines=lines))
+    image = np.asarray(decode_image(path, where=WHERE))
+    assert image[0, :, 0].tolist() == (VALUES[0] >> 8).tolist()
+
+
+@USES
+@pytest.mark.parametrize("kind", ["float TIFF", "TIFF of 32 bits", "TIFF with a sign", "PFM"])
+def test_pixels_without_a_known_range_are_refused(tmp_path: Path, use: Use, kind: str) -> None:
+    path = tmp_path / "deep"
+    types = {"TIFF of 32 bits": np.int32, "TIFF with a sign": np.int32}
+    Image.fromarray(VALUES.astype(types.get(kind, np.float32))).save(
+        path, "PPM" if kind == "PFM" else "TIFF"
+    )
+    if kind == "TIFF with a sign":
+        path.write_bytes(with_bits(path.read_bytes(), 16))
+    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* has pixels of .*: save it with 8"):
+        use(path, where=WHERE)
+
+
+def with_bits(tiff: bytes, bits: int) -> bytes:
+    """The same file with another number of bits per sample."""
+    at = tiff.index(struct.pack("<HHI", 258, 3, 1)) + 8
+    return tiff[:at] + struct.pack("<H", bits) + tiff[at + 2 :]
+
+
+@USES
+def test_a_tiff_of_twelve_bits_is_refused(tmp_path: Path, use: Use) -> None:
+    """Pillow gives its pixels as such of sixteen bits: nearly black."""
+    path = tmp_path / "deep.tiff"
+    path.write_bytes(with_bits(sixteen_bits("TIFF"), 12))
+    assert Image.open(path).mode == "I;16"
+    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* has pixels of 12 or 32 bits"):
+        use(path, where=WHERE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "expected"),
+    [
+        ("RGBA", (10, 20, 30, 0), (10, 20, 30)),
+        ("LA", (10, 0), (10, 10, 10)),
+        ("L", 10, (10, 10, 10)),
+        ("1", 1, (255, 255, 255)),
+        ("CMYK", (255, 0, 0, 0), (0, 255, 255)),
+    ],
+)
+def test_modes_become_rgb_as_in_transformers(
+    tmp_path: Path, mode: str, colour: object, expected: tuple[int, int, int]
+) -> None:
+    """Transparency is dropped: what is below it shows."""
+    path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
+    Image.new(mode, (4, 4), colour).save(path)
+    assert decode_image(path, where=WHERE).getpixel((1, 1)) == expected
+    assert Image.open(path).convert("RGB").getpixel((1, 1)) == expected
+
+
+def test_a_palette_with_transparency_keeps_its_colours(tmp_path: Path) -> None:
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    image.save(tmp_path / "a.png", transparency=1)
+    assert decode_image(tmp_path / "a.png", where=WHERE).getpixel((1, 1)) == (10, 20, 30)
+
+
+def enormous(name: str) -> bytes:
+    """A header of 60,000 x 60,000 pixels, with next to nothing behind it."""
+    side = 60_000
+    if name == "PNG":
+        return png(side, side, depth=8, colour=2, lines=bytes(10))
+    if name == "PPM":
+        return b"P6 60000 60000 255\n" + bytes(10)
+    if name == "BMP":
+        return b"BM" + struct.pack("<IIIIiiHHIIiiII", 64, 0, 54, 40, side, side, 1, 24, *[0] * 6)
+    content = encoded(name)
+    if name == "GIF":
+        return content[:6] + struct.pack("<HH", side, side) + content[10:]
+    if name == "TIFF":
+        for tag in (256, 257):
+            at = content.index(struct.pack("<HHI", tag, 4, 1)) + 8
+            content = content[:at] + struct.pack("<I", side) + content[at + 4 :]
+        return content
+    assert name == "JPEG"
+    at = content.index(b"\xff\xc0") + 5
+    return content[:at] + struct.pack(">HH", side, side) + content[at + 4 :]
+
+
+@USES
+@pytest.mark.parametrize("name", ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF"])
+def test_enormous_images_are_refused_by_their_header(tmp_path: Path, use: Use, name: str) -> None:
+    path = tmp_path / "bomb"
+    path.write_bytes(enormous(name))
+    with pytest.raises(
+        ValueError, match=rf"^{WHERE}: image .*bomb has too many pixels .*178956970"
+    ):
+        use(path, where=WHERE)

@@ -1,0 +1,204 @@
+"""Forward and backward of every mode ask the device for nothing: the host is never in its way.
+
+Whole steps of single ranks on tensors without values, with nobody to talk to.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_batches import Batch, Style, batch, packed, qwen3_positions
+from megatron.core.pipeline_parallel.utils import set_streams
+from ranks import run_ranks
+from waits import META, HostWaitsError, meta_device, no_waits
+
+from loongplug.data.microbatch import Microbatch
+from loongplug.estimate.answers import answers, spread_tokens_evenly
+from loongplug.estimate.command import parsed_for
+from loongplug.estimate.ranks import Rank, as_rank
+from loongplug.models.deepstack import features_behind
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.models.vision_encoder import patch_values
+from loongplug.platform import current_platform
+from loongplug.platform.transfers import to_device
+from loongplug.schedule.chunk_plan import ChunkPlan, plan_schedules
+from loongplug.schedule.named_tensors import offload_layers
+from loongplug.training.forward_step import ForwardStep
+from loongplug.training.provider import engine_of, tensor_offload_of
+
+TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
+DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
+EXPERTS = ("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2")
+WINDOWS = ("--model-name", "qwen2_5_vl_tiny")
+PACKED = ("--packing", "--micro-batch-size", "1")
+RECOMPUTE = (
+    *("model.image_encoder.recompute=true", "--recompute-granularity", "full"),
+    *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+)
+FEATURES_AWAY = ("--full-hetero-dp-cpu-offload", "--offload-encoder-activations")
+LAYERS_AWAY = (
+    *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "64"),
+    *("--offload-tensors", "layer_input", "fc2_input"),
+)
+# Ranks, the one that is looked at, and flags.
+CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "one-rank": (1, 0, ()),
+    "one-rank-packed-recompute": (1, 0, (*PACKED, *RECOMPUTE)),
+    "windows-packed-layers-away": (1, 0, (*WINDOWS, *PACKED, *LAYERS_AWAY)),
+    "tp2-sp-first-stage": (4, 1, (TP, "2", PP, "2", SP)),
+    "tp2-sp-last-stage": (4, 3, (TP, "2", PP, "2", SP)),
+    "hetero-tp": (2, 1, (TP, "2", SP, "+model.image_encoder.tensor_model_parallel_size=1")),
+    "hetero-dp-sp": (2, 1, (DP, TP, "2", SP)),
+    "hetero-dp-windows-packed": (2, 0, (DP, TP, "2", *WINDOWS, *PACKED)),
+    "full-first-stage-away": (2, 0, (FULL, PP, "2", *FEATURES_AWAY)),
+    "full-last-stage-sp-packed": (4, 2, (FULL, TP, "2", PP, "2", SP, *PACKED)),
+    "experts-balanced": (2, 1, (*EXPERTS, "--moe-aux-loss-coeff", "0.01", *RECOMPUTE)),
+    "experts-tp2-sp-packed-full": (
+        *(2, 0),
+        (*EXPERTS, "--expert-tensor-parallel-size", "1", FULL, TP, "2", SP, *PACKED),
+    ),
+    "experts-overlap": (2, 0, (*EXPERTS, "--bf16", "--overlap-moe-expert-parallel-comm")),
+}
+
+
+def data_of(args: Any, model: Any) -> Batch:
+    """Images, videos and text alone, in samples of different lengths."""
+    style = Style(
+        patch_values=patch_values(model.image_encoder), frames_apart=True, positions=qwen3_positions
+    )
+    data = batch(style)
+    if args.packing:
+        return packed(data, [(0, 1), (2, 4, 3)], seq_length=160)
+    return data
+
+
+def microbatches_of(here: Rank, args: Any, model: Any) -> list[Microbatch]:
+    """As a rank's loader gives them: the pixels of the units that it encodes are on the device."""
+    data, size = data_of(args, model), args.micro_batch_size
+    made = []
+    for number in range(2):
+        found = data.microbatch(number * size, size)
+        vision = replace(found.vision, pixels=to_device(found.vision.pixels, META))
+        made.append(
+            replace(
+                found,
+                vision=vision,
+                number=number,
+                patches=len(vision.pixels),
+                owner=here.place.placement.owner(number),
+            )
+        )
+    return made
+
+
+def received(chunk: MultimodalModel, microbatch: Microbatch) -> torch.Tensor | None:
+    """What the stage before sends."""
+    decoder = chunk.text_decoder
+    if decoder.pre_process:
+        return None
+    first = decoder.decoder.layers[0].layer_number - 1
+    streams = 1 + features_behind(layer=first, deepstack=decoder.config.deepstack_features)
+    _, rows, length = microbatch.position_ids.shape
+    if decoder.config.sequence_parallel:
+        length //= decoder.config.tensor_model_parallel_size
+    shape = (streams * length, rows, decoder.config.hidden_size)
+    return torch.empty(shape, dtype=decoder.config.params_dtype, device=META).requires_grad_()
+
+
+def one_by_one(chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
+    """Forward and backward of each in turn."""
+    step = ForwardStep(current_platform())
+    for each in microbatches:
+        chunk.set_input_tensor(received(chunk, each))
+        output, loss = step(iter([each]), chunk)
+        if chunk.post_process:
+            loss(output)[0].backward()
+        else:
+            output.backward(torch.empty_like(output))
+
+
+def in_pairs(chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
+    """Each backward beside the next forward."""
+    set_streams()
+    plan_schedules(chunk)
+    step = ForwardStep(current_platform())
+    before = gradient = None
+    for each in microbatches:
+        plan, _ = step(iter([each]), chunk, return_schedule_plan=True)
+        ChunkPlan.run(plan, before, b_grad=gradient)
+        before, gradient = plan, to_device(each.loss_mask, META)
+    ChunkPlan.run(None, before, b_grad=gradient)
+
+
+def whole_step(rank: int, *, flags: list[str], ranks: int, me: int) -> None:
+    dist.destroy_process_group()  # the harness's: a rank that is not there makes one of its own
+    parsed = parsed_for(flags, ranks=ranks)
+    args = parsed.args
+    # What MoE has to know: how many tokens go to whom, and which probabilities they have.
+    known = answers(experts_per_token=args.moe_router_topk, experts=args.num_experts or 1)
+    with as_rank(parsed, me) as here, meta_device(), no_waits(known):
+        (chunk,) = here.chunks
+        chunk.train()
+        spread_tokens_evenly(chunk)
+        offload = tensor_offload_of(args, platform=current_platform())
+        if offload is not None:
+            offload_layers(chunk, offload)
+        engine = engine_of(args, parsed.model)
+        engine._place = here.place
+        timing = chunk.feature_source = engine.timing()
+        chunk.outside_schedule = set()
+        chunk.parts = {"image_encoder": SimpleNamespace(no_sync=nullcontext)}
+        microbatches = microbatches_of(here, args, parsed.model)
+        if timing is not None:
+            timing.begin(chunk, microbatches, training=True)
+        (in_pairs if args.overlap_moe_expert_parallel_comm else one_by_one)(chunk, microbatches)
+        if timing is not None:
+            timing.end()
+        trained = {name: each.grad is not None for name, each in chunk.named_parameters()}
+    assert all(trained.values()), [name for name, found in trained.items() if not found]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_waits_for_nothing(flags, case):
+    ranks, me, more = CASES[case]
+    run_ranks(whole_step, 1, flags=[*flags, *more], ranks=ranks, me=me)
+
+
+WAITS = {
+    "item": lambda x: x.sum().item(),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "boolean index": lambda x: x[x > 0],
+    "boolean index put": lambda x: x.clone().index_put_((x > 0,), x[:2]),
+    "host index": lambda x: x[torch.tensor([0, 1])],
+    "equal": lambda x: torch.equal(x, x),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": torch.unique,
+    "repeats on the device": lambda x: x.repeat_interleave(x.long()),
+    "to the host": lambda x: x.cpu(),
+    "from the host": lambda x: torch.zeros(3).to(x.device, non_blocking=True),
+    "into the device": lambda x: x.copy_(torch.zeros(3)),
+    "a list": partial(torch.tensor, [1, 2], device=META),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", WAITS)
+def test_each_kind_of_wait_is_found(name):
+    found = WAITS[name]
+    with no_waits(), pytest.raises((HostWaitsError, NotImplementedError, RuntimeError)):
+        found() if name == "a list" else found(torch.empty(3, device=META))
+
+
+@pytest.mark.quick
+def test_what_does_not_wait_is_let_through():
+    with no_waits():
+        x = to_device(torch.zeros(3), META)
+        x[x > 0] = 0  # by a number: a fill, on a GPU too
+        x += torch.zeros(())
+        assert x[to_device(torch.tensor([0, 2]), META)].shape == (2,)
+        assert torch.zeros(3).nonzero().shape == (0, 1)  # the host's own

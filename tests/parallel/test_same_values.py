@@ -1,0 +1,143 @@
+"""Ranks compare what they were started with: equal ones go on, others all end with one sentence."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from loongplug.parallel import same_values
+from loongplug.parallel.same_values import differences, name_ranks, require_same_values
+
+pytestmark = pytest.mark.quick
+
+SAME = {"--lr": "0.001", "--seed": "1234"}
+OTHER = {"--lr": "0.002", "--seed": "1234"}
+FIRST = "ranks were started differently; give all of them one command line, one set of files and "
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_values, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(same_values, "STEP_SECONDS", 0.1)
+
+
+class Counting:
+    """A store that counts the calls of one rank, but for its looks whether a key is there."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.calls += name != "check"
+        return getattr(self._store, name)
+
+
+def compared(
+    values: list[dict[str, str] | None], *, after: float = 0.0, timeout: float = 20.0
+) -> list[str | None]:
+    """What each rank is told, a thread each: None where it may go on.
+
+    A rank without values never comes; the last rank comes ``after`` seconds.
+    """
+    store = dist.HashStore()
+
+    def rank(number: int) -> str | None:
+        if values[number] is None:
+            return None
+        if number == len(values) - 1:
+            time.sleep(after)
+        try:
+            require_same_values(
+                values[number],
+                store=store,
+                rank=number,
+                world_size=len(values),
+                timeout=timedelta(seconds=timeout),
+            )
+        except ValueError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(rank, range(len(values))))
+
+
+def test_equal_ranks_go_on():
+    assert compared([SAME] * 4) == [None] * 4
+
+
+def test_one_that_differs_ends_all_with_one_sentence():
+    told = compared([SAME, SAME, SAME, OTHER])
+    assert len({*told}) == 1
+    text = told[0]
+    assert text.startswith(FIRST)
+    assert text.splitlines()[1:] == ["  --lr: 0.001 on ranks 0-2; 0.002 on rank 3"]
+
+
+def test_the_first_rank_may_be_the_one_that_differs():
+    told = compared([OTHER, SAME, SAME])
+    assert len({*told}) == 1
+    assert told[0].splitlines()[1:] == ["  --lr: 0.002 on rank 0; 0.001 on ranks 1-2"]
+
+
+def test_a_slow_rank_is_waited_for():
+    started = time.monotonic()
+    assert compared([SAME, SAME, SAME], after=1.5) == [None] * 3
+    assert time.monotonic() - started >= 1.5
+
+
+def test_a_difference_waits_for_nobody():
+    """A rank that loads for minutes is named as such."""
+    started = time.monotonic()
+    told = compared([SAME, OTHER, None], timeout=600.0)
+    assert time.monotonic() - started < 10
+    assert told[0] == told[1]
+    assert told[0].splitlines()[1:] == [
+        "  --lr: 0.001 on rank 0; 0.002 on rank 1",
+        "  (rank 2 had not come yet)",
+    ]
+
+
+def test_a_rank_that_never_comes_is_named():
+    told = compared([SAME, SAME, None, SAME, None], timeout=0.5)
+    assert told[0] == told[1] == told[3]
+    assert told[0].startswith("ranks 2, 4 did not come within the time")
+    assert "--distributed-timeout-minutes" in told[0]
+
+
+def test_a_rank_of_many_calls_the_store_a_few_times():
+    many, store = 300, dist.HashStore()
+    stores = [Counting(store) for _ in range(many)]
+
+    def rank(number: int) -> None:
+        require_same_values(
+            SAME,
+            store=stores[number],
+            rank=number,
+            world_size=many,
+            timeout=timedelta(seconds=60),
+        )
+
+    with ThreadPoolExecutor(many) as pool:
+        list(pool.map(rank, range(many)))
+    first, *others = sorted((each.calls for each in stores), reverse=True)
+    assert others[0] <= 7
+    assert first < 100  # the chair looks for differences now and then while others come
+
+
+def test_differences_are_named_by_value_and_rank():
+    found = {0: {"a": "1", "b": "x"}, 1: {"a": "2", "b": "x"}, 2: {"a": "1", "b": "x", "c": "3"}}
+    assert differences(found) == [
+        "a: 1 on ranks 0, 2; 2 on rank 1",
+        "c: nothing on ranks 0-1; 3 on rank 2",
+    ]
+
+
+def test_ranks_are_named_in_spans():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"

@@ -1,0 +1,336 @@
+"""The parity matrix: every cell against its single rank. ``python -m parity.matrix``.
+
+Cells that were run before, by the same code, are not run again: an interrupted run goes on.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import loongplug
+from loongplug.observe.bars import threadless_bars
+from loongplug.verify.plan import LEARNING_RATE, SEED
+from loongplug.verify.ranks import OnEvent, RankError, run_ranks
+from loongplug.verify.runs import preload, record
+from parity.bits import bits_of, first_difference
+from parity.cells import BATCH, Cell, layout_cells, sample
+from parity.overlap_cells import OverlapCell, overlap_cells
+from parity.parity_page import layouts_page, overlap_page, savings_page
+from parity.results import Result, as_result, outcome
+from parity.saving_cells import saving_cells
+
+STEPS = 2
+_BIT_STEPS = 3
+# The longest sample just fits, so that images lie in several parts of a split sequence.
+LENGTH, SAMPLES = 44, 64
+_SECONDS = 300.0  # for one run
+_LARGEST = 4  # any size of the axes divides it
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cells with a page of their own; ``text`` is given results, the number of all, the code."""
+
+    page: str
+    cells: Callable[[], Sequence[Cell]]
+    text: Callable[[Sequence[Result], int, str], str]
+
+
+PARTS = {
+    "layouts": Part("parity.md", layout_cells, layouts_page),
+    "savings": Part("parity_savings.md", saving_cells, savings_page),
+    "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
+}
+
+
+class Matrix:
+    """Runs cells in a folder that keeps data, weights, references and results."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._results = folder / "results.jsonl"
+        self._code = code_digest()
+
+    def known(self) -> dict[str, Result]:
+        """Results of earlier runs of the same code, by the cell's name."""
+        if not self._results.is_file():
+            return {}
+        lines = map(json.loads, self._results.read_text(encoding="utf-8").splitlines())
+        found = [as_result(line) for line in lines if line.pop("code") == self._code]
+        return {result.cell.name: result for result in found}
+
+    def prepare(self, cell: Cell) -> None:
+        """Make what the cell shares with others, where it is not there: its reference's run too."""
+        self._reference(cell, self.base(cell))
+
+    def run(self, cell: Cell) -> Result:
+        """Run one cell and keep what it came to; its recordings go."""
+        begun = time.monotonic()
+        with self._new() as folder:
+            result = replace(self._run(cell, folder), seconds=time.monotonic() - begun)
+        line = json.dumps(asdict(result) | {"code": self._code}) + "\n"
+        with self._results.open("ab", buffering=0) as file:  # whole lines, of several jobs
+            file.write(line.encode())
+        return result
+
+    def _run(self, cell: Cell, folder: Path) -> Result:
+        from loongplug.verify.compare import compare
+        from loongplug.verify.recording import read_recording
+
+        try:
+            base = self.base(cell)
+            flags = [*base, *cell.flags()]
+            expected = self._reference(cell, base)
+            found = _recorded(folder / "layout", flags, ranks=cell.ranks)
+            comparison = compare(read_recording(found), read_recording(expected))
+            bits = self._bits(cell, base, folder) if isinstance(cell, OverlapCell) else ""
+        except (ValueError, RankError) as error:
+            return Result(cell=cell, failed=str(error))
+        worst = {what: comparison.worst(what) for what in ("gradients", "parameters")}
+        return Result(
+            cell=cell,
+            agrees=comparison.agrees and not bits,
+            bits=bits,
+            gradients=None if worst["gradients"] is None else worst["gradients"].error,
+            parameters=None if worst["parameters"] is None else worst["parameters"].error,
+            gradient_norm=max(norm.error for norm in comparison.norms),
+            loss=max(loss.error for loss in comparison.losses),
+        )
+
+    def _bits(self, cell: OverlapCell, base: Sequence[str], folder: Path) -> str:
+        """Where the cell in bf16 parts from the same layout without the overlap."""
+        shared = [*base, "--bf16", "--train-iters", str(_BIT_STEPS)]
+        found, expected = (
+            bits_of([*shared, *flags], ranks=cell.ranks, folder=folder / name, timeout=_SECONDS)
+            for name, flags in (("bits", cell.flags()), ("twin", cell.twin_flags()))
+        )
+        if not all(rank.nodes for rank in found) or any(rank.nodes for rank in expected):
+            return "the overlapped schedule did not run, or ran in both"
+        if all(image for rank in found for image in rank.images):
+            return "no microbatch was without images"
+        return first_difference(found, expected)
+
+    def _reference(self, cell: Cell, base: Sequence[str]) -> Path:
+        """The single rank's recording, made once for all cells that share it."""
+        folder = self._folder / f"references/{self._code}/{cell.reference}"
+        self._once(folder, lambda made: _recorded(made, base, ranks=1))
+        return folder
+
+    @contextmanager
+    def _new(self) -> Iterator[Path]:
+        """A folder of its own, gone afterwards: nothing that was there before ever is removed."""
+        with tempfile.TemporaryDirectory(prefix="running-", dir=self._folder) as name:
+            yield Path(name)
+
+    def base(self, cell: Cell) -> list[str]:
+        """The flags that a cell shares with its reference; data, model and weights are there."""
+        prepared = self._folder / "prepared" / self._code / cell.weights
+        demo = self._folder / "demo"
+        self._once(prepared, lambda made: _in_child(lambda: prepare(cell, made, demo=demo)))
+        adapters = prepared.with_name(f"{cell.reference}-adapters")
+        shared = cell.shared_flags()
+        self._once(
+            adapters,
+            lambda made: _in_child(lambda: prepare_adapters(shared, prepared, folder=made)),
+        )
+        return [
+            *("--device", "cpu", "--config-file", str(prepared / "model.yaml")),
+            *("--tokenizer-model", str(prepared / "processor")),
+            *("--train-data-path", str(self._folder / "demo" / "train.jsonl")),
+            *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
+            *("--seq-length", str(LENGTH), "--micro-batch-size", "1"),
+            *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
+            *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
+            *("--rerun-mode", "disabled", *shared),
+            *(("--load-lora", str(adapters / "lora")) if (adapters / "lora").is_dir() else ()),
+        ]
+
+    def _once(self, folder: Path, make: Callable[[Path], Any]) -> None:
+        """Have ``make`` fill a folder, which then becomes ``folder``, unless that is there."""
+        if folder.is_dir():
+            return
+        with self._new() as place:
+            make(place / "made")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            (place / "made").rename(folder)
+
+
+def _recorded(folder: Path, flags: Sequence[str], *, ranks: int) -> Path:
+    return record(flags, ranks=ranks, device="cpu", folder=folder, timeout=_SECONDS)
+
+
+def _in_child(function: Callable[[], None]) -> None:
+    """Run it in a process of its own, which leaves no trace in this one."""
+    with tempfile.TemporaryDirectory() as name:
+        run_ranks(lambda rank, tell: function(), 1, folder=Path(name))
+
+
+def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
+    """Write the cell's model as YAML, its processor and its weights; the demo's data once."""
+    from loongplug.data.demo import make_demo_data
+    from loongplug.data.demo_processor import write_processor
+    from loongplug.training.config import compose_model
+    from loongplug.training.special_tokens import read_tokenizer, with_token_ids
+    from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes
+    from loongplug.verify.weights import write_random_weights
+
+    if not (demo / "train.jsonl").is_file():
+        make_demo_data(demo, train=SAMPLES, test=1)
+    folder.mkdir(parents=True)
+    composed = compose_model(model_name=cell.model)
+    write_processor(folder / "processor", video_style=composed.config.video_style())
+    tokenizer = read_tokenizer(folder / "processor")
+    largest = Layout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
+    sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, demo_patches=True)
+    composed = compose_model(model_name=cell.model, overrides=as_overrides(sizes | cell.sizes()))
+    (folder / "model.yaml").write_text(
+        "# @package _global_\n" + composed.to_yaml(), encoding="utf-8"
+    )
+    model = with_token_ids(
+        composed.config, tokenizer, special_tokens=composed.family.special_tokens
+    )
+    write_random_weights(folder / "weights", composed.family.load_hugging_face(model), seed=SEED)
+
+
+def prepare_adapters(flags: Sequence[str], prepared: Path, *, folder: Path) -> None:
+    """Write random adapters for the prepared model, if ``flags`` give any of its modules some."""
+    from loongplug.models.lora.mapping import adapter_table
+    from loongplug.training.config import compose_model
+    from loongplug.training.flags import read_command_line
+    from loongplug.verify.weights import write_random_adapters
+
+    folder.mkdir(parents=True)
+    composed = compose_model(
+        config_file=prepared / "model.yaml", overrides=read_command_line(flags).overrides
+    )
+    table = adapter_table(composed.config, composed.family.load_hugging_face(composed.config))
+    if table is not None:
+        write_random_adapters(folder / "lora", table, seed=SEED)
+
+
+def code_files() -> list[Path]:
+    """What results depend on: the product, its configs, and the cells."""
+    from loongplug.paths import configs_dir
+
+    folders = (Path(loongplug.__file__).resolve().parent, Path(__file__).resolve().parent)
+    code = [file for folder in folders for file in folder.rglob("*.py")]
+    return sorted([*code, *configs_dir().rglob("*.yaml")])
+
+
+def code_digest() -> str:
+    """A name for that code."""
+    digest = hashlib.sha256()
+    for file in code_files():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run_cells(
+    cells: Sequence[Cell], *, folder: Path, console: Console, jobs: int = 1
+) -> list[Result]:
+    """Results of all cells, run now or before; ``jobs`` of them at one time.
+
+    Raises:
+        ValueError, RankError: what cells share could not be made, or a job ended.
+    """
+    matrix = Matrix(folder)
+    known = matrix.known()
+    new = [cell for cell in cells if cell.name not in known]
+    with threadless_bars(console, estimates=True, transient=False) as bars:
+        first = {cell.reference: cell for cell in new}
+        task = bars.add_task("single ranks", total=len(first))
+        for cell in first.values():
+            bars.refresh()
+            matrix.prepare(cell)
+            bars.advance(task)
+        task = bars.add_task("cells", total=len(cells), completed=len(cells) - len(new))
+        bars.refresh()
+
+        def on_cell(line: str) -> None:
+            result = known[line] = matrix.known()[line]
+            if not console.is_terminal or not result.agrees:
+                console.print(
+                    f"{line}: {outcome(result)}", highlight=False, markup=False, soft_wrap=True
+                )
+            bars.advance(task)
+            bars.refresh()
+
+        if new:
+            _run_jobs(matrix, new, jobs=jobs, folder=folder / "jobs", on_cell=on_cell)
+    return [known[cell.name] for cell in cells]
+
+
+def _run_jobs(
+    matrix: Matrix, cells: Sequence[Cell], *, jobs: int, folder: Path, on_cell: OnEvent
+) -> None:
+    """Each job is a process that takes the next cell when it has run one."""
+    taken = multiprocessing.get_context("fork").Value("i", 0)
+    # Those of many ranks first: what is left at the end is short.
+    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell))
+
+    def work(job: int, tell: OnEvent) -> None:
+        while True:
+            with taken.get_lock():
+                number = taken.value
+                taken.value += 1
+            if number >= len(ordered):
+                return
+            matrix.run(ordered[number])
+            tell(ordered[number].name)
+
+    run_ranks(work, min(jobs, len(cells)), folder=folder, on_event=on_cell)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the matrix, or a sample of it, and write its pages; 1 when a cell does not agree."""
+    parser = argparse.ArgumentParser(prog="parity_matrix.sh", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results")
+    parser.add_argument("--part", choices=PARTS, help="only one of the pages' cells")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N cells of each part")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="N cells at a time (1)")
+    parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/parity"), help="runs/parity")
+    parser.add_argument("--pages", type=Path, default=Path("docs"), help="the pages' folder (docs)")
+    options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}: expected 1 or more")
+    preload("cpu")
+    wrong, results = 0, []
+    for name in PARTS if options.part is None else [options.part]:
+        found = _run_part(PARTS[name], options)
+        wrong += sum(not result.agrees for result in found)
+        results += found
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(
+            json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8"
+        )
+    return 1 if wrong else 0
+
+
+def _run_part(part: Part, options: argparse.Namespace) -> list[Result]:
+    """Run the part's cells, or a sample of them, and write its page."""
+    whole = part.cells()
+    cells = whole if options.sample is None else sample(whole, options.sample, seed=options.seed)
+    console = Console(stderr=True)
+    results = run_cells(cells, folder=options.folder, console=console, jobs=options.jobs)
+    page = options.pages / part.page
+    page.write_text(part.text(results, len(whole), code_digest()), encoding="utf-8")
+    wrong = sum(not result.agrees for result in results)
+    print(f"{len(results)} cells, {wrong} do not agree; {page}", flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,220 @@
+"""The matrix's pages in ``docs``, made of its results."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
+from parity.cells import MODES, MOST_RANKS, Cell
+from parity.overlap_cells import KEPT, OverlapCell
+from parity.published import TABLE_A8, PublishedLayout
+from parity.results import Result
+from parity.saving_cells import AWAY, TRAINED, SavingCell
+
+_FIGURES = ("gradients", "norm", "loss", "parameters")
+_LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
+_OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
+_MORE: dict[type[Cell], tuple[str, ...]] = {
+    Cell: (),
+    SavingCell: ("trains", "away in phase 2"),
+    OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
+}
+
+
+def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of every layout, of ``whole`` cells; the results are those of some ``code``."""
+    groups = _modes(results)
+    groups["uniform, encoder TP below TP"] = [
+        each for each in groups[MODES[0]] if each.cell.heterogeneous
+    ]
+    groups["full-hetero-dp with balance"] = [each for each in results if each.cell.balance]
+    lines = [
+        *_head("Parity matrix", results, whole=whole, code=code),
+        f"Every layout of encoder TP x TP x PP x VPP x DP x EP over 1, 2 and 4 that fits "
+        f"{MOST_RANKS} ranks is a cell in every mode that is another one there (heterogeneous DP "
+        "takes a TP above the encoder's), with one choice of the other columns; every value of a "
+        "column meets every value of every other that it can be with. Heterogeneous TP is the "
+        "uniform mode with an encoder TP below TP. An encoder TP above TP is of several stages.",
+        "",
+        *_by_group("mode", groups | {"all": list(results)}),
+        "",
+        *_published(results),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of cells in which something is frozen, adapted or away."""
+    trained = {
+        name: [each for each in results if _saving(each).trained == name] for name in TRAINED
+    }
+    away = {name: [each for each in results if _saving(each).away == name] for name in AWAY}
+    lines = [
+        *_head("Parity of freeze, LoRA and offload", results, whole=whole, code=code),
+        "The single rank trains the same parameters; what is frozen may not move. *Trains* says "
+        "which (adapters start at random values), *away in phase 2* what leaves the device while "
+        "the decoder works, in full separation (on the CPU: into other memory). The other columns "
+        f"are those of [parity.md](parity.md), over layouts of 2 to {MOST_RANKS} ranks with sizes "
+        "of 1 and 2; every value of a column meets every value of every other that it can be "
+        "with.",
+        "",
+        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        "",
+        *_by_group("trains", trained),
+        "",
+        *_by_group("away in phase 2", away),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of cells with the experts' exchange overlapped."""
+    kept = {name: [each for each in results if _overlap(each).kept == name] for name in KEPT}
+    delayed = [each for each in results if _overlap(each).delayed]
+    shared = [each for each in results if _overlap(each).shared_experts]
+    trains = {
+        name: found
+        for name in TRAINED
+        if (found := [each for each in results if _overlap(each).trained == name])
+    }
+    lines = [
+        *_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
+        "*Bits* are those of a second comparison, in bf16 over three steps, with the same layout "
+        "without the overlap and without what goes with it: each rank's losses, gradient norms, "
+        "gradients and parameters, with microbatches of text among them. *Kept* says what is kept "
+        "of a layer's activations ([moe_overlap.md](moe_overlap.md#memory)), *delayed* whether "
+        "weights' gradients are computed late. Layouts are on as few ranks as they take; pipeline "
+        "stages without virtual ones are refused, since Megatron's schedule has none. Every value "
+        "of a column meets every value of every other that it can be with.",
+        "",
+        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        "",
+        *_by_group("kept", kept),
+        "",
+        *_by_group("trains", trains),
+        "",
+        *_by_group("", {"delayed": delayed, "shared experts": shared}),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(title: str, results: Sequence[Result], *, whole: int, code: str) -> Iterable[str]:
+    agree = sum(result.agrees for result in results)
+    return [
+        f"# {title}",
+        "",
+        "Made by `./scripts/parity_matrix.sh`; do not edit. Each row is one layout of a small "
+        "model on CPU ranks, held against a single rank on the same weights and samples for two "
+        "steps, as [verify.md](verify.md) describes.",
+        "",
+        f"{len(results)} of {whole} cells: {agree} agree, {len(results) - agree} do not. The code "
+        f"had the digest `{code}`.",
+        "",
+        f"The figures are the largest relative error of any gradient (limit {GRADIENT_LIMIT:.0e}), "
+        f"of the gradient norm (limit {NORM_LIMIT:.0e}), of any microbatch's loss, and of any "
+        "parameter.",
+        "",
+    ]
+
+
+def _modes(results: Sequence[Result]) -> dict[str, list[Result]]:
+    return {mode: [each for each in results if each.cell.mode == mode] for mode in MODES}
+
+
+def _by_group(head: str, groups: Mapping[str, Sequence[Result]]) -> Iterable[str]:
+    """A line for each group of what is worth a look of its own."""
+    yield _line([head, "cells", "agree", *(f"largest error: {name}" for name in _FIGURES)])
+    yield _line(["---", *["---:"] * 6])
+    for name, mine in groups.items():
+        agree = sum(each.agrees for each in mine)
+        columns = zip(*map(_figures, mine), strict=True)
+        largest = [f"{max(column):.1e}" for column in columns] or [""] * len(_FIGURES)
+        yield _line([name, str(len(mine)), str(agree), *largest])
+
+
+def _published(results: Sequence[Result]) -> Iterable[str]:
+    yield "## Published layouts"
+    yield ""
+    yield (
+        "The layouts of table A8 of *Heterogeneous Parallelism for Multimodal Large Language Model "
+        f"Training* (Karnati et al.), colocated as in its section C.4: both modules on the same "
+        f"{MOST_RANKS} ranks, DP doubled. They are run in full separation. The paper freezes the "
+        "encoder; here it is trained."
+    )
+    yield ""
+    yield _line(["layout", "decoder TP/PP/DP", "encoder TP/PP/DP", "cells", "verdict"])
+    yield _line(["---"] * 3 + ["---:", "---"])
+    for layout in TABLE_A8:
+        yield _line(_published_row(layout, results))
+
+
+def _published_row(layout: PublishedLayout, results: Sequence[Result]) -> list[str]:
+    mine = [each for each in results if layout.is_run_by(each.cell)]
+    verdicts = dict.fromkeys(_verdict(each) for each in mine)
+    return [
+        f"`{layout.name}`",
+        f"{layout.tp} / {layout.pp} / {layout.dp}",
+        f"{layout.encoder_tp} / 1 / {layout.encoder_dp}",
+        str(len(mine)),
+        ", ".join(verdicts) or "not run",
+    ]
+
+
+def _models(results: Sequence[Result]) -> Iterable[str]:
+    for model in dict.fromkeys(result.cell.model for result in results):
+        mine = [result for result in results if result.cell.model == model]
+        yield from ("", f"## {model}", "", *_table(mine))
+
+
+def _table(results: Sequence[Result]) -> Iterable[str]:
+    more = _MORE[type(results[0].cell)]
+    yield _line([*_LAYOUT, *_OPTIONS, *more, *_FIGURES, "verdict"])
+    texts = ["---"] * (len(_OPTIONS) + len(more))
+    yield _line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
+    order = {mode: place for place, mode in enumerate(MODES)}
+    for each in sorted(results, key=lambda result: (order[result.cell.mode], result.cell)):
+        figures = ("" if each.loss is None else f"{figure:.1e}" for figure in _figures(each))
+        yield _line([*_columns(each), *figures, _verdict(each)])
+
+
+def _columns(result: Result) -> Iterable[str]:
+    cell = result.cell
+    yield cell.mode
+    yield from map(str, (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep))
+    yield "yes" if cell.sequence_parallel else ""
+    yield cell.recompute
+    yield "yes" if cell.tied else ""
+    yield cell.optimizer
+    yield "yes" if cell.balance else ""
+    if isinstance(cell, SavingCell):
+        yield from (cell.trained, cell.away)
+    if isinstance(cell, OverlapCell):
+        yield from (cell.trained, cell.kept)
+        yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
+        yield "" if result.failed else "**differ**" if result.bits else "same"
+
+
+def _saving(result: Result) -> SavingCell:
+    assert isinstance(result.cell, SavingCell), "the page of the savings is of such cells"
+    return result.cell
+
+
+def _overlap(result: Result) -> OverlapCell:
+    assert isinstance(result.cell, OverlapCell), "the page of the overlap is of such cells"
+    return result.cell
+
+
+def _figures(result: Result) -> tuple[float, ...]:
+    figures = (result.gradients, result.gradient_norm, result.loss, result.parameters)
+    return tuple(0.0 if figure is None else figure for figure in figures)
+
+
+def _verdict(result: Result) -> str:
+    if result.failed is not None:
+        return "**failed**"
+    return "agrees" if result.agrees else "**differs**"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

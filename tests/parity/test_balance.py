@@ -1,0 +1,107 @@
+"""The matrix's data: balance makes a difference on them, and so does a split of the sequence."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from loongplug.data.text_stream import PaddedTexts
+from loongplug.data.units import MediaBatch
+from loongplug.data.workers import IN_PROCESS
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.datasets import DatasetProvider
+from loongplug.training.provider import engine_of
+from parity.cells import BATCH, Cell, layout_cells
+from parity.matrix import LENGTH, STEPS, Matrix
+
+# The third has the encoder of qwen3_vl_tiny.
+MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
+
+
+def all_owners(
+    rank: int, *, cells: list[Cell], flags: list[list[str]]
+) -> list[list[tuple[int, ...]]]:
+    return [owners(cell, argv) for cell, argv in zip(cells, flags, strict=True)]
+
+
+def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
+    """The owners of the units of each step, of all replicas of the decoder."""
+    os.environ["WORLD_SIZE"] = str(cell.ranks)
+    parsed = parse_arguments(flags)
+    provider = DatasetProvider(
+        parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model)
+    )
+    assert provider._balance is not None
+    planned = []
+    for replica in range(cell.dp):
+        texts = PaddedTexts(
+            provider.train,
+            micro_batch_size=1,
+            dp_rank=replica,
+            dp_size=cell.dp,
+            seed=parsed.args.seed,
+            consumed_samples=0,
+            restart_after=None,
+            workers=IN_PROCESS,
+        )
+        for _ in range(STEPS):
+            grids = [MediaBatch.of(n, next(texts)).grids for n in range(cell.microbatches)]
+            planned.append(provider._balance.owners(grids, replicas=cell.encoder_replicas))
+    return planned
+
+
+def parts_with_images(rank: int, *, flags: list[str], parts: int) -> list[set[int]]:
+    """Of each sample of a cell: in which of the sequence's parts its images lie."""
+    parsed = parse_arguments(flags)
+    data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
+    texts = PaddedTexts(
+        data.train,
+        micro_batch_size=1,
+        dp_rank=0,
+        dp_size=1,
+        seed=parsed.args.seed,
+        consumed_samples=0,
+        restart_after=None,
+        workers=IN_PROCESS,
+    )
+    processor = data.train.processor
+    ids = (processor.image_token_id, processor.video_token_id)
+    found = []
+    for _ in range(STEPS * BATCH):
+        (sample,) = next(texts)
+        (places,) = np.isin(sample.input_ids, ids).nonzero()
+        found.append(set((places // (LENGTH // parts)).tolist()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
+    """In a step of theirs at least, in every shape of units and encoder replicas."""
+    cells = [cell for cell in layout_cells() if cell.balance and cell.model == model]
+    shapes = {(cell.dp, cell.encoder_replicas): cell for cell in cells}
+    assert set(shapes) == {(1, 2), (1, 4), (2, 2)}
+    # What decides the owners, without what takes several references.
+    plain = [replace(cell, vpp=1, tied=False) for cell in shapes.values()]
+    flags = [[*matrix.base(cell), *cell.flags()] for cell in plain]
+    (found,) = run_ranks(all_owners, 1, cells=plain, flags=flags)
+    for cell, planned in zip(plain, found, strict=True):
+        in_turn = tuple(unit % cell.encoder_replicas for unit in range(cell.microbatches))
+        assert len(planned) == STEPS * cell.dp
+        assert any(tuple(each) != in_turn for each in planned), (cell.name, planned)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_images_lie_in_several_parts_of_the_sequence(matrix, model, parts):
+    """Else a rank with a part of it would need all features or none."""
+    flags = matrix.base(Cell(model=model))
+    (found,) = run_ranks(parts_with_images, 1, flags=flags, parts=parts)
+    assert LENGTH % parts == 0
+    assert any(len(each) > 1 for each in found)

@@ -1,0 +1,190 @@
+"""Which cells the parity matrix has."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from loongplug.training.flags import read_command_line
+from parity.cells import (
+    BATCH,
+    ENCODER_DP,
+    FULL,
+    MODELS,
+    MODES,
+    MOST_RANKS,
+    SIZES,
+    Cell,
+    choices,
+    layout_cells,
+    layouts,
+    matrix,
+    pairs,
+    sample,
+)
+from parity.published import TABLE_A8
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return layout_cells()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_is_run_in_every_mode(cells, model, mode):
+    ran = {
+        (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep)
+        for cell in cells
+        if (cell.model, cell.mode) == (model, mode)
+    }
+    wanted = {
+        (encoder_tp, tp, pp, vpp, dp, ep)
+        for tp in SIZES
+        for pp in SIZES
+        for dp in SIZES
+        if tp * pp * dp <= MOST_RANKS
+        for vpp in (SIZES if pp > 1 else (1,))
+        for encoder_tp in SIZES
+        if encoder_tp < tp or (encoder_tp == tp and mode != ENCODER_DP)
+        for ep in (SIZES if "moe" in model else (1,))
+        if ep <= tp * dp
+    }
+    if mode == FULL:  # an encoder that makes up several whole stages
+        wanted |= {
+            (encoder_tp, tp, pp, 1, dp, 1)
+            for tp, pp, encoder_tp in ((1, 2, 2), (1, 4, 2), (1, 4, 4), (2, 2, 4), (2, 4, 4))
+            for dp in SIZES
+            if tp * pp * dp <= MOST_RANKS
+        }
+    assert ran == wanted
+
+
+def test_the_matrix_can_be_run_in_an_hour(cells):
+    assert len(cells) <= 640
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_two_values_of_two_axes_meet_where_they_can(cells, model):
+    possible = {
+        pair for layout in layouts(model) for cell in choices(layout) for pair in pairs(cell)
+    }
+    met = {pair for cell in cells if cell.model == model for pair in pairs(cell)}
+    assert met == possible
+
+
+def test_the_matrix_is_the_same_every_time_and_has_no_cell_twice(cells):
+    assert matrix(MODELS[0]) == [cell for cell in cells if cell.model == MODELS[0]]
+    assert len({cell.name for cell in cells}) == len(cells) == len(set(cells))
+
+
+def test_the_batch_fills_every_pipeline(cells):
+    for cell in cells:
+        microbatches, left = divmod(BATCH, cell.dp)
+        assert left == 0
+        assert cell.vpp == 1 or microbatches % cell.pp == 0
+        assert cell.layers % (cell.pp * cell.vpp) == 0
+
+
+def test_flags_say_what_the_cell_is():
+    cell = Cell(
+        model="qwen3_vl_moe_tiny",
+        encoder_tp=1,
+        tp=2,
+        pp=2,
+        vpp=2,
+        dp=2,
+        ep=4,
+        sequence_parallel=True,
+        recompute="both",
+        optimizer="overlapped",
+    )
+    line = read_command_line(cell.flags())
+    args = line.args
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    assert (args.num_virtual_stages_per_pipeline_rank, args.expert_model_parallel_size) == (2, 4)
+    assert args.sequence_parallel
+    assert args.recompute_granularity == "full"
+    assert args.use_distributed_optimizer
+    assert args.overlap_grad_reduce
+    assert args.overlap_param_gather
+    assert line.overrides == (
+        "model.image_encoder.recompute=true",
+        "model.image_encoder.tensor_model_parallel_size=1",
+    )
+    assert not args.enable_encoder_hetero_dp
+    assert not args.enable_full_hetero_dp
+    assert Cell(model="qwen3_vl_tiny").flags() == [
+        *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+    ]
+
+
+def test_flags_of_the_modes():
+    """With an encoder TP in any case: without one it would be 1."""
+    for encoder_tp in (1, 2, 4):
+        sizes = {"encoder_tp": encoder_tp, "tp": 4, "pp": 2}
+        line = read_command_line(
+            Cell(model="qwen3_vl_tiny", mode=FULL, balance=True, **sizes).flags()
+        )
+        assert line.args.enable_full_hetero_dp
+        assert line.args.use_vit_dp_balance
+        assert line.args.dp_balance_trigger_threshold_vit == 0
+        assert line.overrides == (f"model.image_encoder.tensor_model_parallel_size={encoder_tp}",)
+        line = read_command_line(Cell(model="qwen3_vl_tiny", mode=ENCODER_DP, **sizes).flags())
+        assert line.args.enable_encoder_hetero_dp
+        assert not line.args.use_vit_dp_balance
+
+
+def test_balance_is_for_replicas_with_several_units(cells):
+    balanced = {(cell.mode, cell.microbatches > cell.encoder_replicas > 1) for cell in cells}
+    assert balanced >= {(FULL, True), (FULL, False)}
+    on = [cell for cell in cells if cell.balance]
+    assert {cell.mode for cell in on} == {FULL}
+    assert {(cell.microbatches, cell.encoder_replicas) for cell in on} == {(8, 2), (8, 4), (4, 2)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_layouts_of_table_a8_are_cells(cells, model):
+    """As the paper runs them: on eight ranks, each module's TP and PP kept and its DP doubled."""
+    assert [each.name for each in TABLE_A8] == [
+        *("tp4_both", "tp2_dp2_both", "tp2_pp2_llm_tp4_vision", "tp2_pp2_llm_tp2_dp2_vis"),
+        *("pp4_llm_tp4_vision", "pp4_llm_tp2dp2_vision", "pp2_dp2_llm_tp2dp2_vis"),
+        "tp4_llm_tp2dp2_vision",
+    ]
+    for layout in TABLE_A8:
+        assert layout.tp * layout.pp * layout.dp == layout.encoder_tp * layout.encoder_dp == 8
+        assert any(layout.is_run_by(cell) for cell in cells if cell.model == model)
+
+
+def test_which_cell_runs_a_published_layout():
+    layout = TABLE_A8[-1]
+    cell = Cell(model="qwen3_vl_tiny", mode=FULL, encoder_tp=2, tp=4, dp=2)
+    assert layout.is_run_by(cell)
+    for other in (
+        {"mode": ENCODER_DP},
+        {"encoder_tp": 1},
+        {"pp": 2, "dp": 1},
+        {"dp": 1},
+        {"ep": 2},
+    ):
+        assert not layout.is_run_by(replace(cell, **other))
+
+
+def test_a_sample_has_cells_of_every_model_and_mode(cells):
+    few = sample(cells, 3, seed=1)
+    assert {cell.model for cell in few} == set(MODELS)
+    assert {cell.mode for cell in few} == set(MODES)
+    counts = Counter((cell.model, cell.mode) for cell in sample(cells, 18, seed=1))
+    assert set(counts.values()) == {2}
+    assert len(counts) == 9
+
+
+def test_a_sample_has_cells_of_every_model(cells):
+    chosen = sample(cells, 7, seed=3)
+    assert chosen == sample(cells, 7, seed=3)
+    assert chosen != sample(cells, 7, seed=4)
+    assert {cell.model for cell in chosen} == set(MODELS)
+    assert len(set(chosen)) == 7
+    assert sorted(sample(cells, 10**6, seed=0)) == sorted(cells)

@@ -1,0 +1,280 @@
+"""Faults that a GPU would show and CPU ranks cannot, each put back on purpose: it is found."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.cells import Cell
+from parity.matrix import Matrix
+from ranks import RankError, run_ranks
+from torch import Tensor
+
+from loongplug.hetero.activations import SavedOnHost
+from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.store import KeptOnHost
+from loongplug.models import features
+from loongplug.platform.copies import CudaCopies
+from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
+from loongplug.training.forward_step import ForwardStep
+from loongplug.training.provider import ModelProvider
+from stand_in.device import enter
+from stand_in.runs import train, trained, trained_as_launched
+from stand_in.waits import Wait, not_needed
+
+TP2 = Cell(model="qwen3_vl_tiny", encoder_tp=2, tp=2, sequence_parallel=True)
+
+
+def run(
+    matrix: Matrix, cell: Cell, more: tuple[str, ...] = (), **options: Any
+) -> list[dict[Wait, int]]:
+    flags = [*matrix.base(cell), *cell.flags(), "--train-iters", "1", *more]
+    return train(trained, flags, ranks=cell.ranks, **options)
+
+
+def weights_are_loaded_on_the_host() -> None:
+    complete = ModelProvider._complete
+
+    def fault(self: ModelProvider) -> None:
+        for chunk in self.chunks:
+            chunk.cpu()
+        complete(self)
+
+    ModelProvider._complete = fault  # type: ignore[method-assign]
+
+
+def places_of_visual_tokens_are_looked_for_on_the_device() -> None:
+    place = features.place
+
+    def fault(target: Tensor, rows: Tensor, **options: Any) -> Tensor:
+        (rows[:, 0] > 0).nonzero()
+        return place(target, rows, **options)
+
+    features.place = fault
+    from loongplug.models import decoder
+
+    decoder.place = fault
+
+
+def weights_of_the_loss_are_made_on_the_host() -> None:
+    call = ForwardStep.__call__
+
+    def fault(self: ForwardStep, *args: Any, **options: Any) -> Any:
+        output, loss = call(self, *args, **options)
+        return output, lambda losses: loss(losses * torch.ones(losses.shape))
+
+    ForwardStep.__call__ = fault  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_weights_that_are_loaded_while_their_module_is_on_the_host(matrix: Matrix) -> None:
+    with pytest.raises(RankError, match="not on stand_in:"):
+        run(matrix, TP2, fault=weights_are_loaded_on_the_host)
+
+
+@pytest.mark.slow
+def test_a_wait_in_the_forward(matrix: Matrix) -> None:
+    """And none without the fault."""
+    for found in run(matrix, TP2):
+        assert not not_needed(found)
+    for found in run(matrix, TP2, fault=places_of_visual_tokens_are_looked_for_on_the_device):
+        (wait,) = not_needed(found)
+        assert (wait.part, wait.kind) == ("forward", "nonzero")
+
+
+@pytest.mark.slow
+def test_a_tensor_of_the_host_in_the_loss(matrix: Matrix) -> None:
+    with pytest.raises(RankError, match="Expected all tensors to be on the same device"):
+        run(matrix, Cell(model="qwen3_vl_tiny"), fault=weights_of_the_loss_are_made_on_the_host)
+
+
+UNITS = 3
+
+
+def features_travel(copies: CudaCopies, work: Tensor) -> None:
+    """Units to the host and back, and their gradients, while the computation goes on."""
+    kept = KeptOnHost(
+        {unit: torch.full((4, 8), unit + 1.0, device=work.device) for unit in range(UNITS)},
+        copies=copies,
+        device=work.device,
+    )
+    for unit in range(UNITS):
+        work = work + 1
+        found = kept.bring(unit)
+        kept.keep_gradient(unit, found * 2)
+    work = work + 1
+    for unit, gradient in kept.gradients().items():
+        assert torch.equal(gradient.cpu(), torch.full((4, 8), 2 * unit + 2.0)), "other numbers"
+
+
+def activations_travel(copies: CudaCopies, work: Tensor) -> None:
+    """Of units, between a forward and its backward."""
+    weight = torch.full((64, 64), 0.5, device=work.device, requires_grad=True)
+    saved = SavedOnHost(copies=copies, device=work.device, stays=[weight])
+    outputs = []
+    for unit in range(UNITS):
+        given = torch.full((64, 64), (unit + 1) / UNITS, device=work.device)
+        with saved.of_unit(unit, stays=[given]):
+            outputs.append((given @ weight).exp().square().sum())
+    saved.left()
+    for unit in range(UNITS):
+        work = work + 1
+        saved.bring(unit)
+        outputs[unit].backward()
+    assert weight.grad is not None
+    assert weight.grad.cpu().isfinite().all(), "other numbers"
+
+
+def travel(rank: int, *, what: str, forgotten: int | None) -> int:
+    """How many waits there are, of either stream for the other; one of them does nothing."""
+    platform = enter()
+    waits = 0
+
+    def counting(name: str) -> None:
+        original = getattr(CudaCopies, name)
+
+        def wait(self: CudaCopies, *args: Any) -> None:
+            nonlocal waits
+            waits += 1
+            if waits - 1 != forgotten:
+                original(self, *args)
+
+        setattr(CudaCopies, name, wait)
+
+    for name in ("follow", "wait"):
+        counting(name)
+    work = torch.zeros(4, device=platform.device)
+    {"features": features_travel, "activations": activations_travel}[what](platform.copies(), work)
+    platform.synchronize()
+    torch.ones_like(work).add_(1)  # tells of memory that was given away too early
+    return waits
+
+
+MISSING = r"has not waited for it|without having waited"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "again"),
+    # The wait of that number comes behind another; the computation was given nothing in between.
+    [("features", 2), ("activations", 8)],
+)
+def test_each_missing_wait_of_an_offload(what: str, again: int) -> None:
+    (waits,) = run_ranks(travel, 1, timeout=120.0, what=what, forgotten=None)
+    assert waits > 4 * UNITS - 2
+    for forgotten in sorted({*range(waits)} - {again}):
+        with pytest.raises(RankError, match=f"{MISSING}|other numbers"):
+            run_ranks(travel, 1, timeout=120.0, what=what, forgotten=forgotten)
+
+
+def forgets(owner: type, method: str, wait: str) -> Callable[[], None]:
+    """Inside of ``method``, a ``wait`` of the copies does nothing."""
+
+    def fault() -> None:
+        original = getattr(owner, method)
+
+        def forgetful(self: Any, *args: Any, **options: Any) -> Any:
+            kept = getattr(CudaCopies, wait)
+            setattr(CudaCopies, wait, lambda self, *args: None)
+            try:
+                return original(self, *args, **options)
+            finally:
+                setattr(CudaCopies, wait, kept)
+
+        setattr(owner, method, forgetful)
+
+    return fault
+
+
+TENSORS = (
+    *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1"),
+    *("--offload-tensors", "fc1_output", "fc2_input"),
+)
+STATE = ("--offload-encoder-state", "--use-distributed-optimizer")
+ONE = Cell(model="qwen3_vl_tiny")
+PP2 = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "flags", "owner", "method", "wait"),
+    [
+        (ONE, TENSORS, LayerTensors, "wait", "wait"),
+        (ONE, TENSORS, LayerTensors, "send_for", "follow"),
+        (ONE, TENSORS, TensorOffload, "leave", "follow"),
+        (PP2, STATE, EncoderState, "let_go", "wait"),
+        (PP2, STATE, EncoderState, "send_for", "follow"),
+        (PP2, STATE, EncoderState, "back", "wait"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_a_missing_wait_of_tensors_and_state_that_are_away(
+    matrix: Matrix, cell: Cell, flags: tuple[str, ...], owner: type, method: str, wait: str
+) -> None:
+    with pytest.raises(RankError, match=f"{MISSING}|are not finite"):
+        run(matrix, cell, more=flags, fault=forgets(owner, method, wait))
+
+
+def exchanged(call: Callable[..., Any]) -> Callable[[], None]:
+    """The exchange of features calls this in place of torch's all-to-all."""
+
+    def fault() -> None:
+        from loongplug.hetero import exchange
+
+        exchange.dist = SimpleNamespace(  # type: ignore[assignment]
+            all_to_all_single=call, get_rank=dist.get_rank, get_process_group_ranks=dist.get_process_group_ranks
+        )
+
+    return fault
+
+
+UNDER_WAY: list[Any] = []
+
+
+def nobody_waits(*args: Any) -> None:
+    UNDER_WAY.append(dist.all_to_all_single(*args, async_op=True))
+
+
+def on_the_host(target: Tensor, source: Tensor, *args: Any) -> None:
+    dist.all_to_all_single(target, source.cpu(), *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (nobody_waits, MISSING),
+        (on_the_host, "No backend type associated with device type cpu|a tensor on the host"),
+    ],
+)
+def test_faults_of_the_exchange(matrix: Matrix, call: Callable[..., Any], said: str) -> None:
+    with pytest.raises(RankError, match=said):
+        run(matrix, PP2, fault=exchanged(call))
+
+
+def a_copy_stream_is_made_with_its_queue() -> None:
+    """Before Megatron has chosen the rank's device."""
+
+    def eager(self: CudaCopies) -> None:
+        vars(self)["_stream"] = torch.cuda.Stream()
+
+    CudaCopies.__init__ = eager  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_copy_stream_of_another_device(matrix: Matrix) -> None:
+    """And none without the fault, nor a wait, with a GPU's own defaults."""
+    flags = [*matrix.base(TP2), *TP2.flags(), "--train-iters", "1", *TENSORS]
+    for fault in (None, a_copy_stream_is_made_with_its_queue):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        launched = partial(
+            train, trained_as_launched, flags, ranks=TP2.ranks, port=store.port, fault=fault
+        )
+        if fault is None:
+            assert launched() == [[]] * TP2.ranks
+        else:
+            with pytest.raises(RankError, match="a stream of stand_in:0 where stand_in:1"):
+                launched()

@@ -1,0 +1,72 @@
+"""Whole runs on the stand-in: the CPU's numbers bit by bit, whatever module is where.
+
+A few; with WHOLE_SWEEP in the environment (``scripts/test.sh --all``), every
+cell of the parity matrix that fits four ranks: layouts, savings, the MoE overlap.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from parity.cells import Cell, layout_cells
+from parity.matrix import Matrix
+from parity.overlap_cells import overlap_cells
+from parity.saving_cells import saving_cells
+
+from loongplug.verify.recording import FINAL, gradients_of, read_recording
+from loongplug.verify.runs import record
+from stand_in.runs import OVERLAP, SECONDS, recorded
+
+ALL_OFFLOADS = (
+    "qwen3_vl_tiny-full-hetero-dp-e2t1p2v1d1x1-plain-recompute-both-tied-all-away-all-three"
+)
+BY_NAME = {cell.name: cell for cell in (*layout_cells(), *saving_cells(), *overlap_cells())}
+FEW = (
+    Cell(
+        model="qwen3_vl_tiny",
+        mode="encoder-hetero-dp",
+        tp=2,
+        sequence_parallel=True,
+        optimizer="overlapped",
+    ),
+    Cell(model="qwen2_5_vl_tiny", mode="full-hetero-dp", pp=2, vpp=2, optimizer="distributed"),
+    Cell(model="qwen3_vl_moe_tiny", encoder_tp=2, tp=2, ep=2, sequence_parallel=True),
+    OVERLAP,
+    BY_NAME[ALL_OFFLOADS],
+)
+MOST_RANKS = 4
+
+
+def agree(cell: Cell, matrix: Matrix, folder: Path) -> None:
+    """Every number of the cell's run on the stand-in is the CPU's."""
+    flags = [*matrix.base(cell), *cell.flags()]
+    ranks = cell.ranks
+    host = read_recording(
+        record(flags, ranks=ranks, device="cpu", folder=folder / "cpu", timeout=SECONDS)
+    )
+    device = read_recording(recorded(flags, ranks=ranks, folder=folder / "device"))
+    assert device.steps == host.steps
+    assert device.start == host.start
+    for kind in (*FINAL, *(gradients_of(step) for step in range(len(host.steps)))):
+        found, expected = device.kind(kind), host.kind(kind)
+        assert found.names == expected.names
+        for name in expected.names:
+            assert torch.equal(found[name], expected[name]), (kind, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
+def test_a_run_has_the_cpus_bits(cell: Cell, matrix: Matrix, tmp_path: Path) -> None:
+    agree(cell, matrix, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("WHOLE_SWEEP" not in os.environ, reason="takes hours; scripts/test.sh --all")
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in BY_NAME.values() if cell.ranks <= MOST_RANKS],
+    ids=lambda each: each.name,
+)
+def test_every_run_has_the_cpus_bits(cell: Cell, matrix: Matrix, tmp_path: Path) -> None:
+    agree(cell, matrix, tmp_path)
