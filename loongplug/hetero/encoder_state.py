@@ -13,6 +13,7 @@ from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.stepped import Schedule
 from loongplug.hetero.timing import Timing
 from loongplug.models.features import VisionFeatures
+from loongplug.parallel.module_ddp import bucket_groups_of
 from loongplug.platform import Platform
 
 
@@ -131,9 +132,6 @@ class EncoderState:
 
     def _buffers(self) -> list[Any]:
         return [*self._part.buffers, *self._part.expert_parallel_buffers]
-
-    def _bucket_groups(self) -> list[Any]:
-        return [*self._part.bucket_groups, *self._part.expert_parallel_bucket_groups]
 
 
 class StateAway:

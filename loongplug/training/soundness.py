@@ -57,9 +57,7 @@ class Soundness:
         self._tokens = num_tokens  # summed by now
         # Here, as a step whose scaled gradients are too large for fp32 is passed over by Megatron.
         self._losses, self._step.losses = self._step.losses, []
-        broken = take_broken(
-            group for chunk in self._chunks for group in bucket_groups_of(chunk)
-        )
+        broken = take_broken(group for chunk in self._chunks for group in bucket_groups_of(chunk))
         if broken:
             what = _gradients(self._chunks, broken)
             raise self._error(what, losses=self._losses, knows=1)

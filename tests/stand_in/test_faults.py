@@ -225,7 +225,9 @@ def exchanged(call: Callable[..., Any]) -> Callable[[], None]:
         from loongplug.hetero import exchange
 
         exchange.dist = SimpleNamespace(  # type: ignore[assignment]
-            all_to_all_single=call, get_rank=dist.get_rank, get_process_group_ranks=dist.get_process_group_ranks
+            all_to_all_single=call,
+            get_rank=dist.get_rank,
+            get_process_group_ranks=dist.get_process_group_ranks,
         )
 
     return fault

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -68,3 +69,11 @@ def test_an_exit_with_a_message_is_the_users(tmp_path):
 
     with pytest.raises(ValueError, match="no such file"):
         run_ranks(work, 1, folder=tmp_path)
+
+
+def test_without_torch_no_thread_pool_is_made():
+    code = (
+        "import sys; from loongplug.verify.ranks import own_thread_pool; own_thread_pool(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
