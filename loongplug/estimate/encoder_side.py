@@ -1,18 +1,33 @@
-"""What a mode's timing has in memory for the encoder, around the decoder's passes."""
+"""What the plan of a step has in memory for the encoder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
 
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, Ledger
 from loongplug.estimate.trace import ENCODER, Cost
 from loongplug.estimate.units import UnitSize
-from loongplug.hetero.group_ahead import GroupAhead
-from loongplug.hetero.modes import Mode
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    Await,
+    Encode,
+    EncodeInForward,
+    EncoderBackward,
+    Event,
+    GatherFeatures,
+    KeepGradient,
+    Kept,
+    Offload,
+    Operation,
+    Release,
+    Reload,
+    ScatterGradients,
+    StepPlan,
+    TakeFeatures,
+    When,
+)
 from loongplug.hetero.placement import Placement
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
-from loongplug.hetero.three_phases import ThreePhases
 
 PIXELS = "pixels"
 
@@ -53,7 +68,6 @@ class Encoding:
     payload: int
     pixels: int
     blank_pixels: int
-    trains: bool
     copies_shares: bool  # a share is of several pieces, which are put together to travel
 
     def of_unit(self, patches: int) -> Cost:
@@ -125,241 +139,89 @@ class Moved:
     received: int
 
 
-class Side(Protocol):
-    """What happens to the encoder in a step; every method changes the ledger."""
+class EncoderSide:
+    """Adds up what a step's plan has in memory for the encoder, around the decoder's passes.
 
-    def begin(self, ledger: Ledger) -> None:
-        """Before the schedule."""
-        ...
-
-    def forward(self, ledger: Ledger, unit: int) -> None:
-        """Before the first chunk's forward of a microbatch."""
-        ...
-
-    def before_backward(self, ledger: Ledger, unit: int) -> None:
-        """Before the first chunk's backward of a microbatch."""
-        ...
-
-    def backward(self, ledger: Ledger, unit: int) -> None:
-        """Behind it."""
-        ...
-
-    def end(self, ledger: Ledger) -> None:
-        """Behind the schedule."""
-        ...
-
-
-class NoSide:
-    """The encoder works within the first chunk's passes, or is not on this rank."""
-
-    def begin(self, ledger: Ledger) -> None:
-        """Nothing."""
-
-    def forward(self, ledger: Ledger, unit: int) -> None:
-        """Nothing."""
-
-    def before_backward(self, ledger: Ledger, unit: int) -> None:
-        """Nothing."""
-
-    def backward(self, ledger: Ledger, unit: int) -> None:
-        """Nothing."""
-
-    def end(self, ledger: Ledger) -> None:
-        """Nothing."""
-
-
-class Separated:
-    """Full separation: as :class:`~loongplug.hetero.three_phases.ThreePhases`.
-
-    With ``features_on_host`` and ``activations_on_host`` two units' are on the device. ``away`` is
-    what of the encoder's state is not there in phase 2, by its name; ``beside`` as that of
-    :class:`~loongplug.hetero.encoder_state.StateAway`.
+    ``away`` is what of the encoder's state leaves the device with it, by its name in the ledger.
     """
 
-    def __init__(
-        self,
-        encoding: Encoding,
-        *,
-        features_on_host: bool = False,
-        activations_on_host: bool = False,
-        away: Mapping[str, int] | None = None,
-        beside: bool = False,
-    ) -> None:
+    def __init__(self, plan: StepPlan, encoding: Encoding, *, away: Mapping[str, int]) -> None:
+        self._plan = plan
         self._of = encoding
-        self._all = range(len(encoding.units))
-        self._mine = encoding.mine(self._all)
-        self._features_on_host = features_on_host
-        self._activations_on_host = activations_on_host
-        self._away = away or {}
-        self._beside = beside and len(self._all) > 1
+        self._away = away
+        self._own_pixels = encoding.pixels * sum(
+            encoding.units[each.unit].patches
+            for operations in plan.values()
+            for each in operations
+            if isinstance(each, Encode) and each.unit is not None
+        )
 
-    def begin(self, ledger: Ledger) -> None:
-        """Phase 1: all units are encoded, then exchanged."""
+    def at(self, ledger: Ledger, when: When) -> None:
+        """Enter what the operations at ``when`` make and free."""
+        if when == BEGIN:
+            ledger.add(PIXELS, self._own_pixels)
+        for operation in self._plan.get(when, ()):
+            self._enter(ledger, operation, held=self._held(when))
+        if when == END:
+            ledger.clear(PIXELS)
+
+    def _held(self, when: When) -> int:
+        """The decoder's backward, within which a gradient comes, holds it."""
+        if when.event is not Event.GRADIENT or when.microbatch is None:
+            return 0
+        return self._of.consumed(when.microbatch)
+
+    def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         of = self._of
-        patches = [of.units[unit].patches for unit in self._mine]
-        if not patches and of.trains:
-            patches = [0]
-        ledger.add(PIXELS, sum(patches) * of.pixels)
-        for number, each in enumerate(patches):
-            cost = of.of_unit(each)
-            if self._activations_on_host and number > 1:
-                ledger.take(ENCODER, of.of_unit(patches[number - 2]).encoder)
-            ledger.add(ENCODER, cost.encoder)
-            ledger.work("phase 1", cost.forward - cost.encoder)
-            ledger.add(FEATURES, each // of.merge * of.payload)
-        if self._activations_on_host and self._mine:
-            ledger.clear(ENCODER)
-        on_host = self._features_on_host
-        ledger.work("exchange of features", of.gathered(self._all, copied=not on_host))
-        ledger.clear(FEATURES)
-        there = self._all[:1] if on_host else self._all
-        ledger.add(FEATURES, sum(of.consumed(unit) for unit in there))
-        if not self._beside:
-            self._leaves(ledger)
+        match operation:
+            case Encode(unit=unit):
+                cost = of.of_unit(self._patches(unit))
+                ledger.add(ENCODER, cost.encoder)
+                ledger.work("encoder's forward", cost.forward - cost.encoder)
+                ledger.add(FEATURES, self._features(unit))
+            case GatherFeatures(units=units, to_host=to_host):
+                ledger.work("exchange of features", of.gathered(units, copied=not to_host))
+                ledger.take(FEATURES, sum(of.features(unit) for unit in of.mine(units)))
+                if not to_host:
+                    ledger.add(FEATURES, sum(of.consumed(unit) for unit in units))
+            case TakeFeatures(unit=unit):
+                # Used up before the forward has all that it leaves.
+                ledger.take(FEATURES, of.consumed(unit))
+            case KeepGradient(unit=unit):
+                ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
+            case ScatterGradients(units=units):
+                ledger.work("exchange of gradients", of.scattered(units))
+                ledger.take(FEATURE_GRADIENTS, sum(of.consumed(unit) for unit in units))
+                ledger.add(FEATURE_GRADIENTS, sum(of.features(unit) for unit in of.mine(units)))
+            case EncoderBackward(unit=unit):
+                cost = of.of_unit(self._patches(unit))
+                ledger.work("encoder's backward", held + cost.backward)
+                ledger.take(ENCODER, cost.encoder)
+                ledger.take(FEATURE_GRADIENTS, self._features(unit))
+            case Release(what=what, units=units):
+                for name, nbytes in self._moved(what, units):
+                    ledger.take(name, nbytes)
+            case Reload(what=what, units=units):
+                for name, nbytes in self._moved(what, units):
+                    ledger.add(name, nbytes)
+            case EncodeInForward() | Offload() | Await():
+                pass  # traced with the decoder; memory changes with Release and Reload
 
-    def forward(self, ledger: Ledger, unit: int) -> None:
-        """Its features are used up before the forward has all that it leaves; more come."""
+    def _moved(self, what: Kept, units: tuple[int, ...]) -> list[tuple[str, int]]:
         of = self._of
-        if unit == 1 and self._beside:
-            self._leaves(ledger)
-        if self._features_on_host and unit + 1 in self._all:
-            ledger.add(FEATURES, of.consumed(unit + 1))
-        ledger.take(FEATURES, of.consumed(unit))
+        match what:
+            case Kept.STATE:
+                return list(self._away.items())
+            case Kept.ACTIVATIONS:
+                return [(ENCODER, of.of_unit(self._patches(unit)).encoder) for unit in units]
+            case Kept.FEATURES:
+                return [(FEATURES, of.consumed(unit)) for unit in units]
+            case Kept.GRADIENTS:
+                return [(FEATURE_GRADIENTS, of.consumed(unit)) for unit in units]
 
-    def before_backward(self, ledger: Ledger, unit: int) -> None:
-        """With the last one, the state comes back."""
-        if unit == self._all[-1] and self._beside:
-            self._comes_back(ledger)
+    def _patches(self, unit: int | None) -> int:
+        return 0 if unit is None else self._of.units[unit].patches
 
-    def backward(self, ledger: Ledger, unit: int) -> None:
-        """The decoder has left its gradient; on the host, the one before has left."""
-        of = self._of
-        if not of.trains:
-            return
-        ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
-        if self._features_on_host and unit > 0:
-            ledger.take(FEATURE_GRADIENTS, of.consumed(unit - 1))
-
-    def end(self, ledger: Ledger) -> None:
-        """Phase 3: gradients are exchanged, then all units go backward."""
-        of = self._of
-        if not self._beside:
-            self._comes_back(ledger)
-        if of.trains:
-            ledger.clear(FEATURE_GRADIENTS)
-            ledger.add(FEATURE_GRADIENTS, sum(of.consumed(unit) for unit in self._all))
-            ledger.work("exchange of gradients", of.scattered(self._all))
-            ledger.clear(FEATURE_GRADIENTS)
-            ledger.add(FEATURE_GRADIENTS, sum(of.features(unit) for unit in self._mine))
-            self._backward(ledger)
-        for name in (ENCODER, FEATURE_GRADIENTS, PIXELS):
-            ledger.clear(name)
-
-    def _leaves(self, ledger: Ledger) -> None:
-        for name, nbytes in self._away.items():
-            ledger.take(name, nbytes)
-
-    def _comes_back(self, ledger: Ledger) -> None:
-        for name, nbytes in self._away.items():
-            ledger.add(name, nbytes)
-
-    def _backward(self, ledger: Ledger) -> None:
-        of = self._of
-        costs = [of.of_unit(of.units[unit].patches) for unit in self._mine]
-        if self._activations_on_host and costs:
-            ledger.clear(ENCODER)
-            ledger.add(ENCODER, sum(cost.encoder for cost in costs[:1]))
-        for number, (unit, cost) in enumerate(zip(self._mine, costs, strict=True)):
-            if self._activations_on_host:
-                ledger.add(ENCODER, sum(each.encoder for each in costs[number + 1 : number + 2]))
-            ledger.work("phase 3", cost.backward)
-            ledger.take(ENCODER, cost.encoder)
-            ledger.take(FEATURE_GRADIENTS, of.features(unit))
-
-
-class Ahead:
-    """Heterogeneous DP: as :class:`~loongplug.hetero.group_ahead.GroupAhead`."""
-
-    def __init__(self, encoding: Encoding) -> None:
-        self._of = encoding
-        self._size = len(encoding.placement.groups)
-        self._pending: dict[int, int] = {}  # by group, the passes that are left
-
-    def begin(self, ledger: Ledger) -> None:
-        """The pixels of the units that this rank will encode."""
-        of = self._of
-        if of.group is None:
-            return
-        own = [of.units[unit].patches for unit in of.mine(range(len(of.units)))]
-        ledger.add(PIXELS, sum(own) * of.pixels)
-
-    def forward(self, ledger: Ledger, unit: int) -> None:
-        """The first of a group has it encoded and exchanged."""
-        of, number = self._of, unit // self._size
-        if of.group is None:
-            return
-        if number not in self._pending:
-            members = self._members(number)
-            self._pending[number] = len(members)
-            cost = of.of_unit(self._own_patches(number))
-            ledger.add(ENCODER, cost.encoder)
-            ledger.work("encoding of a group", cost.forward - cost.encoder)
-            own = self._own_patches(number) // of.merge * of.payload
-            ledger.work("exchange of features", own + of.gathered(members, copied=True))
-            ledger.add(FEATURES, sum(of.consumed(member) for member in members))
-        # Used up before the forward has all that it leaves.
-        ledger.take(FEATURES, of.consumed(unit))
-        if not of.trains:
-            self._passed(ledger, unit)
-
-    def before_backward(self, ledger: Ledger, unit: int) -> None:
-        """Nothing."""
-
-    def backward(self, ledger: Ledger, unit: int) -> None:
-        """The last of a group has the encoder go backward."""
-        of = self._of
-        if of.group is None or not of.trains:
-            return
-        ledger.add(FEATURE_GRADIENTS, of.consumed(unit))
-        self._passed(ledger, unit)
-
-    def end(self, ledger: Ledger) -> None:
-        """All groups have gone."""
-        ledger.clear(PIXELS)
-
-    def _passed(self, ledger: Ledger, unit: int) -> None:
-        of, number = self._of, unit // self._size
-        self._pending[number] -= 1
-        if self._pending[number]:
-            return
-        members = self._members(number)
-        cost = of.of_unit(self._own_patches(number))
-        if of.trains:
-            whole = self._own_patches(number) // of.merge * of.payload
-            ledger.work("exchange of gradients", of.scattered(members))
-            ledger.take(FEATURE_GRADIENTS, sum(of.consumed(member) for member in members))
-            # The decoder's backward, within which this happens, holds its last gradient.
-            ledger.work("encoder's backward", of.consumed(unit) + whole + cost.backward)
-        ledger.take(ENCODER, cost.encoder)
-        del self._pending[number]
-
-    def _members(self, number: int) -> range:
-        first = number * self._size
-        return range(first, min(first + self._size, len(self._of.units)))
-
-    def _own_patches(self, number: int) -> int:
-        of = self._of
-        return sum(of.units[unit].patches for unit in of.mine(self._members(number)))
-
-
-def side_of(mode: Mode, encoding: Encoding, *, state: Mapping[str, int], last_stage: bool) -> Side:
-    """What goes with a mode's timing; ``state`` is what the encoder holds between steps."""
-    timing: Any = mode.timing
-    options: dict[str, Any] = {}
-    if isinstance(timing, partial):
-        timing, options = timing.func, dict(timing.keywords)
-    if timing is ThreePhases:
-        away = state if mode.offload_state else None
-        return Separated(encoding, **options, away=away, beside=not last_stage)
-    assert timing is GroupAhead, timing
-    return Ahead(encoding)
+    def _features(self, unit: int | None) -> int:
+        """Bytes of a unit's payload; one without media has no rows."""
+        return 0 if unit is None else self._of.features(unit)

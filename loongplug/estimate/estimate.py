@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.estimate.encoder_side import Encoding, NoSide, Side, between, side_of
+from loongplug.estimate.encoder_side import EncoderSide, Encoding, between
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import Rank, as_rank
 from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
@@ -18,7 +18,6 @@ from loongplug.estimate.step import Change, ChangeOf, follow, one_by_one, pipeli
 from loongplug.estimate.trace import Cost, Shapes, Tracer
 from loongplug.estimate.units import UnitSize, owners_of
 from loongplug.estimate.whole_step import Held, StepTracer
-from loongplug.hetero.modes import mode_of
 from loongplug.models.entries import only_encoder
 from loongplug.models.vision_encoder import patch_values
 from loongplug.training.arguments import ParsedArguments
@@ -133,9 +132,8 @@ class _Step:
             for module in first.modules_of(entry).values()
             for parameter in module.parameters()
         )
-        self._mode = mode_of(self._args)
         self._encoder_state = _by_name(encoder_state)
-        self._apart = self._mode.timing is not None
+        self._apart = rank.engine.steps
         self._shapes = self._largest()
         self._encoder = self._blank = Cost()
         if self.has_encoder:
@@ -248,19 +246,19 @@ class _Step:
             if name.startswith("patch_embed")
         )
 
-    def _side(self, rank: int) -> Side:
-        if not self._apart:
-            return NoSide()
-        model, place = self._model, self._rank.place
-        groups = place.placement.groups
+    def _side(self, rank: int) -> EncoderSide:
+        model, engine = self._model, self._rank.engine
+        placement = engine.place.placement
+        groups = placement.groups
         config = self._rank.chunks[0].text_decoder.config
         pixels = patch_values(model.vision) * _PIXEL_BYTES
+        owners = owners_of(self._units, self._args, model, groups=len(groups))
         encoding = Encoding(
-            placement=place.placement,
+            placement=placement,
             rank=rank,
             group=next((number for number, ranks in enumerate(groups) if rank in ranks), None),
             units=self._units,
-            owners=owners_of(self._units, self._args, model, groups=len(groups)),
+            owners=owners,
             merge=self._merge,
             cost=self._encoder,
             blank=self._blank,
@@ -268,8 +266,7 @@ class _Step:
             payload=config.feature_width * config.params_dtype.itemsize,
             pixels=pixels,
             blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
-            trains=self._trains,
             copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )
-        last = self._rank.stage == self._args.pipeline_model_parallel_size - 1
-        return side_of(self._mode, encoding, state=self._encoder_state, last_stage=last)
+        plan = engine.plan(owners=owners, training=True, trains=self._trains, rank=rank)
+        return EncoderSide(plan, encoding, away=self._encoder_state)

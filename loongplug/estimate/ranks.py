@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from loongplug.checkpoint.names import parameter_names
-from loongplug.hetero.engine import EncoderPlace, Engine
+from loongplug.hetero.engine import Engine
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.states import destroy_parallel_states
@@ -28,7 +28,7 @@ class Rank:
     """A rank while Megatron takes this process for it. ``chunks`` are on the meta device."""
 
     stage: int
-    place: EncoderPlace
+    engine: Engine
     chunks: tuple[MultimodalModel, ...]
 
 
@@ -53,7 +53,7 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[Rank]:
             model_parallel_cuda_manual_seed(args.seed)
             engine = engine_of(args, parsed.model)
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            yield Rank(stage=stage, place=engine.place, chunks=_chunks(parsed, engine, stage=stage))
+            yield Rank(stage=stage, engine=engine, chunks=_chunks(parsed, engine, stage=stage))
     finally:
         destroy_parallel_states()
         parallel_state.destroy_model_parallel()

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loongplug.estimate.encoder_side import Side
+from loongplug.estimate.encoder_side import EncoderSide
 from loongplug.estimate.ledger import PIPELINE, Ledger
 from loongplug.estimate.schedule import Piece, Pipeline, pieces
 from loongplug.estimate.trace import DECODER, ENCODER, Cost
+from loongplug.hetero.operations import BEGIN, END, backward, forward, gradient
 
 CostOf = Callable[[int, int], Cost]  # of a chunk and a microbatch
 
@@ -51,27 +52,26 @@ def pipeline_buffers(costs: Sequence[Cost]) -> int:
 def follow(
     ledger: Ledger,
     pipeline: Pipeline,
-    side: Side,
+    side: EncoderSide,
     *,
     microbatches: int,
     change_of: ChangeOf,
     buffers: int,
 ) -> None:
     """Enter into ``ledger`` what a step makes and frees; ``buffers`` are there all along."""
-    side.begin(ledger)
+    side.at(ledger, BEGIN)
     ledger.add(PIPELINE, buffers)
     for number, piece in enumerate(pieces(pipeline, microbatches)):
         change = change_of(number, piece)
-        forward, backward = piece.forward, piece.backward
-        if forward is not None and forward.chunk == 0:
-            side.forward(ledger, forward.microbatch)
-        if backward is not None and backward.chunk == 0:
-            side.before_backward(ledger, backward.microbatch)
+        if piece.forward is not None and piece.forward.chunk == 0:
+            side.at(ledger, forward(piece.forward.microbatch))
+        if piece.backward is not None and piece.backward.chunk == 0:
+            side.at(ledger, backward(piece.backward.microbatch))
         _work(ledger, piece.name, change)
-        if backward is not None and backward.chunk == 0:
-            side.backward(ledger, backward.microbatch)
+        if piece.backward is not None and piece.backward.chunk == 0:
+            side.at(ledger, gradient(piece.backward.microbatch))
     ledger.clear(PIPELINE)
-    side.end(ledger)
+    side.at(ledger, END)
 
 
 def _work(ledger: Ledger, name: str, change: Change) -> None:

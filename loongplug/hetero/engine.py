@@ -8,12 +8,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.encoder_state import StateAway
+from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
+from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.placement import Placement
-from loongplug.hetero.stepped import Schedule, stepped
-from loongplug.hetero.timing import Timing
+from loongplug.hetero.policies import EncoderStep
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -62,7 +63,7 @@ class Engine:
         self._nccl_config_path = nccl_config_path
         self.recorder = recorder
         self._place: EncoderPlace | None = None
-        self._timing: Timing | None = None
+        self._executor: Executor | None = None
 
     @property
     def place(self) -> EncoderPlace:
@@ -79,33 +80,55 @@ class Engine:
     @property
     def steps(self) -> bool:
         """Whether something is put around the decoder's schedules."""
-        return self._mode.timing is not None
+        return self._mode.around_schedule
 
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        """Wrap Megatron's ``get_forward_backward_func``."""
+        """Wrap Megatron's ``get_forward_backward_func``, for a mode that :attr:`steps`."""
 
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
-            schedule = get_schedule(*args, **kwargs)
-            timing = self.timing()
-            if isinstance(timing, StateAway):
-                schedule = timing.around(schedule)
-            return schedule if timing is None else stepped(schedule, timing, recorder=self.recorder)
+            return self.executor().around(get_schedule(*args, **kwargs))
 
         return get_forward_backward_func
 
     def attach(self, chunk: MultimodalModel) -> None:
-        """Have a chunk ask this engine for features."""
-        chunk.feature_source = self.timing()
+        """Have a chunk ask this engine for features, where its forward does not make them."""
+        chunk.feature_source = self.executor() if self.steps else None
 
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Before the first step: the wrapped chunks and the optimizer of all modules."""
-        if isinstance(self._timing, StateAway):
+        if Kept.STATE in self._mode.on_host:
             name = self._entry.name
-            self._timing.built(chunks[0].parts[name], optimizer.of_part[name])
+            self.executor().state = EncoderState(
+                chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
+            )
 
-    def timing(self) -> Timing | None:
-        """The step's timing, one for the run; None in a mode without one."""
-        if self._timing is None and self._mode.timing is not None:
+    def plan(
+        self, *, owners: tuple[int, ...], training: bool, trains: bool, rank: int | None = None
+    ) -> StepPlan:
+        """Of a step, as this rank or another one of its model replica does it. Pure.
+
+        ``owners``: which encoder replica encodes each microbatch's unit; ``trains``: the encoder
+        has gradients in this step, which is one of ``training``.
+        """
+        placement, me = self.place.placement, dist.get_rank() if rank is None else rank
+        groups = enumerate(placement.groups)
+        return self._mode.policy(
+            EncoderStep(
+                owners=owners,
+                replicas=len(placement.groups),
+                replica=next((number for number, ranks in groups if me in ranks), None),
+                consumes=me in placement.consumers,
+                training=training,
+                trains=trains,
+                last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+                on_host=self._mode.on_host,
+            )
+        )
+
+    def executor(self) -> Executor:
+        """What does the plan of a step, one for the run. Collective like :attr:`place`."""
+        if self._executor is None:
+            assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
             place = self.place
             groups = ProcessGroupCollection.use_mpu_process_groups()
             exchange = Exchange(
@@ -114,16 +137,15 @@ class Engine:
                 device=current_platform().device,
                 recorder=self.recorder,
             )
-            self._timing = self._mode.timing(
-                place.placement,
+            self._executor = Executor(
+                self.plan,
                 exchange,
-                group=place.group,
+                entry=self._entry,
                 patches_per_token=self._block,
+                platform=current_platform(),
+                recorder=self.recorder,
             )
-            if self._mode.offload_state:
-                last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-                self._timing = StateAway(self._timing, platform=current_platform(), beside=not last)
-        return self._timing
+        return self._executor
 
     def _build_groups(self) -> EncoderPlace:
         decoder, rank = live_layout(), dist.get_rank()

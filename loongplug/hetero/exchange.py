@@ -57,6 +57,11 @@ class Exchange:
         self._device = device
         self._recorder = recorder
 
+    @property
+    def consumes(self) -> bool:
+        """Whether features come to this rank."""
+        return self._rank in self._placement.consumers
+
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:

@@ -3,13 +3,11 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
-from loongplug.hetero.group_ahead import GroupAhead
+from loongplug.hetero.operations import Kept
 from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
-from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import Timing
+from loongplug.hetero.policies import Policy, group_ahead, inline, separated
 from loongplug.models.architecture import VisionArchitecture
 
 
@@ -17,53 +15,51 @@ from loongplug.models.architecture import VisionArchitecture
 class Mode:
     """The strategies of a run.
 
-    ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``timing``
-    makes what is put around the decoder's schedule, None where each forward encodes its own unit.
+    ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``policy``
+    says when units are encoded. With ``around_schedule`` its operations are done around and within
+    Megatron's schedule, by an executor; else the decoder's forward does all there is.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
     for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
-    ``any_owner``, every group may encode any units of a step, and as many as it likes. With
-    ``offload_state``, the encoder's parameters, gradients and optimizer state are on the host while
-    the decoder works.
+    ``any_owner``, every group may encode any units of a step, and as many as it likes.
+    ``on_host`` is what is there while the decoder works.
     """
 
     name: str
     place: Callable[..., Placement]
-    timing: Callable[..., Timing] | None = None
-    encoder_tp: int | None = None
+    policy: Policy
+    around_schedule: bool = True
+    encoder_tp: int | None = 1
     on_every_stage: bool = False
     any_owner: bool = False
-    offload_state: bool = False
+    on_host: frozenset[Kept] = frozenset()
 
 
-UNIFORM = Mode(name="uniform", place=first_stage_tp)
-ENCODER_HETERO_DP = Mode(
-    name="heterogeneous DP", place=first_stage_dp, timing=GroupAhead, encoder_tp=1
+UNIFORM = Mode(
+    name="uniform", place=first_stage_tp, policy=inline, around_schedule=False, encoder_tp=None
 )
+ENCODER_HETERO_DP = Mode(name="heterogeneous DP", place=first_stage_dp, policy=group_ahead)
 FULL_HETERO_DP = Mode(
     name="full separation",
     place=all_ranks_dp,
-    timing=ThreePhases,
-    encoder_tp=1,
+    policy=separated,
     on_every_stage=True,
     any_owner=True,
 )
+_OFFLOADS = {
+    "full_hetero_dp_cpu_offload": Kept.FEATURES,
+    "offload_encoder_activations": Kept.ACTIVATIONS,
+    "offload_encoder_state": Kept.STATE,
+}
 
 
 def mode_of(args: Namespace) -> Mode:
     """What the flags ask for. Heterogeneous TP is the uniform mode with another encoder size."""
     if args.enable_full_hetero_dp:
-        return _with_offload(FULL_HETERO_DP, args)
+        on_host = frozenset(what for flag, what in _OFFLOADS.items() if getattr(args, flag))
+        return replace(FULL_HETERO_DP, on_host=on_host)
     if args.enable_encoder_hetero_dp:
         return ENCODER_HETERO_DP
     return UNIFORM
-
-
-def _with_offload(mode: Mode, args: Namespace) -> Mode:
-    features, activations = args.full_hetero_dp_cpu_offload, args.offload_encoder_activations
-    if features or activations:
-        timing = partial(ThreePhases, features_on_host=features, activations_on_host=activations)
-        mode = replace(mode, timing=timing)
-    return replace(mode, offload_state=True) if args.offload_encoder_state else mode
 
 
 def balance_of(args: Namespace, encoder: VisionArchitecture) -> Balance | None:

@@ -1,28 +1,19 @@
 """What autograd keeps of storages that may be elsewhere until a backward needs them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(kw_only=True, eq=False)
-class SavedStorage:
-    """A storage that operations have saved tensors of; as bytes, [nbytes] uint8 each.
-
-    ``where`` is its device, also while ``device`` is None.
-    """
-
-    device: Tensor | None
-    where: torch.device
-    host: Tensor | None = None
+from loongplug.platform.prefetch import Movable
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """Stands in the graph for a saved tensor."""
+    """Stands in the graph for a saved tensor; ``storage`` is as bytes, [nbytes] uint8."""
 
-    storage: SavedStorage
+    storage: Movable
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -37,12 +28,17 @@ class StandIn:
         )
 
 
-def stand_in(tensor: Tensor, known: dict[int, SavedStorage]) -> StandIn:
-    """For ``tensor``; its storage is entered in ``known``, by its address, if it is a new one."""
+def stand_in(
+    tensor: Tensor, known: dict[int, Movable], *, made: Callable[..., Movable] = Movable
+) -> StandIn:
+    """For ``tensor``; its storage is entered in ``known``, by its address, if it is a new one.
+
+    It is ``made`` of its bytes (``device``) and of where these are.
+    """
     storage = tensor.untyped_storage()
     if storage._cdata not in known:
         nbytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        known[storage._cdata] = SavedStorage(device=nbytes, where=tensor.device)
+        known[storage._cdata] = made(device=nbytes, where=tensor.device)
     return StandIn(
         storage=known[storage._cdata],
         dtype=tensor.dtype,

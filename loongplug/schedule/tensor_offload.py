@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform import Platform
-from loongplug.platform.copies import Copies
-from loongplug.platform.saved_storages import SavedStorage, StandIn, stand_in
+from loongplug.platform.prefetch import Movable, PrefetchQueue
+from loongplug.platform.saved_storages import StandIn, stand_in
 
 
 class TensorOffload:
@@ -28,9 +29,9 @@ class TensorOffload:
 
     def __init__(self, *, names: Collection[str], platform: Platform, least: int) -> None:
         self.names = frozenset(names)
-        self.copies = platform.copies()
         self.release = platform.release
         self.least = least
+        self._queue = PrefetchQueue(platform.copies())
         self._now: LayerTensors | None = None
         self._leaving: LayerTensors | None = None
         self._open: set[LayerTensors] = set()
@@ -69,29 +70,26 @@ class TensorOffload:
         finally:
             self._now = before
 
-    def leave(self, layer: "LayerTensors", *, number: int) -> None:
-        """The layer's forward is done."""
-        self._let_go()
+    def leave(self, layer: "LayerTensors", tensors: Sequence[Movable], *, number: int) -> None:
+        """The layer's forward is done, and ``tensors`` are what it lets go of."""
+        if self._leaving is not None:
+            self._queue.let_go(self._leaving)
         self._open.add(layer)
         self._passes.setdefault(number, []).append(layer)
-        self.copies.follow()
-        layer.send_out(self.copies)
+        self._queue.leave({layer: tensors})
         self._leaving = layer
 
     def bring(self, layer: "LayerTensors", *, number: int) -> None:
         """The layer's backward begins: its tensors are there, and the next layer's on their way."""
         if layer not in self._open:
             return
-        if layer is self._leaving:
-            self._leaving = None
         self._open.remove(layer)
         if number not in self._order:
             self._order.append(number)
-        layer.send_for(self.copies)
-        layer.wait(self.copies)
+        self._queue.take(layer)
         follower = self._behind(layer, number)
         if follower is not None:
-            follower.send_for(self.copies)
+            self._queue.send_for(follower)
 
     def _behind(self, layer: "LayerTensors", number: int) -> "LayerTensors | None":
         layers = self._passes[number]
@@ -100,12 +98,6 @@ class TensorOffload:
             del self._passes[number]
             layers = self._passes.get(self._followers.get(number, -1), [])
         return layers[-1] if layers else None
-
-    def _let_go(self) -> None:
-        if self._leaving is not None:
-            self._leaving.wait(self.copies)
-            self._leaving.let_go(self.release)
-            self._leaving = None
 
 
 class Pass:
@@ -125,14 +117,12 @@ class LayerTensors:
     """What one layer's forward for one microbatch has saved."""
 
     def __init__(self, offload: TensorOffload, number: int, *, in_nodes: bool) -> None:
-        self._mark: Any = None  # behind the copies under way that someone waits for
         self._offload = offload
         self._number = number
-        self._in_nodes = in_nodes
+        self._made = partial(_LayerStorage, release=offload.release if in_nodes else None)
         # A weak reference keeps a storage's address from being another's.
         self._named: dict[int, StorageWeakRef] = {}
-        self._saved: dict[int, SavedStorage] = {}
-        self._away: list[SavedStorage] = []
+        self._saved: dict[int, Movable] = {}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -142,14 +132,14 @@ class LayerTensors:
 
     def forward_done(self) -> None:
         """All parts have run: what is named and was saved leaves."""
-        self._away = [
+        leaving = [
             saved
             for address, saved in self._saved.items()
             if address in self._named and _nbytes(saved)  # schedules free what they hand on
         ]
         self._saved, self._named = {}, {}
-        if self._away:
-            self._offload.leave(self, number=self._number)
+        if leaving:
+            self._offload.leave(self, leaving, number=self._number)
 
     def passes(self, name: str, tensor: Tensor) -> None:
         """Its storage is to leave, if it is named, saved and large enough."""
@@ -157,52 +147,11 @@ class LayerTensors:
         if name in self._offload.names and storage.nbytes() >= self._offload.least:
             self._named[storage._cdata] = StorageWeakRef(storage)
 
-    def send_out(self, copies: Copies) -> None:
-        """Queue copies to the host."""
-        for each in self._away:
-            assert each.device is not None
-            each.host = copies.host_like(each.device)
-            copies.copy(each.host, each.device)
-        self._mark = copies.mark()
-
-    def let_go(self, release: Callable[[torch.UntypedStorage], None]) -> None:
-        """The copies are made: nothing here holds what they were made of."""
-        for each in self._away:
-            assert each.device is not None
-            _also_used_here(each.device)
-            if self._in_nodes:
-                release(each.device.untyped_storage())
-            each.device = None
-
-    def send_for(self, copies: Copies) -> None:
-        """Queue copies back of what is not there or on its way."""
-        if not self._away:
-            return  # it has been sent for before
-        away, self._away, self._mark = self._away, [], None
-        if away[0].device is not None:
-            # It had not left yet. Nobody waits for its copies, whose sources the backward frees.
-            for each in away:
-                assert each.device is not None
-                copies.keep(each.device)
-            return
-        copies.follow()  # the memory may be in use until then
-        for each in away:
-            assert each.host is not None
-            each.device = torch.empty(each.host.shape, dtype=torch.uint8, device=each.where)
-            copies.copy(each.device, each.host)
-        self._mark = copies.mark()
-
-    def wait(self, copies: Copies) -> None:
-        """The computation waits for the copies that were queued last."""
-        if self._mark is not None:
-            copies.wait(self._mark)
-            self._mark = None
-
     def _pack(self, tensor: Tensor) -> StandIn | Tensor:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._offload.least:
             return tensor.detach()
-        return stand_in(tensor, self._saved)
+        return stand_in(tensor, self._saved, made=self._made)
 
     def _unpack(self, packed: StandIn | Tensor) -> Tensor:
         self._offload.bring(self, number=self._number)
@@ -213,11 +162,26 @@ class LayerTensors:
         return found
 
 
+@dataclass(kw_only=True, eq=False)
+class _LayerStorage(Movable):
+    """``release``: others may hold tensors of the storage, whose memory is given back anyway."""
+
+    release: Callable[[torch.UntypedStorage], None] | None
+
+    def free(self) -> None:
+        """Nothing here holds what the copy was made of."""
+        assert self.device is not None
+        _also_used_here(self.device)
+        if self.release is not None:
+            self.release(self.device.untyped_storage())
+        super().free()
+
+
 def _also_used_here(tensor: Tensor) -> None:
     """Its memory may be another stream's, which may not have it back before this one is done."""
     tensor.record_stream(torch.cuda.current_stream())
 
 
-def _nbytes(saved: SavedStorage) -> int:
+def _nbytes(saved: Movable) -> int:
     assert saved.device is not None
     return saved.device.untyped_storage().nbytes()

@@ -6,6 +6,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from loongplug.hetero.group_ahead import GroupAhead
+from loongplug.hetero.store import KeptOnDevice, KeptOnHost
+from loongplug.hetero.three_phases import ThreePhases
+from loongplug.hetero.timing import EncoderOfStep
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from torch import Tensor
@@ -20,10 +24,6 @@ from loongplug.estimate.tape import Tape, all_to_alls_apart
 from loongplug.estimate.trace import DECODER, ENCODER
 from loongplug.hetero.activations import SavedOnHost
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.group_ahead import GroupAhead
-from loongplug.hetero.store import KeptOnDevice, KeptOnHost
-from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import EncoderOfStep
 from loongplug.models.features import VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies

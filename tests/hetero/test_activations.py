@@ -4,12 +4,12 @@ import pytest
 import torch
 from lazy_copies import LazyCopies
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from loongplug.hetero import activations
-from loongplug.hetero.activations import SavedOnHost
+from loongplug.hetero.activations import addresses, movable_saves
 from loongplug.platform.copies import Copies, CudaCopies, HostCopies
+from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 pytestmark = pytest.mark.quick
 
@@ -43,24 +43,28 @@ def pixels(unit: int) -> Tensor:
     return torch.randn(ROWS[unit], 16, generator=torch.Generator().manual_seed(unit))
 
 
+def encoded(encoder: Encoder, unit: int) -> tuple[Tensor, list[Movable]]:
+    stays = addresses(encoder.parameters())
+    with movable_saves(device=CPU, stays=stays) as saved:
+        output = encoder(pixels(unit))
+    return output, list(saved.values())
+
+
 def gradients(copies: Copies | None, *, recompute: bool = False) -> Tensor:
     """Of all weights, all units encoded before the first goes backward."""
     encoder = Encoder(recompute=recompute)
-    saved = None
-    if copies is not None:
-        saved = SavedOnHost(copies=copies, device=CPU, stays=encoder.parameters())
+    queue = None if copies is None else PrefetchQueue(copies)
     outputs = {}
     for unit in range(len(ROWS)):
-        if saved is None:
+        if queue is None:
             outputs[unit] = encoder(pixels(unit))
         else:
-            with saved.of_unit(unit):
-                outputs[unit] = encoder(pixels(unit))
-    if saved is not None:
-        saved.left()
+            outputs[unit], saved = encoded(encoder, unit)
+            queue.leave({unit: saved})
+            queue.let_go(unit)
     for unit, output in outputs.items():
-        if saved is not None:
-            saved.bring(unit)
+        if queue is not None:
+            queue.take(unit)
         output.backward(torch.full_like(output, unit + 1))
     return torch.cat([each.grad.flatten() for each in encoder.parameters()])
 
@@ -83,49 +87,31 @@ def test_without_any_of_its_waits_gradients_are_wrong(forgotten):
     assert not torch.equal(gradients(LazyCopies(forgotten=forgotten)), gradients(None))
 
 
-def test_two_units_are_on_the_device_at_most(monkeypatch):
-    """Each storage once, however many views of it were saved; weights do not travel."""
-    noted: dict[int, tuple[StorageWeakRef, int]] = {}
-    counts: list[int] = []
-    pack = SavedOnHost._pack
-
-    def noting(self, tensor, unit):
-        packed = pack(self, tensor, unit)
-        if not isinstance(packed, Tensor):
-            storage = tensor.untyped_storage()
-            noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            counts.append(resident())
-        return packed
-
-    def resident() -> int:
-        return sum(nbytes for storage, nbytes in noted.values() if not storage.expired())
-
-    monkeypatch.setattr(SavedOnHost, "_pack", noting)
-    monkeypatch.setattr(activations, "_SMALL", 1)
-    encoder = Encoder(recompute=False)
-    saved = SavedOnHost(copies=HostCopies(), device=CPU, stays=encoder.parameters())
-    outputs, between = {}, []
-    for unit in range(len(ROWS)):
-        given = pixels(unit)
-        with saved.of_unit(unit, stays=[given] if unit == 1 else []):
-            outputs[unit] = torch.autograd.graph.get_gradient_edge(encoder(given))
-        del given
-        between.append(resident())
-    # pixels, patches, qkv, softmax, the product behind it, tanh; [rows, 16] and three of them
-    row = 16 * 4 * (1 + 1 + 3 + 1 + 1 + 1)
-    assert between == [row * rows - (unit == 1) * 64 * rows for unit, rows in enumerate(ROWS)]
-    assert max(counts) == row * (25 + 33)
-    saved.left()
-    assert resident() == 0
-    weights = {each.untyped_storage()._cdata for each in encoder.parameters()}
-    assert not weights & noted.keys()
+@pytest.mark.parametrize("small", [1, 64 * 40 + 1])
+def test_each_storage_is_saved_once_and_what_stays_is_not(monkeypatch, small):
+    """However many views of it were saved: not weights, not inputs that stay, not what is small."""
+    monkeypatch.setattr(activations, "_SMALL", small)
+    encoder, given = Encoder(recompute=False), pixels(0)
+    inputs = addresses([given])
+    weights = addresses(encoder.parameters())
+    with movable_saves(device=CPU, stays=weights) as saved:
+        torch.autograd.graph.get_gradient_edge(encoder(given))
+    # Of [rows, 16] each: pixels, patches, softmax, the product behind it, tanh; qkv is of three.
+    one = 16 * 4 * ROWS[0]
+    expected = [one] * 5 + [3 * one] if small == 1 else [3 * one]
+    assert sorted(each.device.nbytes for each in saved.values()) == expected
+    assert not weights & saved.keys()
+    assert (inputs <= saved.keys()) == (small == 1)
+    with movable_saves(device=CPU, stays=weights | inputs) as fewer:
+        torch.autograd.graph.get_gradient_edge(encoder(given))
+    assert not inputs & fewer.keys()
+    assert len(fewer) == len(saved) - (small == 1)
 
 
 def test_a_unit_that_was_not_sent_for_is_refused():
-    encoder = Encoder(recompute=False)
-    saved = SavedOnHost(copies=HostCopies(), device=CPU, stays=encoder.parameters())
-    with saved.of_unit(0):
-        output = encoder(pixels(0))
-    saved.left()
+    encoder, queue = Encoder(recompute=False), PrefetchQueue(HostCopies())
+    output, saved = encoded(encoder, 0)
+    queue.leave({0: saved})
+    queue.let_go(0)
     with pytest.raises(AssertionError, match="was not sent for"):
         output.sum().backward()

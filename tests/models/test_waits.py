@@ -3,6 +3,7 @@
 Whole steps of single ranks on tensors without values, with nobody to talk to.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from loongplug.platform.transfers import to_device
 from loongplug.schedule.chunk_plan import ChunkPlan, plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.training.forward_step import ForwardStep
-from loongplug.training.provider import engine_of, tensor_offload_of
+from loongplug.training.provider import tensor_offload_of
 
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
@@ -90,7 +91,7 @@ def microbatches_of(here: Rank, args: Any, model: Any) -> list[Microbatch]:
                 vision=vision,
                 number=number,
                 patches=len(vision.pixels),
-                owner=here.place.placement.owner(number),
+                owner=here.engine.place.placement.owner(number),
             )
         )
     return made
@@ -110,9 +111,11 @@ def received(chunk: MultimodalModel, microbatch: Microbatch) -> torch.Tensor | N
     return torch.empty(shape, dtype=decoder.config.params_dtype, device=META).requires_grad_()
 
 
-def one_by_one(chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
+Step = Callable[..., Any]
+
+
+def one_by_one(step: Step, chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
     """Forward and backward of each in turn."""
-    step = ForwardStep(current_platform())
     for each in microbatches:
         chunk.set_input_tensor(received(chunk, each))
         output, loss = step(iter([each]), chunk)
@@ -122,11 +125,10 @@ def one_by_one(chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
             output.backward(torch.empty_like(output))
 
 
-def in_pairs(chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
+def in_pairs(step: Step, chunk: MultimodalModel, microbatches: list[Microbatch]) -> None:
     """Each backward beside the next forward."""
     set_streams()
     plan_schedules(chunk)
-    step = ForwardStep(current_platform())
     before = gradient = None
     for each in microbatches:
         plan, _ = step(iter([each]), chunk, return_schedule_plan=True)
@@ -148,17 +150,19 @@ def whole_step(rank: int, *, flags: list[str], ranks: int, me: int) -> None:
         offload = tensor_offload_of(args, platform=current_platform())
         if offload is not None:
             offload_layers(chunk, offload)
-        engine = engine_of(args, parsed.model)
-        engine._place = here.place
-        timing = chunk.feature_source = engine.timing()
+        executor = here.engine.executor() if here.engine.steps else None
+        chunk.feature_source = executor
         chunk.outside_schedule = set()
         chunk.parts = {"image_encoder": SimpleNamespace(no_sync=nullcontext)}
         microbatches = microbatches_of(here, args, parsed.model)
-        if timing is not None:
-            timing.begin(chunk, microbatches, training=True)
-        (in_pairs if args.overlap_moe_expert_parallel_comm else one_by_one)(chunk, microbatches)
-        if timing is not None:
-            timing.end()
+        step: Step = ForwardStep(current_platform())
+        if executor is not None:
+            executor.begin(chunk, microbatches, training=True)
+            step = executor.watched(step, chunk)
+        passes = in_pairs if args.overlap_moe_expert_parallel_comm else one_by_one
+        passes(step, chunk, microbatches)
+        if executor is not None:
+            executor.end()
         trained = {name: each.grad is not None for name, each in chunk.named_parameters()}
     assert all(trained.values()), [name for name, found in trained.items() if not found]
 

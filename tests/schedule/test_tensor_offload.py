@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform.copies import Copies, HostCopies
+from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 
 pytestmark = pytest.mark.quick
@@ -182,17 +183,18 @@ def noted_orders(monkeypatch, schedule: str) -> list[list[tuple[str, int, int]]]
     steps: list[list[tuple[str, int, int]]] = []
     places: dict[LayerTensors, tuple[int, int]] = {}
     counts: dict[int, int] = {}
-    made, sent, brought = LayerTensors.__init__, LayerTensors.send_for, TensorOffload.bring
+    made, sent, brought = LayerTensors.__init__, PrefetchQueue.send_for, TensorOffload.bring
 
     def noting_made(self, offload, number, *, in_nodes):
         made(self, offload, number, in_nodes=in_nodes)
         places[self] = number, counts.get(number, 0) % LAYERS
         counts[number] = counts.get(number, 0) + 1
 
-    def noting_sent(self, copies):
-        if any(each.device is None for each in self._away):
-            steps[-1].append(("send", *places[self]))
-        sent(self, copies)
+    def noting_sent(self, *layers):
+        for layer in layers:
+            if layer in self._lots and self._lots[layer].items[0].device is None:
+                steps[-1].append(("send", *places[layer]))
+        sent(self, *layers)
 
     def noting_brought(self, layer, *, number):
         if layer in self._open:
@@ -200,7 +202,7 @@ def noted_orders(monkeypatch, schedule: str) -> list[list[tuple[str, int, int]]]
         brought(self, layer, number=number)
 
     monkeypatch.setattr(LayerTensors, "__init__", noting_made)
-    monkeypatch.setattr(LayerTensors, "send_for", noting_sent)
+    monkeypatch.setattr(PrefetchQueue, "send_for", noting_sent)
     monkeypatch.setattr(TensorOffload, "bring", noting_brought)
     chunk = Chunk()
     offload = offload_by(HostCopies())
@@ -238,10 +240,10 @@ def test_no_more_than_two_layers_are_there_at_a_time(monkeypatch):
     """Of what is named, in the backward of four microbatches that all went forward first."""
     noted: dict[int, tuple[StorageWeakRef, int]] = {}
     counts: list[int] = []
-    send_out, sent = LayerTensors.send_out, LayerTensors.send_for
+    leave, sent = PrefetchQueue.leave, PrefetchQueue.send_for
 
-    def note(layer: LayerTensors) -> None:
-        for each in layer._away:
+    def note(items) -> None:
+        for each in items:
             if each.device is not None:
                 storage = each.device.untyped_storage()
                 noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -249,21 +251,22 @@ def test_no_more_than_two_layers_are_there_at_a_time(monkeypatch):
     def resident() -> int:
         return sum(nbytes for storage, nbytes in noted.values() if not storage.expired())
 
-    def noting_out(self, copies):
-        note(self)
+    def noting_out(self, lots):
+        for items in lots.values():
+            note(items)
         counts.append(resident())
-        send_out(self, copies)
+        leave(self, lots)
 
-    def noting_back(self, copies):
-        away = list(self._away)
-        sent(self, copies)
-        for each in away:
-            storage = each.device.untyped_storage()
-            noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+    def noting_back(self, *layers):
+        items = [
+            each for layer in layers if layer in self._lots for each in self._lots[layer].items
+        ]
+        sent(self, *layers)
+        note(items)
         counts.append(resident())
 
-    monkeypatch.setattr(LayerTensors, "send_out", noting_out)
-    monkeypatch.setattr(LayerTensors, "send_for", noting_back)
+    monkeypatch.setattr(PrefetchQueue, "leave", noting_out)
+    monkeypatch.setattr(PrefetchQueue, "send_for", noting_back)
     gradients(HostCopies(), schedule="backwards", steps=2)
     layer = 3 * ROWS * WIDTH * 4  # [rows, width] and [rows, 2 * width]
     assert max(counts) == 2 * layer

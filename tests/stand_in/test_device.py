@@ -152,7 +152,7 @@ def test_first_backwards_of_forked_ranks() -> None:
         on_device(check)
 
 
-@pytest.mark.parametrize("name", ["test_store", "test_encoder_state"])
+@pytest.mark.parametrize("name", ["test_executor", "test_encoder_state"])
 def test_what_is_marked_gpu_runs_on_it(name: str) -> None:
     """These have a body that a GPU's interpreter calls by its name."""
 

@@ -12,13 +12,13 @@ from parity.cells import Cell
 from parity.matrix import Matrix
 from ranks import RankError, run_ranks
 from torch import Tensor
+from toy_step import Model, executor_of, run_step
 
-from loongplug.hetero.activations import SavedOnHost
-from loongplug.hetero.encoder_state import EncoderState
-from loongplug.hetero.store import KeptOnHost
+from loongplug.hetero.operations import Kept
+from loongplug.hetero.policies import separated
 from loongplug.models import features
 from loongplug.platform.copies import CudaCopies
-from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
+from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.training.forward_step import ForwardStep
 from loongplug.training.provider import ModelProvider
 from stand_in.device import enter
@@ -91,46 +91,21 @@ def test_a_tensor_of_the_host_in_the_loss(matrix: Matrix) -> None:
         run(matrix, Cell(model="qwen3_vl_tiny"), fault=weights_of_the_loss_are_made_on_the_host)
 
 
-UNITS = 3
-
-
-def features_travel(copies: CudaCopies, work: Tensor) -> None:
-    """Units to the host and back, and their gradients, while the computation goes on."""
-    kept = KeptOnHost(
-        {unit: torch.full((4, 8), unit + 1.0, device=work.device) for unit in range(UNITS)},
-        copies=copies,
-        device=work.device,
+def step_of(on_host: frozenset[Kept], platform: Any) -> Tensor:
+    """Losses and gradients of one step of a toy, on the host."""
+    with torch.device(platform.device):
+        model = Model()
+    executor = executor_of(
+        separated, platform.copies(), on_host=on_host, device=platform, last_stage=False
     )
-    for unit in range(UNITS):
-        work = work + 1
-        found = kept.bring(unit)
-        kept.keep_gradient(unit, found * 2)
-    work = work + 1
-    for unit, gradient in kept.gradients().items():
-        assert torch.equal(gradient.cpu(), torch.full((4, 8), 2 * unit + 2.0)), "other numbers"
+    losses = run_step(executor, model, [30, 50, 20])
+    return torch.cat([torch.stack(losses), model.gradients]).cpu()
 
 
-def activations_travel(copies: CudaCopies, work: Tensor) -> None:
-    """Of units, between a forward and its backward."""
-    weight = torch.full((64, 64), 0.5, device=work.device, requires_grad=True)
-    saved = SavedOnHost(copies=copies, device=work.device, stays=[weight])
-    outputs = []
-    for unit in range(UNITS):
-        given = torch.full((64, 64), (unit + 1) / UNITS, device=work.device)
-        with saved.of_unit(unit, stays=[given]):
-            outputs.append((given @ weight).exp().square().sum())
-    saved.left()
-    for unit in range(UNITS):
-        work = work + 1
-        saved.bring(unit)
-        outputs[unit].backward()
-    assert weight.grad is not None
-    assert weight.grad.cpu().isfinite().all(), "other numbers"
-
-
-def travel(rank: int, *, what: str, forgotten: int | None) -> int:
+def travel(rank: int, *, what: Kept, forgotten: int | None) -> int:
     """How many waits there are, of either stream for the other; one of them does nothing."""
     platform = enter()
+    expected = step_of(frozenset(), platform)
     waits = 0
 
     def counting(name: str) -> None:
@@ -146,10 +121,9 @@ def travel(rank: int, *, what: str, forgotten: int | None) -> int:
 
     for name in ("follow", "wait"):
         counting(name)
-    work = torch.zeros(4, device=platform.device)
-    {"features": features_travel, "activations": activations_travel}[what](platform.copies(), work)
+    assert torch.equal(step_of(frozenset({what}), platform), expected), "other numbers"
     platform.synchronize()
-    torch.ones_like(work).add_(1)  # tells of memory that was given away too early
+    torch.ones(4, device=platform.device).add_(1)  # tells of memory that was given away too early
     return waits
 
 
@@ -157,15 +131,11 @@ MISSING = r"has not waited for it|without having waited"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "again"),
-    # The wait of that number comes behind another; the computation was given nothing in between.
-    [("features", 2), ("activations", 8)],
-)
-def test_each_missing_wait_of_an_offload(what: str, again: int) -> None:
+@pytest.mark.parametrize("what", [Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE])
+def test_each_missing_wait_of_an_offload(what: Kept) -> None:
     (waits,) = run_ranks(travel, 1, timeout=120.0, what=what, forgotten=None)
-    assert waits > 4 * UNITS - 2
-    for forgotten in sorted({*range(waits)} - {again}):
+    assert waits > 4
+    for forgotten in range(waits):
         with pytest.raises(RankError, match=f"{MISSING}|other numbers"):
             run_ranks(travel, 1, timeout=120.0, what=what, forgotten=forgotten)
 
@@ -193,29 +163,18 @@ TENSORS = (
     *("--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1"),
     *("--offload-tensors", "fc1_output", "fc2_input"),
 )
-STATE = ("--offload-encoder-state", "--use-distributed-optimizer")
 ONE = Cell(model="qwen3_vl_tiny")
 PP2 = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cell", "flags", "owner", "method", "wait"),
-    [
-        (ONE, TENSORS, LayerTensors, "wait", "wait"),
-        (ONE, TENSORS, LayerTensors, "send_for", "follow"),
-        (ONE, TENSORS, TensorOffload, "leave", "follow"),
-        (PP2, STATE, EncoderState, "let_go", "wait"),
-        (PP2, STATE, EncoderState, "send_for", "follow"),
-        (PP2, STATE, EncoderState, "back", "wait"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ("method", "wait"),
+    [("leave", "follow"), ("let_go", "wait"), ("send_for", "follow"), ("take", "wait")],
 )
-def test_a_missing_wait_of_tensors_and_state_that_are_away(
-    matrix: Matrix, cell: Cell, flags: tuple[str, ...], owner: type, method: str, wait: str
-) -> None:
+def test_a_missing_wait_of_tensors_that_are_away(matrix: Matrix, method: str, wait: str) -> None:
     with pytest.raises(RankError, match=f"{MISSING}|are not finite"):
-        run(matrix, cell, more=flags, fault=forgets(owner, method, wait))
+        run(matrix, ONE, more=TENSORS, fault=forgets(PrefetchQueue, method, wait))
 
 
 def exchanged(call: Callable[..., Any]) -> Callable[[], None]:

@@ -13,9 +13,8 @@ from ranks import run_ranks
 
 from loongplug.data import media
 from loongplug.data.units import UnitLoader
-from loongplug.hetero import group_ahead, stepped
-from loongplug.hetero.store import KeptOnDevice
-from loongplug.hetero.timing import EncoderOfStep
+from loongplug.hetero.encoder_of_step import EncoderOfStep
+from loongplug.hetero.executor import Executor
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -111,7 +110,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
     seen: dict[str, Any] = {"loaded": [], "encoded": [], "held": [], "calls": 0}
     begun = 0
     decode, load, payload = media.decode_image, UnitLoader.__call__, EncoderOfStep.payload
-    forward_backward = stepped.replace
+    begin = Executor.begin
 
     def decoding(*args: Any, **kwargs: Any) -> Image.Image:
         seen["calls"] += 1
@@ -122,12 +121,13 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
             seen["loaded"].append(unit.index)
         return load(self, unit)
 
-    def numbered(microbatch: Any, *, number: int) -> Any:
+    def beginning(self: Executor, chunk: Any, microbatches: Any, *, training: bool) -> None:
         nonlocal begun
-        if microbatch.patches and microbatch.vision is not None:
-            seen["held"].append(begun)
-        begun += 1
-        return forward_backward(microbatch, number=number)
+        for microbatch in microbatches:
+            if microbatch.patches and microbatch.vision is not None:
+                seen["held"].append(begun)
+            begun += 1
+        begin(self, chunk, microbatches, training=training)
 
     def encoding(self: EncoderOfStep, microbatch: Any) -> Any:
         if microbatch is not None and microbatch.patches:
@@ -135,7 +135,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
         return payload(self, microbatch)
 
     media.decode_image, UnitLoader.__call__ = decoding, loading
-    stepped.replace, EncoderOfStep.payload = numbered, encoding
+    Executor.begin, EncoderOfStep.payload = beginning, encoding
     run(flags)
     return seen
 
@@ -196,15 +196,15 @@ def test_groups_of_microbatches_are_let_go(flags):
 
 def groups_kept(rank: int, *, flags: list[str]) -> int:
     most = 0
-    features = group_ahead.GroupAhead.features
+    features = Executor.features
 
-    def noted(self: Any, number: int) -> Any:
+    def noted(self: Executor, number: int) -> Any:
         nonlocal most
         found = features(self, number)
-        most = max(most, len(self._groups))
+        most = max(most, len(self._now.own))
         return found
 
-    group_ahead.GroupAhead.features = noted
+    Executor.features = noted
     run(flags)
     return most
 
@@ -239,20 +239,17 @@ def features_alive(rank: int, *, flags: list[str]) -> list[int]:
     """After each step, how many units' features of all steps so far are still there."""
     leaves: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    made, end = KeptOnDevice.__init__, group_ahead.GroupAhead.end
+    gather, end = Executor._gather, Executor.end
 
-    def noted(self: Any, features: dict[int, Any]) -> None:
-        made(self, features)
-        leaves.extend(weakref.ref(each) for each in self._features.values())
+    def noted(self: Executor, units: range, *, to_host: bool) -> None:
+        gather(self, units, to_host=to_host)
+        leaves.extend(weakref.ref(each) for each in self._now.features.values())
 
-    def counted(self: Any) -> None:
+    def counted(self: Executor) -> None:
         end(self)
         alive.append(sum(leaf() is not None for leaf in leaves))
 
-    with (
-        patch.object(KeptOnDevice, "__init__", noted),
-        patch.object(group_ahead.GroupAhead, "end", counted),
-    ):
+    with patch.object(Executor, "_gather", noted), patch.object(Executor, "end", counted):
         run(flags)
     assert leaves
     return alive

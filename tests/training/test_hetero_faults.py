@@ -12,10 +12,11 @@ import torch.distributed as dist
 from compared_runs import same, steps, train
 from ranks import RankError, run_ranks
 
-from loongplug.hetero import placement, stepped
+from loongplug.hetero import executor, placement
+from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import EncoderOfStep
+from loongplug.hetero.executor import Executor
+from loongplug.hetero.operations import EncoderBackward
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import VisionFeatures
 from loongplug.parallel.failure import failure_board
@@ -170,28 +171,34 @@ def drop_deepstack_gradients(rank: int) -> None:
 def finalize_too_early(rank: int) -> None:
     """Gradients are reduced before phase 3 has made the encoder's."""
     ends: list[Callable[[], None]] = []
-    end, release = ThreePhases.end, stepped._Waiting.release
-    ThreePhases.end = lambda self: ends.append(lambda: end(self))
+    end, release = Executor.end, executor._Waiting.release
+    Executor.end = lambda self: ends.append(lambda: end(self))
 
     def first(self: Any, function: Any) -> None:
         release(self, function)
         ends.pop()()
 
-    stepped._Waiting.release = first
+    executor._Waiting.release = first
 
 
 def no_padding(rank: int) -> None:
     """A rank without units does not go through its encoder, from the second step on."""
-    end, ends = ThreePhases.end, 0
+    end, ends = Executor.end, 0
 
-    def without(self: ThreePhases) -> None:
+    def without(self: Executor) -> None:
         nonlocal ends
         ends += 1
         if ends > 1:  # in the first step Megatron learns which gradients to wait for
-            self._padding = None
+            left_out = EncoderBackward(unit=None, more=False)
+            step = self._now
+            step.plan = {
+                when: tuple(each for each in operations if each != left_out)
+                for when, operations in step.plan.items()
+            }
+            step.own.pop(None, None)
         end(self)
 
-    ThreePhases.end = without
+    Executor.end = without
 
 
 def mutated(rank: int, *, flags: list[str], mutation: Callable[[int], None]) -> Any:

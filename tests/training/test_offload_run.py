@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.estimate.tape import all_to_alls_apart
-from loongplug.hetero.activations import SavedOnHost
+from loongplug.hetero import activations
+from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.store import KeptOnDevice, KeptOnHost
-from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import EncoderOfStep
+from loongplug.hetero.executor import Executor
+from loongplug.hetero.operations import Kept
 from loongplug.models.features import VisionFeatures
 from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -97,7 +98,7 @@ def around(owner: type, method: str, act: Callable[..., Any]) -> None:
 
     def called(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        act(result, *args)
+        act(result, *args, **kwargs)
         return result
 
     setattr(owner, method, called)
@@ -113,26 +114,35 @@ def watched(counter: Counter) -> None:
         for each in units.values():
             counter.note(each)
 
-    def kept(_: None, store: KeptOnDevice, __: object) -> None:
-        for each in store._features.values():
+    def gathered(_: None, executor: Executor, __: range, **___: Any) -> None:
+        for each in executor._now.features.values():
             counter.note(each)
 
-    end = ThreePhases.end
+    def came(_: None, queue: PrefetchQueue, *names: Any) -> None:
+        for what, unit in names:
+            for each in queue._lots[what, unit].items if what is Kept.FEATURES else ():
+                counter.note(each.device)
 
-    def ended(phases: ThreePhases) -> None:
+    end = Executor.end
+
+    def ended(executor: Executor) -> None:
         counter.phase_3()
-        end(phases)
+        end(executor)
+
+    stand_in = activations.stand_in
+
+    def saved(tensor: Tensor, known: Any) -> Any:
+        counter.note_saved(tensor)
+        return stand_in(tensor, known)
 
     around(EncoderOfStep, "payload", lambda made, *_: counter.note(made))
     around(Exchange, "gather_variable_shape_embeddings", arrived)
-    around(KeptOnHost, "_beside", lambda made, *_: counter.note(made))
-    around(KeptOnDevice, "__init__", kept)
-    around(SavedOnHost, "_pack", lambda packed, _, tensor, __: (
-        None if isinstance(packed, Tensor) else counter.note_saved(tensor)
-    ))  # fmt: skip
-    around(ThreePhases, "begin", lambda *_: counter.phase_2(sizes))
-    around(ThreePhases, "features", lambda *_: counter.count())
-    ThreePhases.end = ended
+    around(Executor, "_gather", gathered)
+    around(PrefetchQueue, "send_for", came)
+    activations.stand_in = saved
+    around(Executor, "begin", lambda *_, **__: counter.phase_2(sizes))
+    around(Executor, "features", lambda *_: counter.count())
+    Executor.end = ended
     around(CpuPlatform, "release", lambda _, __, storage: counter.released(storage.nbytes()))
     around(CpuPlatform, "restore", lambda _, __, storage, nbytes: counter.released(-nbytes))
 
@@ -164,12 +174,11 @@ def trained(rank: int, *, flags: list[str], late: bool = False) -> dict[str, Any
     state = EncoderState(
         part, chunks.optimizer.of_part["image_encoder"], platform=CpuPlatform.__new__(CpuPlatform)
     )
-    state.leave()
     return {
         "numbers": (found, digest.hexdigest()),
         "steps": counter.steps,
         "away": counter.away,
-        "state": sum(each.nbytes for each in state._moved),
+        "state": sum(each.nbytes for each in state.movable()),
     }
 
 
@@ -256,7 +265,7 @@ def test_all_flags_together(flags, layout):
 
 def encoder_in_phase_2(rank: int, *, flags: list[str]) -> bool:
     """Whether losses are numbers when features depend on the encoder once more in phase 2."""
-    begin, features = ThreePhases.begin, ThreePhases.features
+    begin, features = Executor.begin, Executor.features
 
     def noting(self: Any, chunk: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, chunk, *args, **kwargs)
@@ -267,7 +276,7 @@ def encoder_in_phase_2(rank: int, *, flags: list[str]) -> bool:
         nothing = 0 * self.parameter.detach().sum()
         return VisionFeatures(embeddings=found.embeddings + nothing, deepstack=found.deepstack)
 
-    ThreePhases.begin, ThreePhases.features = noting, using
+    Executor.begin, Executor.features = noting, using
     return all(math.isfinite(step.loss) for step in run(flags))
 
 

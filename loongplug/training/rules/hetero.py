@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.hetero.modes import UNIFORM, mode_of
+from loongplug.hetero.modes import mode_of
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
@@ -66,7 +66,7 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
 def encoder_state(args: Namespace, model: Any) -> str | None:
     """An encoder with a layout of its own meets no flag that knows one layout only."""
     own = encoder_tp(args, model) not in (None, args.tensor_model_parallel_size)
-    if not own and mode_of(args) is UNIFORM:
+    if not own and mode_of(args).encoder_tp is None:
         return None
     given = [
         f"--{name.replace('_', '-')}"

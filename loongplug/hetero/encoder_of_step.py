@@ -1,39 +1,28 @@
-"""When units are encoded, relative to the decoder's schedule."""
+"""This rank's encoder during one step, and what all ranks know of the step's units."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.sequence_shares import sequence_shares
-from loongplug.models.features import FeatureSource
+from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
-
-
-class Timing(FeatureSource, Protocol):
-    """What a step's schedule is wrapped in, and what the decoder asks for features meanwhile."""
-
-    def begin(
-        self, chunk: nn.Module, microbatches: Sequence[Microbatch], *, training: bool
-    ) -> None:
-        """Before the schedule. ``chunk`` is the rank's first, as Megatron has wrapped it."""
-        ...
-
-    def end(self) -> None:
-        """After the schedule, when it has not failed; gradients are finalised after that."""
-        ...
 
 
 class EncoderOfStep:
     """This rank's encoder during one step: units to payloads, gradients of payloads to its own."""
 
-    def __init__(self, chunk: Any, model: MultimodalModel, *, training: bool) -> None:
-        (self._entry,) = model.encoders
+    def __init__(
+        self, chunk: Any, model: MultimodalModel, *, entry: Entry, training: bool
+    ) -> None:
+        """``chunk``: the rank's first, as Megatron has wrapped ``model``; it may have no encoder."""
+        self._entry = entry
         self._chunk = chunk
         self._model = model
         self.trains = training and any(

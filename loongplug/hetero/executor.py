@@ -1,0 +1,394 @@
+"""Does the operations of a step's plan, around and within Megatron's own schedule."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from loongplug.data.microbatch import Microbatch
+from loongplug.hetero.activations import addresses, movable_saves
+from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
+from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    Await,
+    Encode,
+    EncodeInForward,
+    EncoderBackward,
+    GatherFeatures,
+    KeepGradient,
+    Kept,
+    Offload,
+    Operation,
+    Release,
+    Reload,
+    ScatterGradients,
+    StepPlan,
+    TakeFeatures,
+    When,
+    backward,
+    forward,
+    gradient,
+)
+from loongplug.models.entries import Entry
+from loongplug.models.features import VisionFeatures
+from loongplug.models.multimodal import MultimodalModel
+from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.platform import Platform
+from loongplug.platform.prefetch import Movable, PrefetchQueue
+
+Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
+# From which replica encodes each microbatch's unit, with what is known of the step, to its plan.
+Planned = Callable[..., StepPlan]
+
+
+class Executor:
+    """One rank's encoder side of a run's steps; the decoder's feature source.
+
+    The plan says what is done, and when; here is how. Collective where the plan's operations are:
+    every rank of the exchange's group has a plan that enters the same ones in the same order.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        exchange: Exchange,
+        *,
+        entry: Entry,
+        patches_per_token: int,
+        platform: Platform,
+        recorder: Recorder = NOTHING,
+    ) -> None:
+        """``planned`` is called with a step's ``owners``, ``training`` and ``trains``.
+
+        ``entry`` is the encoder's.
+        """
+        self._planned = planned
+        self._exchange = exchange
+        self._entry = entry
+        self._block = patches_per_token
+        self._platform = platform
+        self._recorder = recorder
+        self._queue = PrefetchQueue(platform.copies())
+        self.state: EncoderState | None = None  # where it leaves for the host
+        self._step: _Step | None = None
+
+    def around(self, schedule: Schedule) -> Schedule:
+        """``schedule`` with the plan's operations around and within it.
+
+        The step's microbatches are taken from the first chunk's iterator beforehand. What Megatron
+        does to all gradients once the schedule is through waits for the end of the plan.
+        """
+
+        def forward_backward(
+            *,
+            forward_step_func: Callable[..., Any],
+            data_iterator: Any,
+            model: Any,
+            num_microbatches: int,
+            forward_only: bool = False,
+            **options: Any,
+        ) -> Any:
+            chunk = model[0] if isinstance(model, list) else model
+            several = isinstance(data_iterator, list)
+            first, *others = data_iterator if several else [data_iterator]
+            with self._recorder.span("data", "the step's microbatches"):
+                microbatches = [
+                    replace(next(first), number=number) for number in range(num_microbatches)
+                ]
+            self.begin(chunk, microbatches, training=not forward_only)
+            replayed: Iterator[Microbatch] = iter(microbatches)
+            config = get_model_config(chunk)
+            finalize, waiting = config.finalize_model_grads_func, _Waiting()
+            config.finalize_model_grads_func = None if finalize is None else waiting
+            try:
+                result = schedule(
+                    forward_step_func=self.watched(forward_step_func, chunk),
+                    data_iterator=[replayed, *others] if several else replayed,
+                    model=model,
+                    num_microbatches=num_microbatches,
+                    forward_only=forward_only,
+                    **options,
+                )
+            finally:
+                config.finalize_model_grads_func = finalize
+            self.end()
+            waiting.release(finalize)
+            return result
+
+        return forward_backward
+
+    def begin(self, chunk: Any, microbatches: list[Microbatch], *, training: bool) -> None:
+        """A step begins. ``chunk`` is the rank's first, as Megatron has wrapped it."""
+        model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
+        encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
+        plan = self._planned(
+            owners=tuple(each.owner for each in microbatches),
+            training=training,
+            trains=encoder.trains,
+        )
+        if _outside_schedule(plan):
+            encoder.runs_outside_schedule()
+        self._step = _Step(plan=plan, encoder=encoder, model=model, microbatches=microbatches)
+        self._do(BEGIN)
+
+    def watched(self, forward_step: Callable[..., Any], chunk: Any) -> Callable[..., Any]:
+        """``forward_step`` with the events of the passes through ``chunk``, the rank's first."""
+        number = 0
+
+        def watching(data_iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
+            nonlocal number
+            if model is not chunk:
+                return forward_step(data_iterator, model, *args, **options)
+            here, number = number, number + 1
+            self._do(forward(here))
+            output, loss = forward_step(data_iterator, model, *args, **options)
+            if backward(here) in self._now.plan:
+                _before_backward(output, lambda: self._do(backward(here)))
+            return output, loss
+
+        return watching
+
+    def features(self, number: int) -> VisionFeatures:
+        """For the decoder's graph, which hands their gradient to this step."""
+        step = self._now
+        rows = self._taken(number)
+        return VisionFeatures.unpacked(rows, hidden=step.model.text_decoder.config.hidden_size)
+
+    def end(self) -> None:
+        """The schedule is through, and has not failed."""
+        self._do(END)
+        self._now.assert_done()
+        self._step = None
+
+    @property
+    def _now(self) -> "_Step":
+        assert self._step is not None, "no step has begun"
+        return self._step
+
+    def _taken(self, unit: int) -> Tensor:
+        """A unit's features, [rows, width]; nothing but the graph's own operations holds them."""
+        if not self._now.encoder.trains:
+            return self._now.taken.pop(unit)
+        # The graph goes no further than inputs that need it: one without values. A leaf with the
+        # features would keep them until its backward.
+        found: Tensor = _Features.apply(torch.empty(0, requires_grad=True), self, unit)
+        return found
+
+    def _gradient_came(self, unit: int, gradient_of_features: Tensor) -> None:
+        self._now.arrived = gradient_of_features
+        del gradient_of_features
+        self._do(gradient(unit))
+        self._now.arrived = None
+
+    def _do(self, when: When) -> None:
+        for operation in self._now.plan.get(when, ()):
+            self._operate(operation)
+
+    def _operate(self, operation: Operation) -> None:
+        step = self._now
+        match operation:
+            case Encode(unit=unit, movable=movable):
+                self._encode(unit, movable=movable)
+            case GatherFeatures(units=units, to_host=to_host):
+                self._gather(units, to_host=to_host)
+            case TakeFeatures(unit=unit):
+                step.taken[unit] = step.features.pop(unit)
+            case KeepGradient(unit=unit):
+                assert step.arrived is not None
+                step.gradients[unit], step.arrived = step.arrived, None
+            case ScatterGradients(units=units):
+                self._scatter(units)
+            case EncoderBackward(unit=unit, more=more):
+                own = step.own.pop(unit)
+                step.encoder.backward(own, step.own_gradients.pop(unit), more=more)
+            case Offload(what=what, units=units):
+                self._queue.leave(self._leaving(what, units))
+            case Release(what=what, units=units):
+                self._queue.let_go(*_names(what, units))
+            case Reload(what=what, units=units):
+                self._queue.send_for(*_names(what, units))
+            case Await(what=what, units=units):
+                self._arrives(what, units)
+            case EncodeInForward():
+                raise AssertionError("the decoder's forward does it without this executor")
+
+    def _encode(self, unit: int | None, *, movable: bool) -> None:
+        step = self._now
+        microbatch = None if unit is None else step.microbatches[unit]
+        if movable:
+            assert microbatch is not None
+            assert microbatch.vision is not None
+            stays = step.weights | addresses([microbatch.vision.pixels])
+            saves = movable_saves(device=self._platform.device, stays=stays)
+        with saves if movable else nullcontext() as saved:
+            payload = step.encoder.payload(microbatch)
+        if saved is not None:
+            step.saved[unit] = list(saved.values())
+        if step.encoder.trains:
+            step.own[unit] = get_gradient_edge(payload)
+        if unit is None:
+            step.own_gradients[None] = torch.zeros_like(payload)  # [0, width]
+        else:
+            step.payloads[unit] = payload
+
+    def _gather(self, units: range, *, to_host: bool) -> None:
+        step = self._now
+        spec = step.specs[units] = units_of(
+            step.microbatches[units.start : units.stop],
+            model=step.model,
+            patches_per_token=self._block,
+        )
+        own = [unit for unit in units if unit in step.payloads]
+        arrived = self._exchange.gather_variable_shape_embeddings(
+            {unit - units.start: step.payloads.pop(unit) for unit in own}, spec
+        )
+        if not to_host:
+            for unit in sorted(arrived):
+                step.features[units.start + unit] = _own_storage(arrived.pop(unit))
+            return
+        lots: dict[Hashable, Sequence[Movable]] = {
+            (Kept.FEATURES, units.start + unit): [self._movable(each)]
+            for unit, each in arrived.items()
+        }
+        self._queue.leave(lots)
+        arrived.clear()
+        self._queue.let_go(*lots)
+
+    def _scatter(self, units: range) -> None:
+        step = self._now
+        if self._exchange.consumes:
+            missing = [unit for unit in units if unit not in step.gradients]
+            assert not missing, f"no gradient came for units {missing}"
+        found = self._exchange.scatter_variable_shape_embeddings(
+            {
+                unit - units.start: step.gradients.pop(unit)
+                for unit in units
+                if unit in step.gradients
+            },
+            step.specs.pop(units),
+        )
+        step.own_gradients |= {units.start + unit: each for unit, each in found.items()}
+
+    def _leaving(self, what: Kept, units: tuple[int, ...]) -> dict[Hashable, Sequence[Movable]]:
+        step = self._now
+        match what:
+            case Kept.STATE:
+                assert self.state is not None
+                return dict.fromkeys(_names(what, units), self.state.movable())
+            case Kept.ACTIVATIONS:
+                return {(what, unit): step.saved.pop(unit) for unit in units}
+            case Kept.GRADIENTS:
+                return {(what, unit): [self._movable(step.gradients.pop(unit))] for unit in units}
+            case Kept.FEATURES:
+                raise AssertionError("they leave when they are gathered")
+
+    def _arrives(self, what: Kept, units: tuple[int, ...]) -> None:
+        """What comes back is the computation's again, and nothing here holds activations."""
+        arriving = {Kept.FEATURES: self._now.features, Kept.GRADIENTS: self._now.gradients}
+        taken = self._queue.take(*_names(what, units))
+        for unit in units if what in arriving else ():
+            (found,) = taken[what, unit]
+            assert found.device is not None
+            arriving[what][unit] = found.device
+
+    def _movable(self, tensor: Tensor) -> Movable:
+        return Movable(device=tensor, where=self._platform.device)
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """What one step has made and not used up, by unit; ``own`` is what this rank encoded."""
+
+    plan: StepPlan
+    encoder: EncoderOfStep
+    model: MultimodalModel
+    microbatches: list[Microbatch]
+    specs: dict[range, ExchangeSpec] = field(default_factory=dict)
+    payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
+    features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
+    taken: dict[int, Tensor] = field(default_factory=dict)  # for the forward under way
+    arrived: Tensor | None = None  # the gradient that the backward under way has made
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of features
+    # Roots of graphs alone: of what is encoded, features are held where they are consumed.
+    own: dict[int | None, GradientEdge] = field(default_factory=dict)
+    own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # of payloads
+    saved: dict[int | None, list[Movable]] = field(default_factory=dict)  # that may leave
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """Addresses of what all units use."""
+        return addresses(self.model.parameters())
+
+    def assert_done(self) -> None:
+        """Behind the last operation: all that was made is used up."""
+        for what in (self.payloads, self.features, self.taken, self.gradients, self.own):
+            assert not what, f"nobody used what there is of units {list(what)}"
+
+
+class _Features(torch.autograd.Function):
+    """Has an input without values, since the graph goes no further than inputs that need it."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, executor: Executor, unit: int) -> Tensor:
+        ctx.came = partial(executor._gradient_came, unit)
+        return executor._now.taken.pop(unit)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_of_features: Tensor) -> tuple[None, None, None]:
+        ctx.came(gradient_of_features)
+        return None, None, None
+
+
+class _Waiting:
+    """Stands in for a function that is to be called later, with what it was called with."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._calls.append((args, kwargs))
+
+    def release(self, function: Callable[..., Any] | None) -> None:
+        for args, kwargs in self._calls:
+            assert function is not None
+            function(*args, **kwargs)
+
+
+def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:
+    """As the queue knows them; the encoder's state is of no unit."""
+    return [(what, unit) for unit in units or (None,)]
+
+
+def _outside_schedule(plan: StepPlan) -> bool:
+    """Whether Megatron's schedule has nothing to gather or to reduce for the encoder."""
+    return all(
+        when in (BEGIN, END)
+        for when, operations in plan.items()
+        for each in operations
+        if isinstance(each, Encode | EncoderBackward)
+    )
+
+
+def _before_backward(output: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward of what a forward step gave begins."""
+    if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
+        output.on_backward(call)
+    elif output.requires_grad:
+        output.register_hook(lambda gradient_of_output: call())
+
+
+def _own_storage(features: Tensor) -> Tensor:
+    """Clone views: a view keeps the whole receive buffer alive."""
+    if features.untyped_storage().nbytes() == features.nbytes:
+        return features
+    return features.clone()

@@ -1,0 +1,169 @@
+"""The plan of a step: what one rank's encoder side does, and when. Pure; no tensor is here.
+
+A plan is read by whoever needs it: the executor does its operations, the estimate adds up their
+bytes. What an operation means is told here and nowhere else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Event(Enum):
+    """Moments of a step, by microbatch but for the first and the last.
+
+    Of the rank's first chunk, whose forwards and backwards both come in the order of microbatches.
+    """
+
+    BEGIN = "begin"  # before Megatron's schedule
+    FORWARD = "forward"  # before a microbatch's forward
+    BACKWARD = "backward"  # before a microbatch's backward
+    GRADIENT = "gradient"  # within it, when the gradient of the features is there
+    END = "end"  # behind the schedule; gradients are finalised after that
+
+
+@dataclass(frozen=True)
+class When:
+    """An event, and of which microbatch it is."""
+
+    event: Event
+    microbatch: int | None = None
+
+
+BEGIN, END = When(Event.BEGIN), When(Event.END)
+
+
+def forward(microbatch: int) -> When:
+    """Before its forward."""
+    return When(Event.FORWARD, microbatch)
+
+
+def backward(microbatch: int) -> When:
+    """Before its backward."""
+    return When(Event.BACKWARD, microbatch)
+
+
+def gradient(microbatch: int) -> When:
+    """When the gradient of its features is there."""
+    return When(Event.GRADIENT, microbatch)
+
+
+class Kept(Enum):
+    """What can be on the host while the decoder works."""
+
+    FEATURES = "features"
+    GRADIENTS = "gradients of features"
+    ACTIVATIONS = "what the encoder's backward needs"
+    STATE = "the encoder's parameters, gradients and optimizer state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeInForward:
+    """The decoder's own forward encodes the unit, in its graph."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode:
+    """Make a unit's features here. ``unit`` None: of no media, so that parameters get gradients.
+
+    With ``movable``, what its backward needs can leave for the host.
+    """
+
+    unit: int | None
+    movable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherFeatures:
+    """These units' features go from the ranks that made them to their consumers.
+
+    Collective: the exchange's group. With ``to_host`` consumers have them on the host alone.
+    """
+
+    units: range
+    to_host: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeFeatures:
+    """The decoder's forward uses the unit's features up."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepGradient:
+    """The gradient of the unit's features, which the decoder has just made, waits."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterGradients:
+    """The gradients of these units' features go back to the ranks that encoded them.
+
+    Collective: the exchange's group.
+    """
+
+    units: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBackward:
+    """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet."""
+
+    unit: int | None
+    more: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Copies to the host set out; the device's memory is not free before :class:`Release`.
+
+    ``units``: of which units; empty for the encoder's state, which is of none. So for the others.
+    """
+
+    what: Kept
+    units: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """The copies to the host are done; the device's memory is free."""
+
+    what: Kept
+    units: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reload:
+    """Memory is taken on the device, and copies back set out."""
+
+    what: Kept
+    units: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Await:
+    """What was sent for may be used from here on."""
+
+    what: Kept
+    units: tuple[int, ...] = ()
+
+
+Operation = (
+    EncodeInForward
+    | Encode
+    | GatherFeatures
+    | TakeFeatures
+    | KeepGradient
+    | ScatterGradients
+    | EncoderBackward
+    | Offload
+    | Release
+    | Reload
+    | Await
+)
+StepPlan = Mapping[When, tuple[Operation, ...]]

@@ -1,0 +1,201 @@
+"""When units are encoded, relative to the decoder's schedule: from a step to its plan. Pure."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    Await,
+    Encode,
+    EncodeInForward,
+    EncoderBackward,
+    GatherFeatures,
+    KeepGradient,
+    Kept,
+    Offload,
+    Operation,
+    Release,
+    Reload,
+    ScatterGradients,
+    StepPlan,
+    TakeFeatures,
+    When,
+    backward,
+    forward,
+    gradient,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderStep:
+    """What a policy knows of one step on one rank.
+
+    ``owners`` has, for each microbatch of the step, which of the ``replicas`` encodes its unit;
+    ``replica`` is the one that this rank is of, None for none. ``consumes``: the rank's decoder
+    takes features. ``trains``: the encoder or what goes with it has gradients in this step, which
+    is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is there
+    while the decoder works.
+    """
+
+    owners: tuple[int, ...]
+    replicas: int
+    replica: int | None
+    consumes: bool
+    training: bool
+    trains: bool
+    last_stage: bool
+    on_host: frozenset[Kept] = frozenset()
+
+    @property
+    def units(self) -> range:
+        """All of the step, a unit to a microbatch."""
+        return range(len(self.owners))
+
+    def mine(self, units: range) -> list[int]:
+        """Those of ``units`` that this rank encodes."""
+        return [unit for unit in units if self.owners[unit] == self.replica]
+
+
+Policy = Callable[[EncoderStep], StepPlan]
+
+
+def inline(step: EncoderStep) -> StepPlan:
+    """Each forward encodes its own unit, and each backward goes on through the encoder."""
+    if not step.consumes:
+        return {}
+    return {forward(unit): (EncodeInForward(unit=unit),) for unit in step.units}
+
+
+def group_ahead(step: EncoderStep) -> StepPlan:
+    """As many microbatches are encoded at a time as there are replicas, one by each.
+
+    That happens when the decoder comes to the first of them. When it has gone backward through the
+    last, the gradients go to the units' owners, which go backward within that backward, in which
+    Megatron lets reductions start. Section 3.2 of the LoongForge paper, with encoders of any
+    tensor parallel size. Only the first stage's ranks have anything to do.
+    """
+    plan = _Draft()
+    if step.replica is None:
+        return plan.done()
+    for first in step.units[:: step.replicas]:
+        members = step.units[first : first + step.replicas]
+        own = step.mine(members)
+        assert len(own) <= 1, own
+        encoded: list[int | None] = [*own]
+        if not own and step.trains:
+            encoded = [None]
+        plan.at(forward(first), *(Encode(unit=unit) for unit in encoded))
+        plan.at(forward(first), GatherFeatures(units=members))
+        for unit in members:
+            plan.at(forward(unit), TakeFeatures(unit=unit))
+            if step.trains:
+                plan.at(gradient(unit), KeepGradient(unit=unit))
+        if step.trains:
+            last = gradient(members[-1])
+            plan.at(last, ScatterGradients(units=members))
+            plan.at(last, *(EncoderBackward(unit=unit, more=False) for unit in encoded))
+    return plan.done()
+
+
+def separated(step: EncoderStep) -> StepPlan:
+    """Phase 1 encodes, phase 2 is the decoder's own schedule, phase 3 is the encoder's backward.
+
+    Section 3.3 of the LoongForge paper. All ranks of a model replica encode. What is on the host
+    leaves in phase 1, or at the start of phase 2.
+    """
+    plan = _Draft()
+    mine = step.mine(step.units)
+    on_host = Kept.FEATURES in step.on_host
+    moves = Kept.ACTIVATIONS in step.on_host and step.trains
+    for before, unit in zip([None, *mine], mine, strict=False):
+        plan.at(BEGIN, Encode(unit=unit, movable=moves))
+        if moves and before is not None:
+            plan.at(BEGIN, Release(what=Kept.ACTIVATIONS, units=(before,)))
+        if moves:
+            plan.at(BEGIN, Offload(what=Kept.ACTIVATIONS, units=(unit,)))
+    if moves and mine:
+        plan.at(BEGIN, Release(what=Kept.ACTIVATIONS, units=(mine[-1],)))
+    # A reduction that overlaps starts when every parameter has a gradient.
+    blank = step.trains and not mine
+    if blank:
+        plan.at(BEGIN, Encode(unit=None))
+    plan.at(BEGIN, GatherFeatures(units=step.units, to_host=on_host))
+    if on_host and step.consumes:
+        plan.at(BEGIN, Reload(what=Kept.FEATURES, units=(0,)))
+    if Kept.STATE in step.on_host:
+        _state_away(plan, step)
+    if step.consumes:
+        _decode(plan, step, on_host=on_host)
+    if step.trains:
+        plan.at(END, ScatterGradients(units=step.units))
+        _encoders_backward(plan, mine, moves=moves)
+        if blank:
+            plan.at(END, EncoderBackward(unit=None, more=False))
+    return plan.done()
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self) -> None:
+        self._plan: defaultdict[When, list[Operation]] = defaultdict(list)
+
+    def at(self, when: When, *operations: Operation) -> None:
+        """Behind what there is to do then already."""
+        self._plan[when] += operations
+
+    def done(self) -> StepPlan:
+        return {when: tuple(operations) for when, operations in self._plan.items() if operations}
+
+
+def _state_away(plan: _Draft, step: EncoderStep) -> None:
+    """The encoder's state is on the host in phase 2.
+
+    Where the schedule has several microbatches in flight, the state leaves beside the first
+    forward and comes back beside the last backward, when most activations are not there yet or any
+    more. On the last stage, without a pipeline, or in a step of one microbatch, one microbatch in
+    flight is all there ever is: to take less memory, the state has to be gone before the first
+    forward and come back after the last backward. A last stage waits for the others then anyway.
+    """
+    beside = not step.last_stage and len(step.units) > 1
+    plan.at(BEGIN, Offload(what=Kept.STATE))
+    plan.at(forward(1) if beside else BEGIN, Release(what=Kept.STATE))
+    back = backward(step.units[-1]) if beside and step.training else END
+    plan.at(back, Reload(what=Kept.STATE))
+    plan.at(END, Await(what=Kept.STATE))
+
+
+def _decode(plan: _Draft, step: EncoderStep, *, on_host: bool) -> None:
+    """Phase 2. On the host are all features but the one in use and the next, and all gradients."""
+    for unit in step.units:
+        if on_host:
+            plan.at(forward(unit), Await(what=Kept.FEATURES, units=(unit,)))
+            if unit + 1 in step.units:
+                plan.at(forward(unit), Reload(what=Kept.FEATURES, units=(unit + 1,)))
+        plan.at(forward(unit), TakeFeatures(unit=unit))
+        if step.trains:
+            plan.at(gradient(unit), KeepGradient(unit=unit))
+        if step.trains and on_host:
+            if unit:
+                plan.at(gradient(unit), Release(what=Kept.GRADIENTS, units=(unit - 1,)))
+            plan.at(gradient(unit), Offload(what=Kept.GRADIENTS, units=(unit,)))
+    if step.trains and on_host:
+        everything = tuple(step.units)
+        plan.at(END, Release(what=Kept.GRADIENTS, units=everything[-1:]))
+        plan.at(END, Reload(what=Kept.GRADIENTS, units=everything))
+        plan.at(END, Await(what=Kept.GRADIENTS, units=everything))
+
+
+def _encoders_backward(plan: _Draft, mine: list[int], *, moves: bool) -> None:
+    """Phase 3 of a rank; with ``moves``, the next unit's activations come beside a backward."""
+    if moves and mine:
+        plan.at(END, Reload(what=Kept.ACTIVATIONS, units=(mine[0],)))
+    for number, unit in enumerate(mine):
+        behind = mine[number + 1 : number + 2]
+        if moves:
+            plan.at(END, Await(what=Kept.ACTIVATIONS, units=(unit,)))
+        if moves and behind:
+            plan.at(END, Reload(what=Kept.ACTIVATIONS, units=tuple(behind)))
+        plan.at(END, EncoderBackward(unit=unit, more=bool(behind)))

@@ -1,0 +1,126 @@
+"""Memory of the device that is on the host for a while, and comes back before it is needed."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loongplug.platform.copies import Copies
+
+
+@dataclass(kw_only=True, eq=False)
+class Movable:
+    """A tensor that is on the device, on the host, or on its way.
+
+    ``where`` is its device, also while ``device`` is None. ``host`` is kept from one way to the
+    next where it is given. ``zeros``: it comes back as zeros, and nothing is copied.
+    """
+
+    device: Tensor | None
+    where: torch.device
+    host: Tensor | None = None
+    zeros: bool = False
+
+    def free(self) -> None:
+        """Let go of the device's memory."""
+        self.device = None
+
+    def allocate(self) -> Tensor:
+        """Memory on the device again; its content comes later."""
+        assert self.host is not None
+        self.device = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.where)
+        return self.device
+
+
+class _State(Enum):
+    LEAVING = "leaving"  # copies to the host are under way; the device's memory is there
+    AWAY = "away"
+    COMING = "coming"  # copies to the device are under way
+
+
+@dataclass(kw_only=True)
+class _Lot:
+    items: Sequence[Movable]
+    state: _State
+    mark: Any  # behind its copies
+
+
+class PrefetchQueue:
+    """Lots of memory that leave for the host and come back, by names that the caller gives them.
+
+    Every method only queues: copies run beside the computation (:class:`Copies`), and both ends
+    of one live until the computation has waited for it. In a lot's life, in this order:
+    :meth:`leave`, :meth:`let_go`, :meth:`send_for`, :meth:`take`.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._lots: dict[Hashable, _Lot] = {}
+
+    def leave(self, lots: Mapping[Hashable, Sequence[Movable]]) -> None:
+        """They set out; until :meth:`let_go` they may be used, but not changed."""
+        assert not self._lots.keys() & lots.keys(), "it has left already"
+        self._copies.follow()
+        for items in lots.values():
+            for each in items:
+                if each.zeros:
+                    continue
+                assert each.device is not None
+                if each.host is None:
+                    each.host = self._copies.host_like(each.device)
+                self._copies.copy(each.host, each.device)
+        mark = self._copies.mark()
+        for name, items in lots.items():
+            self._lots[name] = _Lot(items=items, state=_State.LEAVING, mark=mark)
+
+    def let_go(self, *names: Hashable) -> None:
+        """Free the device's memory of those that leave."""
+        leaving = self._of(names, _State.LEAVING)
+        self._wait(leaving)
+        for lot in leaving:
+            for each in lot.items:
+                each.free()
+            lot.state = _State.AWAY
+
+    def send_for(self, *names: Hashable) -> None:
+        """Those that are away set out on their way back; those that have not left yet stay."""
+        for name in names:
+            lot = self._lots.get(name)
+            if lot is not None and lot.state is _State.LEAVING:
+                # Nobody waits for its copies, and its memory may soon be given to others.
+                for each in lot.items:
+                    if each.device is not None and not each.zeros:
+                        self._copies.keep(each.device)
+                del self._lots[name]
+        away = self._of(names, _State.AWAY)
+        if not away:
+            return
+        coming = [(each, each.allocate()) for lot in away for each in lot.items]
+        self._copies.follow()  # the memory may be in use until then
+        for each, device in coming:
+            if each.zeros:
+                device.zero_()
+                continue
+            assert each.host is not None
+            self._copies.copy(device, each.host)
+        mark = self._copies.mark()
+        for lot in away:
+            lot.state, lot.mark = _State.COMING, mark
+
+    def take(self, *names: Hashable) -> dict[Hashable, Sequence[Movable]]:
+        """They are there from now on, and no longer this queue's."""
+        self.send_for(*names)
+        self._wait(self._of(names, _State.COMING))
+        return {name: self._lots.pop(name).items for name in names if name in self._lots}
+
+    def _of(self, names: Sequence[Hashable], state: _State) -> list[_Lot]:
+        lots = (self._lots.get(name) for name in names)
+        return [lot for lot in lots if lot is not None and lot.state is state]
+
+    def _wait(self, lots: Sequence[_Lot]) -> None:
+        """Once for each mark: lots that set out together have one."""
+        for mark in {id(lot.mark): lot.mark for lot in lots}.values():
+            self._copies.wait(mark)

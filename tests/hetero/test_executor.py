@@ -1,0 +1,316 @@
+"""Plans in action: the same numbers wherever things are, memory let go, and every wait needed."""
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+from lazy_copies import LazyCopies
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from on_a_gpu import in_fresh_interpreter
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from toy_step import ENTRY, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
+
+from loongplug.hetero import activations
+from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.operations import BEGIN, Encode, Kept, TakeFeatures, forward
+from loongplug.hetero.policies import group_ahead, separated
+from loongplug.platform import current_platform
+from loongplug.platform.copies import Copies, CudaCopies, HostCopies
+from loongplug.platform.prefetch import PrefetchQueue
+
+pytestmark = pytest.mark.quick
+
+ROWS = [3, 5, 2, 4, 7]
+MOVABLE = (Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE)
+SETS = [frozenset(each) for each in chain.from_iterable(combinations(MOVABLE, n) for n in range(4))]
+
+
+@pytest.fixture(autouse=True)
+def _all_of_it(monkeypatch):
+    monkeypatch.setattr(activations, "_SMALL", 1)
+
+
+def numbers(
+    rows: list[int],
+    *,
+    copies: Copies,
+    on_host: frozenset[Kept] = frozenset(),
+    policy=separated,
+    last_stage: bool = True,
+    trains: bool = True,
+) -> Tensor:
+    """Losses, the encoder's gradients and weights of two steps and an evaluation between them."""
+    model = Model(trains=trains)
+    executor = executor_of(policy, copies, on_host=on_host, last_stage=last_stage)
+    found = []
+    for training in (True, False, True):
+        found += run_step(executor, model, rows, training=training)
+        found += [each.detach().sum() for each in (*model.parameters(), model.gradients)]
+        if training:
+            last = model.gradients
+        for each in model.parts["eyes"].buffers:
+            each.grad_data.zero_()  # as Megatron does before each step
+    return torch.cat([torch.stack(found), last])
+
+
+same = torch.equal
+
+
+@pytest.mark.parametrize("on_host", SETS, ids=lambda each: "+".join(k.name for k in each) or "none")
+@pytest.mark.parametrize("copies", [LazyCopies, HostCopies, CudaCopies])
+@pytest.mark.parametrize("rows", [ROWS, [4], [1, 2], [0, 3, 0]])
+def test_numbers_are_those_of_what_stays(on_host, copies, rows):
+    expected = numbers(rows, copies=HostCopies(), policy=group_ahead)
+    for last_stage in (True, False):
+        found = numbers(rows, copies=copies(), on_host=on_host, last_stage=last_stage)
+        assert same(found, expected)
+
+
+def test_a_frozen_encoder_has_no_gradients_and_leaves_nothing():
+    on_host = frozenset(MOVABLE)
+    found = numbers(ROWS, copies=LazyCopies(), on_host=on_host, trains=False)
+    assert same(found, numbers(ROWS, copies=HostCopies(), trains=False))
+
+
+def one_step(
+    copies: Copies, on_host: frozenset[Kept], *, last_stage: bool, policy=separated
+) -> Tensor:
+    model = Model()
+    executor = executor_of(policy, copies, on_host=on_host, last_stage=last_stage)
+    losses = run_step(executor, model, ROWS)
+    weights = [each.detach().flatten() for each in model.parameters()]
+    return torch.cat([torch.stack(losses), model.gradients, *weights])
+
+
+@pytest.mark.parametrize("last_stage", [True, False])
+@pytest.mark.parametrize("what", MOVABLE)
+def test_without_any_of_its_waits_numbers_are_wrong(what, last_stage):
+    on_host = frozenset({what})
+    counted = LazyCopies()
+    expected = one_step(counted, on_host, last_stage=last_stage)
+    assert counted.waits
+    unseen = {
+        forgotten
+        for forgotten in range(counted.waits)
+        if same(one_step(LazyCopies(forgotten=forgotten), on_host, last_stage=last_stage), expected)
+    }
+    assert not unseen
+
+
+def test_numbers_are_those_of_one_graph_for_all():
+    """Of torch alone: the losses and the gradients of a model that encodes in each forward."""
+    model, executor = Model(), executor_of(separated, HostCopies())
+    found = run_step(executor, model, ROWS)
+    plain = Model()
+    for microbatch, loss in zip(microbatches(ROWS), found, strict=True):
+        features = plain.encode(ENTRY, microbatch.vision).embeddings
+        expected = (features * (microbatch.number + 1)).tanh().sum()
+        assert torch.equal(expected, loss)
+        expected.backward()
+    assert torch.allclose(model.gradients, plain.gradients, rtol=1e-6)
+
+
+class Noted:
+    """Storages by what they are, and how many bytes of them are alive."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.counts: list[int] = []
+
+    def note(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            self._noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def alive(self) -> int:
+        return sum(nbytes for storage, nbytes in self._noted.values() if not storage.expired())
+
+    def count(self) -> None:
+        self.counts.append(self.alive())
+
+
+@pytest.fixture
+def moved(monkeypatch) -> dict[Kept, Noted]:
+    """What leaves and comes back, by what it is; counted whenever something comes."""
+    noted = {what: Noted() for what in Kept}
+    leave, send_for = PrefetchQueue.leave, PrefetchQueue.send_for
+
+    def leaving(self, lots):
+        for (what, _), items in lots.items():
+            for each in items:
+                noted[what].note(each.device)
+        leave(self, lots)
+
+    def coming(self, *names):
+        send_for(self, *names)
+        for what, unit in names:
+            lot = self._lots.get((what, unit))
+            for each in () if lot is None else lot.items:
+                noted[what].note(each.device)
+            noted[what].count()
+
+    monkeypatch.setattr(PrefetchQueue, "leave", leaving)
+    monkeypatch.setattr(PrefetchQueue, "send_for", coming)
+    return noted
+
+
+def test_features_of_two_units_are_on_the_device_at_most(moved):
+    model = Model()
+    executor = executor_of(separated, HostCopies(), on_host=frozenset({Kept.FEATURES}))
+    features = moved[Kept.FEATURES]
+    run_step(executor, model, ROWS, seen=features.count)
+    row = WIDTH * 4
+    assert max(features.counts) == (4 + 7) * row
+    assert features.counts[-1] == 0
+
+
+def test_activations_of_two_units_are_on_the_device_at_most(moved):
+    model, between = Model(), []
+    executor = executor_of(separated, HostCopies(), on_host=frozenset({Kept.ACTIVATIONS}))
+    saved = moved[Kept.ACTIVATIONS]
+    run_step(executor, model, ROWS, seen=lambda: between.append(saved.alive()))
+    row = 4 * 16  # tanh's result; pixels and weights stay
+    assert max(saved.counts) == (4 + 7) * row
+    assert set(between) == {0}
+
+
+def test_what_arrives_in_one_piece_is_let_go_unit_by_unit():
+    alive: list[int] = []
+    arrived = Noted()
+
+    class Watched(Wires):
+        def gather_variable_shape_embeddings(self, payloads, spec):
+            found = super().gather_variable_shape_embeddings(payloads, spec)
+            arrived.note(found[0])
+            return found
+
+    executor = executor_of(separated, HostCopies())
+    executor._exchange = Watched()
+    run_step(executor, Model(), ROWS, seen=lambda: alive.append(arrived.alive()))
+    assert set(alive) == {0}
+
+
+def test_a_gradient_that_did_not_come_is_missed():
+    executor = executor_of(separated, HostCopies())
+    model = Model()
+    with pytest.raises(AssertionError, match=r"no gradient came for units \[0, 1\]"):
+        run_step(executor, model, [3, 4], backwards=False)
+
+
+def test_a_unit_that_was_not_gathered_is_refused():
+    executor = executor_of(lambda step: {forward(0): (TakeFeatures(unit=0),)}, HostCopies())
+    with pytest.raises(KeyError):
+        run_step(executor, Model(), [3])
+
+
+def test_what_a_plan_makes_and_nobody_uses_is_missed():
+    executor = executor_of(lambda step: {BEGIN: (Encode(unit=0),)}, HostCopies())
+    executor.begin(model := Model(), microbatches([3]), training=False)
+    assert model.outside_schedule == {"eyes"}
+    with pytest.raises(AssertionError, match=r"nobody used what there is of units \[0\]"):
+        executor.end()
+
+
+class Plan(AbstractSchedulePlan):
+    """What a schedule that overlaps is given in an output's place."""
+
+    def __init__(self):
+        self.backward = lambda: None
+
+    def on_backward(self, call):
+        self.backward = call
+
+    @classmethod
+    def run(cls, *_, **__):
+        raise NotImplementedError
+
+
+def state_away(
+    schedule: str, *, last_stage: bool, training: bool = True, plans: bool = False
+) -> str:
+    """Whether the state is away, as . (here) or # (away), at each pass, and at last.
+
+    At forwards' beginning and behind backwards. ``schedule`` has F and B with their chunks. With
+    ``plans``, forward steps give these, as with the experts' exchange overlapped.
+    """
+    device = Device(HostCopies())
+    on_host = frozenset({Kept.STATE})
+    executor = executor_of(separated, None, on_host=on_host, last_stage=last_stage, device=device)
+    chunks = [Model(trains=False), object()]
+    executor.state = EncoderState(chunks[0].parts["eyes"], [], platform=device)
+    seen = []
+
+    def look():
+        seen.append("#" if device.away else ".")
+
+    def forward_step(data_iterator, chunk):
+        look()
+        if chunk is chunks[0]:
+            executor.features(next(data_iterator).number)
+        return Plan() if plans else torch.ones(1, requires_grad=training) * 2, None
+
+    def runs(*, forward_step_func, data_iterator, **_):
+        outputs = {chunk: [] for chunk in chunks}
+        for step in schedule.split():
+            chunk = chunks[int(step[1])]
+            if step[0] == "F":
+                outputs[chunk].append(forward_step_func(data_iterator, chunk)[0])
+            else:
+                outputs[chunk].pop(0).backward()
+                look()
+
+    number = schedule.count("F0")
+    executor.around(runs)(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches([2] * number)),
+        model=chunks,
+        num_microbatches=number,
+        forward_only=not training,
+    )
+    look()
+    return "".join(seen)
+
+
+INTERLEAVED = "F0 F0 F1 B1 F1 B1 B0 B0"
+
+
+def test_the_state_is_away_between_the_second_forward_and_the_last_backward():
+    assert state_away("F0 F0 B0 B0", last_stage=False) == ".##.."
+    # The second forward begins when it has gone, and the last backward when it has come.
+    assert state_away(INTERLEAVED, last_stage=False) == ".######.."
+    plans = state_away(INTERLEAVED, last_stage=False, plans=True)
+    assert plans == ".######.."
+
+
+def test_where_one_microbatch_is_in_flight_the_state_is_away_all_the_time():
+    assert state_away("F0 B0 F0 B0 F0 B0", last_stage=True) == "######."
+    assert state_away("F0 B0", last_stage=False) == "##."
+    assert state_away("F0 B0", last_stage=True) == "##."
+
+
+def test_in_evaluation_the_state_comes_back_at_the_end():
+    assert state_away("F0 F0 F0", last_stage=False, training=False) == ".##."
+    assert state_away("F0 F0 F0", last_stage=True, training=False) == "###."
+    assert state_away("F0", last_stage=False, training=False) == "#."
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    in_fresh_interpreter(__file__, "travels_on_a_gpu")
+
+
+def travels_on_a_gpu():
+    """Numbers of what stays, wherever things are."""
+    platform = current_platform()
+    found = []
+    for on_host in SETS:
+        with torch.device(platform.device):
+            model = Model()
+        executor = executor_of(
+            separated, platform.copies(), on_host=on_host, device=platform, last_stage=False
+        )
+        losses = run_step(executor, model, [300, 500, 200, 400])
+        found.append(torch.cat([torch.stack(losses), model.gradients]).cpu())
+    for each in found:
+        assert torch.equal(each, found[0])
