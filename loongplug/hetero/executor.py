@@ -112,7 +112,7 @@ class Executor:
             config.finalize_model_grads_func = None if finalize is None else waiting
             try:
                 result = schedule(
-                    forward_step_func=self.watched(forward_step_func, chunk),
+                    forward_step_func=self.watched(forward_step_func),
                     data_iterator=[replayed, *others] if several else replayed,
                     model=model,
                     num_microbatches=num_microbatches,
@@ -129,7 +129,7 @@ class Executor:
 
     def begin(self, chunk: Any, microbatches: list[Microbatch], *, training: bool) -> None:
         """A step begins. ``chunk`` is the rank's first, as Megatron has wrapped it."""
-        model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
+        model = _unwrapped(chunk)
         encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
         plan = self._planned(
             owners=tuple(each.owner for each in microbatches),
@@ -141,13 +141,13 @@ class Executor:
         self._step = _Step(plan=plan, encoder=encoder, model=model, microbatches=microbatches)
         self._do(BEGIN)
 
-    def watched(self, forward_step: Callable[..., Any], chunk: Any) -> Callable[..., Any]:
-        """``forward_step`` with the events of the passes through ``chunk``, the rank's first."""
+    def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward_step`` with the events of the passes through the rank's first chunk."""
         number = 0
 
         def watching(data_iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
             nonlocal number
-            if model is not chunk:
+            if _unwrapped(model) is not self._now.model:
                 return forward_step(data_iterator, model, *args, **options)
             here, number = number, number + 1
             self._do(forward(here))
@@ -362,6 +362,12 @@ class _Waiting:
         for args, kwargs in self._calls:
             assert function is not None
             function(*args, **kwargs)
+
+
+def _unwrapped(chunk: Any) -> MultimodalModel:
+    """Megatron hands chunks on with or without its wrappers."""
+    model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
+    return model
 
 
 def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:

@@ -1,15 +1,10 @@
 """What a rank of a real run holds, counted from its live tensors, for one training step."""
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from loongplug.hetero.group_ahead import GroupAhead
-from loongplug.hetero.store import KeptOnDevice, KeptOnHost
-from loongplug.hetero.three_phases import ThreePhases
-from loongplug.hetero.timing import EncoderOfStep
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from torch import Tensor
@@ -22,15 +17,23 @@ from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES
 from loongplug.estimate.tape import Tape, all_to_alls_apart
 from loongplug.estimate.trace import DECODER, ENCODER
-from loongplug.hetero.activations import SavedOnHost
+from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.executor import Executor
+from loongplug.hetero.operations import Kept
 from loongplug.models.features import VisionFeatures
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.cpu import CpuPlatform
-from loongplug.schedule.tensor_offload import LayerTensors
+from loongplug.platform.prefetch import PrefetchQueue
+from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 from loongplug.training.run import run
 
+_REGIONS = {
+    Kept.FEATURES: FEATURES,
+    Kept.GRADIENTS: FEATURE_GRADIENTS,
+    Kept.ACTIVATIONS: ENCODER,
+}
 AWAY = "encoder's state on the host"  # counts below zero
 
 
@@ -61,7 +64,7 @@ class _Watch:
         self.most_before_step = 0  # of the optimizer
         self.most_in_step = 0
         self.entered = ExitStack()
-        self.stored: list[weakref.ref[KeptOnDevice | KeptOnHost]] = []
+        self.executor: Executor | None = None
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
@@ -138,29 +141,26 @@ class _Watch:
 
             return exchanged
 
-        def stored(store: Any, *_: Any, **__: Any) -> None:
-            self.stored.append(weakref.ref(store))
-
-        def begin_counted(self: Any, chunk: Any, microbatches: Any, *, training: bool) -> None:
+        def begin_counted(
+            executor: Executor, chunk: Any, microbatches: Any, *, training: bool
+        ) -> None:
+            self.executor = executor
             with tape.region(PIXELS):
                 for each in microbatches:
                     if each.vision is not None:
                         tape.see(each.vision.pixels)
-            begins[type(self)](self, chunk, microbatches, training=training)
+            begin(executor, chunk, microbatches, training=training)
 
         def next_uncounted(self: Any) -> Any:
             with _disable_current_modes():  # what it makes is in the host's memory
                 return load(self)
 
-        begins = {timing: timing.begin for timing in (ThreePhases, GroupAhead)}
-        for timing in begins:
-            timing.begin = begin_counted
+        begin, Executor.begin = Executor.begin, begin_counted
         load, MicrobatchLoader.__next__ = MicrobatchLoader.__next__, next_uncounted
         MultimodalModel.encode = encode_counted
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
             setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
-        for store in (KeptOnDevice, KeptOnHost):
-            around(store, "__init__", before=stored, inside=lambda: tape.region(FEATURES))
+        around(Executor, "_gather", inside=lambda: tape.region(FEATURES))
         if self.apart:
             VisionFeatures.packed = packed_counted
         for name in ("forward_step", "backward_step"):
@@ -191,22 +191,25 @@ class _Watch:
             self.host.see(made)
             return made
 
-        def let_go(tensors: Any, release: Any) -> None:
-            lets_go(tensors, tape.given_back)
+        def layer_made(_: Any, offload: TensorOffload, *__: Any, **___: Any) -> None:
+            offload.release = tape.given_back
+
+        def sent(queue: PrefetchQueue, *names: Any) -> None:
+            region = next((_REGIONS.get(each[0]) for each in names if type(each) is tuple), None)
+            with nullcontext() if region is None else tape.region(region):
+                send_for(queue, *names)
+            if region is not None:
+                self._note(region)
 
         on_host, HostCopies.host_like = HostCopies.host_like, host_like
-        lets_go, LayerTensors.let_go = LayerTensors.let_go, let_go
-        around(KeptOnHost, "_send_for_next", inside=lambda: tape.region(FEATURES))
-        around(KeptOnHost, "gradients", inside=lambda: tape.region(FEATURE_GRADIENTS))
-        around(SavedOnHost, "_send_for_next", inside=lambda: tape.region(ENCODER))
+        send_for, PrefetchQueue.send_for = PrefetchQueue.send_for, sent
+        around(LayerTensors, "__init__", before=layer_made)
         around(CpuPlatform, "release", before=lambda _, storage: moved(-storage.nbytes()))
         around(CpuPlatform, "restore", before=lambda _, __, nbytes: moved(nbytes))
         # The fullest moments of these are not at a pass of the decoder's.
         around(Exchange, "gather_variable_shape_embeddings", before=lambda *_: self._note(FEATURES))
-        around(KeptOnDevice, "bring", before=lambda *_: self._note(FEATURES))
-        around(KeptOnHost, "bring", behind=lambda: self._note(FEATURES))
+        around(Executor, "features", before=lambda *_: self._note(FEATURES))
         around(EncoderOfStep, "payload", behind=lambda: self._note(ENCODER))
-        around(SavedOnHost, "bring", behind=lambda: self._note(ENCODER))
 
     def _note(self, region: str) -> None:
         nbytes = self.tape.live.get(region, 0)
@@ -219,29 +222,31 @@ class _Watch:
         for key, (_, region, nbytes) in list(self.tape._known.items()):
             if key not in state:
                 live[region] = live.get(region, 0) + nbytes
-        gradients = [
-            gradient
-            for stored in self.stored
-            if (kept := stored()) is not None
-            for gradient in _gradients_of(kept)
-        ]
+        gradients = [] if self.executor is None else _gradients_of(self.executor)
         live[FEATURE_GRADIENTS] = sum(each.untyped_storage().nbytes() for each in gradients)
         live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
         for name, nbytes in live.items():
             self.found.most[name] = max(self.found.most.get(name, 0), nbytes)
 
 
-def _gradients_of(store: KeptOnDevice | KeptOnHost) -> list[Tensor]:
-    if isinstance(store, KeptOnDevice):
-        return list(store._gradients.values())
-    return [] if store._leaving is None else [store._leaving[0]]
+def _gradients_of(executor: Executor) -> list[Tensor]:
+    """Of features, as far as they are on the device: also those that leave."""
+    step, lots = executor._step, executor._queue._lots
+    leaving = [
+        each.device
+        for name, lot in lots.items()
+        if isinstance(name, tuple) and name[0] is Kept.GRADIENTS
+        for each in lot.items
+        if each.device is not None
+    ]
+    return [*([] if step is None else step.gradients.values()), *leaving]
 
 
 def around(
     owner: Any,
     name: str,
     *,
-    before: Callable[..., None] = lambda *_: None,
+    before: Callable[..., None] = lambda *_, **__: None,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     behind: Callable[[], None] = lambda: None,
 ) -> None:

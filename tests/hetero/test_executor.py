@@ -237,7 +237,7 @@ def state_away(
     device = Device(HostCopies())
     on_host = frozenset({Kept.STATE})
     executor = executor_of(separated, None, on_host=on_host, last_stage=last_stage, device=device)
-    chunks = [Model(trains=False), object()]
+    chunks = [Model(trains=False), Model()]
     executor.state = EncoderState(chunks[0].parts["eyes"], [], platform=device)
     seen = []
 

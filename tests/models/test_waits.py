@@ -158,7 +158,7 @@ def whole_step(rank: int, *, flags: list[str], ranks: int, me: int) -> None:
         step: Step = ForwardStep(current_platform())
         if executor is not None:
             executor.begin(chunk, microbatches, training=True)
-            step = executor.watched(step, chunk)
+            step = executor.watched(step)
         passes = in_pairs if args.overlap_moe_expert_parallel_comm else one_by_one
         passes(step, chunk, microbatches)
         if executor is not None:
