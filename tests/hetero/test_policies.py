@@ -1,0 +1,266 @@
+"""Plans of all ranks of a model replica, walked in the order of their schedules."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loongplug.estimate.schedule import Pipeline, pieces
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    Await,
+    Encode,
+    EncodeInForward,
+    EncoderBackward,
+    GatherFeatures,
+    KeepGradient,
+    Kept,
+    Offload,
+    Operation,
+    Release,
+    Reload,
+    ScatterGradients,
+    StepPlan,
+    TakeFeatures,
+    When,
+    backward,
+    forward,
+    gradient,
+)
+from loongplug.hetero.policies import EncoderStep, group_ahead, inline, separated
+
+pytestmark = pytest.mark.quick
+
+MOVABLE = (Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE)
+
+
+def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:
+    """A rank's operations as its schedule comes to them."""
+    count, passed = len(step.owners), {BEGIN, END}
+    yield from plan.get(BEGIN, ())
+    for piece in pieces(pipeline, count):
+        events = []
+        if piece.forward is not None and piece.forward.chunk == 0:
+            events.append(forward(piece.forward.microbatch))
+        if piece.backward is not None and piece.backward.chunk == 0 and step.training:
+            events.append(backward(piece.backward.microbatch))
+            if step.consumes:
+                events.append(gradient(piece.backward.microbatch))
+        for event in events:
+            passed.add(event)
+            yield from plan.get(event, ())
+    yield from plan.get(END, ())
+    assert plan.keys() <= passed, f"nobody comes to {plan.keys() - passed}"
+
+
+@dataclass
+class Walk:
+    """What one rank has at a moment of its step; each operation says what it needs."""
+
+    step: EncoderStep
+    encoded: list[int | None] = field(default_factory=list)
+    collectives: list[Operation] = field(default_factory=list)
+    payloads: set[int | None] = field(default_factory=set)
+    features: set[int] = field(default_factory=set)  # on the device
+    taken: list[int] = field(default_factory=list)
+    gradients: set[int] = field(default_factory=set)  # on the device
+    own: set[int | None] = field(default_factory=set)  # may go backward
+    backward: list[int | None] = field(default_factory=list)
+    last_more: bool = False
+    away: dict[tuple[Kept, int | None], str] = field(default_factory=dict)
+
+    def here(self, what: Kept, unit: int | None = None) -> bool:
+        return (what, unit) not in self.away
+
+    def do(self, operation: Operation) -> None:
+        step = self.step
+        match operation:
+            case Encode(unit=unit):
+                assert self.here(Kept.STATE)
+                assert unit is None or step.owners[unit] == step.replica
+                assert unit not in self.encoded
+                self.encoded.append(unit)
+                self.payloads.add(unit)
+            case GatherFeatures(units=units, to_host=to_host):
+                self.collectives.append(operation)
+                own = {unit for unit in units if step.owners[unit] == step.replica}
+                assert own <= self.payloads, "a unit is sent that was not encoded"
+                self.payloads -= own
+                if step.consumes and to_host:
+                    self.away |= {(Kept.FEATURES, unit): "away" for unit in units}
+                elif step.consumes:
+                    self.features |= set(units)
+            case TakeFeatures(unit=unit):
+                assert unit in self.features
+                self.features.remove(unit)
+                self.taken.append(unit)
+            case KeepGradient(unit=unit):
+                assert unit in self.taken
+                self.gradients.add(unit)
+            case ScatterGradients(units=units):
+                self.collectives.append(operation)
+                if step.consumes:
+                    assert set(units) <= self.gradients
+                self.gradients -= set(units)
+                self.own |= {unit for unit in units if unit in self.encoded}
+                self.own |= {None} & set(self.encoded)
+            case EncoderBackward(unit=unit, more=more):
+                assert unit in self.own
+                assert unit not in self.backward
+                assert self.here(Kept.ACTIVATIONS, unit)
+                assert self.here(Kept.STATE)
+                self.backward.append(unit)
+                self.last_more = more
+            case Offload() | Release() | Reload() | Await():
+                for unit in operation.units or (None,):
+                    self._move(operation, unit)
+            case EncodeInForward():
+                raise AssertionError("the executor has nothing to do with it")
+
+    def _move(self, operation: Offload | Release | Reload | Await, unit: int | None) -> None:
+        what, name = operation.what, (operation.what, unit)
+        match operation:
+            case Offload():
+                assert name not in self.away
+                if what is Kept.GRADIENTS:
+                    assert unit in self.gradients
+                    self.gradients.discard(unit or 0)
+                self.away[name] = "leaving"
+            case Release():
+                assert self.away[name] == "leaving"
+                self.away[name] = "away"
+            case Reload():
+                assert self.away[name] == "away"
+                self.away[name] = "coming"
+            case Await():
+                assert self.away.pop(name) == "coming"
+                arriving = {Kept.FEATURES: self.features, Kept.GRADIENTS: self.gradients}
+                if what in arriving and unit is not None:
+                    arriving[what].add(unit)
+
+    def done(self, plan: StepPlan) -> None:
+        step = self.step
+        assert sorted(u for u in self.encoded if u is not None) == step.mine(step.units)
+        assert not self.payloads - {None}
+        assert not self.features
+        assert not self.gradients
+        assert not self.away, "something stays on the host"
+        if self.step.consumes:
+            assert self.taken == list(step.units)
+        if step.trains and step.replica is not None:
+            assert self.encoded, "a rank whose parameters have no gradient holds up the others"
+            assert self.backward == self.encoded
+            assert not self.last_more, "nobody starts the reduction"
+        else:
+            assert not self.backward
+        for what in step.on_host - ({Kept.ACTIVATIONS} if not step.trains else set()):
+            leaves = [
+                each
+                for operations in plan.values()
+                for each in operations
+                if (isinstance(each, Offload) and each.what is what)
+                or (isinstance(each, GatherFeatures) and each.to_host and what is Kept.FEATURES)
+            ]
+            owns = what is not Kept.ACTIVATIONS or step.mine(step.units)
+            assert leaves or not owns, f"{what} was to leave"
+
+
+def walk(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> list[Operation]:
+    """The rank's collectives; AssertionError or KeyError for a plan that cannot be."""
+    state = Walk(step)
+    for operation in in_order(plan, step, pipeline):
+        state.do(operation)
+    state.done(plan)
+    return state.collectives
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipeline]]:
+    """One step as the ranks of a model replica see it; ``everywhere``: all stages encode."""
+    stages = draw(st.integers(1, 3))
+    replicas = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 2)) if stages > 1 else 1
+    count = draw(st.integers(1, 6))
+    if chunks > 1:
+        count = stages * draw(st.integers(1, 3))
+    if everywhere:
+        owners = tuple(draw(st.integers(0, replicas - 1)) for _ in range(count))
+    else:
+        owners = tuple(number % replicas for number in range(count))
+    training = draw(st.booleans())
+    trains = training and draw(st.booleans())
+    on_host = frozenset(draw(st.sets(st.sampled_from(MOVABLE)))) if everywhere else frozenset()
+    found = []
+    for stage in range(stages):
+        for replica in range(replicas):
+            encodes = everywhere or stage == 0
+            step = EncoderStep(
+                owners=owners,
+                replicas=replicas,
+                replica=replica if encodes else None,
+                consumes=stage == 0,
+                training=training,
+                trains=trains,
+                last_stage=stage == stages - 1,
+                on_host=on_host,
+            )
+            pipeline = Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages)
+            found.append((step, pipeline))
+    return found
+
+
+@given(steps(everywhere=True))
+def test_separated(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
+    """All ranks enter the same exchanges in the same order."""
+    entered = [walk(separated(step), step, pipeline) for step, pipeline in ranks]
+    assert all(each == entered[0] for each in entered)
+
+
+@given(steps(everywhere=False))
+def test_group_ahead(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
+    """All ranks of the first stage do; the others have nothing to do."""
+    for step, pipeline in ranks:
+        plan = group_ahead(step)
+        if step.replica is None:
+            assert not plan
+            continue
+        assert walk(plan, step, pipeline) == walk(group_ahead(ranks[0][0]), *ranks[0])
+
+
+def without(plan: StepPlan, when: When, number: int) -> Mapping[When, tuple[Operation, ...]]:
+    left = tuple(each for place, each in enumerate(plan[when]) if place != number)
+    return {**plan, when: left}
+
+
+@given(st.data())
+def test_a_plan_that_lacks_any_operation_is_found(data: st.DataObject) -> None:
+    """Also by ranks that then enter other exchanges than the rest."""
+    everywhere = data.draw(st.booleans())
+    ranks = data.draw(steps(everywhere=everywhere))
+    step, pipeline = data.draw(st.sampled_from([r for r in ranks if r[0].replica is not None]))
+    plan = (separated if everywhere else group_ahead)(step)
+    expected = walk(plan, step, pipeline)
+    when = data.draw(st.sampled_from(sorted(plan, key=str)))
+    number = data.draw(st.integers(0, len(plan[when]) - 1))
+    try:
+        found = walk(without(plan, when, number), step, pipeline)
+    except (AssertionError, KeyError):
+        return
+    assert found != expected, plan[when][number]
+
+
+def test_inline_is_of_the_stages_that_consume() -> None:
+    step = EncoderStep(
+        owners=(0, 0),
+        replicas=1,
+        replica=0,
+        consumes=True,
+        training=True,
+        trains=True,
+        last_stage=False,
+    )
+    assert inline(step) == {forward(unit): (EncodeInForward(unit=unit),) for unit in (0, 1)}
+    assert not inline(replace(step, consumes=False))
