@@ -1,7 +1,6 @@
 """One training or evaluation step: a timing around Megatron's own schedule."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from megatron.core.utils import get_model_config
@@ -32,9 +31,7 @@ def stepped(schedule: Schedule, timing: Timing, *, recorder: Recorder = NOTHING)
         several = isinstance(data_iterator, list)
         first, *others = data_iterator if several else [data_iterator]
         with recorder.span("data", "the step's microbatches"):
-            microbatches: list[Microbatch] = [
-                replace(next(first), number=number) for number in range(num_microbatches)
-            ]
+            microbatches: list[Microbatch] = [next(first) for _ in range(num_microbatches)]
         timing.begin(chunk, microbatches, training=not forward_only)
         replayed: Iterator[Microbatch] = iter(microbatches)
         config = get_model_config(chunk)

@@ -12,8 +12,9 @@ from PIL import Image
 from ranks import run_ranks
 
 from loongplug.data import media
+from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.units import UnitLoader
-from loongplug.hetero import group_ahead, stepped
+from loongplug.hetero import group_ahead
 from loongplug.hetero.store import KeptOnDevice
 from loongplug.hetero.timing import EncoderOfStep
 from loongplug.training.run import run
@@ -111,7 +112,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
     seen: dict[str, Any] = {"loaded": [], "encoded": [], "held": [], "calls": 0}
     begun = 0
     decode, load, payload = media.decode_image, UnitLoader.__call__, EncoderOfStep.payload
-    forward_backward = stepped.replace
+    following = MicrobatchLoader.__next__
 
     def decoding(*args: Any, **kwargs: Any) -> Image.Image:
         seen["calls"] += 1
@@ -122,12 +123,13 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
             seen["loaded"].append(unit.index)
         return load(self, unit)
 
-    def numbered(microbatch: Any, *, number: int) -> Any:
+    def taken(self: MicrobatchLoader) -> Any:
         nonlocal begun
+        microbatch = following(self)
         if microbatch.patches and microbatch.vision is not None:
             seen["held"].append(begun)
         begun += 1
-        return forward_backward(microbatch, number=number)
+        return microbatch
 
     def encoding(self: EncoderOfStep, microbatch: Any) -> Any:
         if microbatch is not None and microbatch.patches:
@@ -135,7 +137,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
         return payload(self, microbatch)
 
     media.decode_image, UnitLoader.__call__ = decoding, loading
-    stepped.replace, EncoderOfStep.payload = numbered, encoding
+    MicrobatchLoader.__next__, EncoderOfStep.payload = taken, encoding
     run(flags)
     return seen
 
