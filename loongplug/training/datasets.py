@@ -211,7 +211,7 @@ class DatasetProvider:
                 place.placement.groups,
                 place.group_ranks,
                 patch_dim=processor.patch_dim,
-                device=lambda: platform.device,
+                device=platform.device,
                 news=news,
                 channel=channel,
             ),

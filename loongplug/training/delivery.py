@@ -1,7 +1,7 @@
 """How a microbatch's pixels come from the rank that loads them to those that encode them."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class ReplicaDelivery:
         group: dist.ProcessGroup | None,
         *,
         patch_dim: int,
-        device: Callable[[], torch.device],
+        device: torch.device,
         news: dist.ProcessGroup | None,
         channel: int,
     ) -> None:
@@ -86,12 +86,11 @@ class ReplicaDelivery:
         return bad
 
     def _pixels(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
-        device = self._device()
         if loaded is None:
-            pixels = torch.empty(media.patches, self._patch_dim, device=device)
+            pixels = torch.empty(media.patches, self._patch_dim, device=self._device)
         else:
             # Pinned by the background processes' thread; where there are none, only here.
-            pixels = to_device(loaded.pixels, device)
+            pixels = to_device(loaded.pixels, self._device)
         assert self._group is not None, "this rank encodes"
         if media.media and dist.get_world_size(self._group) > 1:
             dist.broadcast(pixels, group=self._group, group_src=0)
