@@ -116,8 +116,8 @@ class Wires:
         return dict(gradients)
 
 
-def microbatches(rows: list[int]) -> list[Microbatch]:
-    """Visual tokens alone."""
+def microbatches(rows: list[int], *, device: torch.device = CPU) -> list[Microbatch]:
+    """Visual tokens alone; their pixels are on ``device``."""
     chance = torch.Generator().manual_seed(1)
     return [
         Microbatch(
@@ -127,7 +127,7 @@ def microbatches(rows: list[int]) -> list[Microbatch]:
             loss_mask=None,
             tokens=count,
             vision=VisionInput(
-                pixels=torch.randn(count, PIXELS, generator=chance),
+                pixels=torch.randn(count, PIXELS, generator=chance).to(device),
                 grid_thw=torch.tensor([[1, 1, count]]),
             ),
             patches=count,
@@ -215,7 +215,7 @@ def run_step(
 
     executor.around(schedule)(
         forward_step_func=forward_step,
-        data_iterator=(each.to(executor._platform.device) for each in microbatches(rows)),
+        data_iterator=iter(microbatches(rows, device=executor._platform.device)),
         model=model,
         num_microbatches=len(rows),
         forward_only=not training,

@@ -7,7 +7,7 @@ is transformers' fastest way. For a process of its own.
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,33 @@ def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]
     from loongplug.data.dataset import ChatDataset
     from loongplug.data.loader import MicrobatchLoader
     from loongplug.data.processor import load_processor
+    from loongplug.data.source import LocalSource
+    from loongplug.data.step_sizes import StepSizes
 
+    processor = load_processor(data.processor)
     dataset = ChatDataset(
-        data.rows,
-        processor=load_processor(data.processor),
-        seq_length=run.row_length,
-        training_phase="sft",
+        data.rows, processor=processor, seq_length=run.row_length, training_phase="sft"
     )
-    loader = MicrobatchLoader(
-        dataset, micro_batch_size=run.batch, dp_rank=0, dp_size=1, seed=1234, with_images=True
+    source = LocalSource(
+        dataset,
+        sizes=StepSizes.constant(run.batch),
+        micro_batch_size=run.batch,
+        dp_rank=0,
+        dp_size=1,
+        seed=1234,
     )
-    return [next(loader).to(torch.device(device)) for _ in range(count)]
+    loader = MicrobatchLoader(source, processor=processor, seq_length=run.row_length)
+    return [_on(device, next(loader)) for _ in range(count)]
+
+
+def _on(device: str, microbatch: Any) -> Any:
+    """The same with its tensors there, so that no step waits for them."""
+
+    def there(owner: Any, *names: str) -> Any:
+        return replace(owner, **{name: getattr(owner, name).to(device) for name in names})
+
+    there_too = there(microbatch, "input_ids", "position_ids", "labels", "loss_mask")
+    return replace(there_too, vision=there(microbatch.vision, "pixels"))
 
 
 def _step(

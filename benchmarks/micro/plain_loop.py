@@ -21,6 +21,8 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
+from loongplug.data.source import LocalSource
+from loongplug.data.step_sizes import StepSizes
 from micro.against_transformers import (
     GLOBAL_BATCH_SIZE,
     LEARNING_RATE,
@@ -38,14 +40,15 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
         seq_length=SEQ_LENGTH,
         training_phase="sft",
     )
-    loader = MicrobatchLoader(
+    source = LocalSource(
         dataset,
+        sizes=StepSizes.constant(GLOBAL_BATCH_SIZE),
         micro_batch_size=MICRO_BATCH_SIZE,
         dp_rank=0,
         dp_size=1,
         seed=1234,
-        with_images=True,
     )
+    loader = MicrobatchLoader(source, processor=processor, seq_length=SEQ_LENGTH)
     model = Qwen3VLForConditionalGeneration.from_pretrained(weights, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0

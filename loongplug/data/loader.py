@@ -1,190 +1,196 @@
-"""The iterator that training pulls microbatches from."""
+"""The microbatches that a rank's chunks consume, made of what a source gives."""
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import repeat
 
-from loongplug.data.bad_samples import BadSamples
-from loongplug.data.collate import collate
-from loongplug.data.dataset import ChatDataset, Sample
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, VisionInput
-from loongplug.data.text_stream import PackedTexts, PaddedTexts, ResumePoint
-from loongplug.data.units import (
-    EncodesAll,
-    EncodesNone,
-    LoadedUnit,
-    MediaBatch,
-    UnitLoader,
-    UnitRoles,
-)
-from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
+from loongplug.data.processor import Processor
+from loongplug.data.source import PlannedMicrobatch, StepSource
 
-_MEDIA_CACHE_BYTES = 256 * 2**20
+# A microbatch's pixels, or None where this rank does not encode them, and which of its samples
+# have bad ones, the same on every rank of a replica.
+Delivery = Callable[[PlannedMicrobatch], tuple[Tensor | None, Container[int]]]
+
+_NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A microbatch whose text parts are made."""
-
-    samples: list[Sample]
-    unit: MediaBatch
-    resume: ResumePoint | None  # the place of it and its neighbours in a stream of packs
+def loaded_here(planned: PlannedMicrobatch) -> tuple[Tensor | None, Container[int]]:
+    """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
+    if planned.load is None:
+        return None, ()
+    loaded = planned.load()
+    return loaded.pixels, loaded.bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
-    """Endless microbatches of one data-parallel rank, from any number of consumed samples on.
+    """Endless microbatches for each of a rank's virtual chunks; as an iterator, for the first.
 
-    Text and vision parts are made apart, each in background processes of its own where
-    ``workers`` has some. Every rank of a data-parallel replica makes the text part itself, and
-    all make the same. The vision part is loaded, by unit, by the ranks that ``roles`` name;
-    ``with_images`` is short for a rank that loads all or none, with no word to others.
+    Each is made once for each chunk, with the text that it ``needs`` and, for the first, the
+    pixels. The schedule runs chunks at different times; what the others have yet to ask for is
+    kept for them, at most the microbatches of one step.
 
-    Which microbatches there are depends on neither the number of processes nor the split over
-    ranks. ``seed=None`` keeps the file's order; ``restart_after`` (in samples, over all
-    data-parallel ranks) starts the stream over, for evaluations that shall see the same samples
-    each time. ``bad_samples`` says what becomes of a sample that cannot be used: where it may be
-    left out, its row stays empty, or, when only its pixels are bad, untrained and without them.
-
-    ``needs`` says what of the text its microbatches hold; the rest is None.
-
-    With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
-    whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
-    given, packs are planned from the first sample on, however many are consumed.
+    ``deliver`` takes the pixels when a microbatch is asked for, and not later, when the encoder
+    wants them: it may communicate, and all ranks of a replica ask for microbatches in one order.
+    A bad sample, which it tells of, also changes the text.
     """
 
     def __init__(
         self,
-        dataset: ChatDataset,
+        source: StepSource,
         *,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int | None,
-        with_images: bool = False,
-        roles: UnitRoles | None = None,
-        consumed_samples: int = 0,
-        restart_after: int | None = None,
-        look_ahead: int | None = None,
-        resume: ResumePoint | None = None,
-        bad_samples: BadSamples | None = None,
-        needs: TextNeeds = ALL_TEXT,
-        workers: WorkerSettings = IN_PROCESS,
+        processor: Processor,
+        seq_length: int,
+        packed: bool = False,
+        deliver: Delivery = loaded_here,
+        needs: Sequence[TextNeeds] = (ALL_TEXT,),
+        pins: bool = False,
+        on_made: Callable[[], None] | None = None,
     ) -> None:
-        assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
-        self._dataset = dataset
-        self._step = micro_batch_size * dp_size
-        self._packed = look_ahead is not None
-        self._roles = roles or (EncodesAll() if with_images else EncodesNone())
-        self._bad_samples = bad_samples or BadSamples()
-        self._needs = needs
-        self._pin = workers.pin_memory
-        self.consumed_samples = consumed_samples  # over all data-parallel ranks
-        self.decoded = 0  # images and videos that this rank has read for its microbatches
-        self._planned: deque[_Planned] = deque()
-        self._to_load: deque[MediaBatch] = deque()
-        self._next_unit = 0
-        # What processes keep is theirs alone: together they keep what one would.
-        share = max(1, workers.processes)
-        dataset.share_cache(share)
-        self._texts: PaddedTexts | PackedTexts
-        if look_ahead is None:
-            self._texts = PaddedTexts(
-                dataset,
-                micro_batch_size=micro_batch_size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                seed=seed,
-                consumed_samples=consumed_samples,
-                restart_after=restart_after,
-                workers=workers,
-            )
-        else:
-            self._texts = PackedTexts(
-                dataset,
-                look_ahead=look_ahead,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                seed=seed,
-                consumed_packs=consumed_samples,
-                restart_after=restart_after,
-                resume=resume,
-                workers=workers,
-            )
-        load = UnitLoader(
-            dataset.processor, videos=dataset.videos, cache_bytes=_MEDIA_CACHE_BYTES // share
-        )
-        self._loaded = Background(load, self._units_to_load(), settings=workers)
+        """``needs``: by chunk. ``pins``: text in page-locked memory, once for all chunks.
+
+        ``on_made`` is called with each microbatch that was taken from the source.
+        """
+        self.source = source
+        self._processor = processor
+        self._seq_length = seq_length
+        self._packed = packed
+        self._deliver = deliver
+        self._needs = tuple(needs)
+        self._pins = pins
+        self._on_made = on_made
+        self._step: Iterator[PlannedMicrobatch] = iter(())
+        self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
     def __next__(self) -> Microbatch:
-        """The next microbatch; ValueError with file and line for a row that cannot be used."""
-        if not self._planned:
-            self._plan()
-        planned = self._planned.popleft()
-        for sample in planned.samples:
-            if sample.bad is not None:
-                self._bad_samples.meet(sample.bad)
-        loaded = self._load(planned.unit)
-        pixels, bad = self._roles.deliver(planned.unit, loaded)
-        processor, unit = self._dataset.processor, planned.unit
-        self.consumed_samples += self._step
-        return collate(
+        """The first chunk's next; ValueError with file and line for a row that cannot be used."""
+        return self._next_of(0)
+
+    def chunk(self, index: int) -> Iterator[Microbatch]:
+        """The microbatches as this chunk consumes them."""
+        if index == 0:
+            return self
+        return map(self._next_of, repeat(index))
+
+    def _next_of(self, chunk: int) -> Microbatch:
+        if not self._waiting[chunk]:
+            self._make()
+        return self._waiting[chunk].popleft()
+
+    def _make(self) -> None:
+        planned = next(self._step, None)
+        if planned is None:
+            self._step = self.source.next_step()
+            planned = next(self._step)
+        pixels, bad = self._deliver(planned)
+        media, processor = planned.media, self._processor
+        vision = None if pixels is None else VisionInput(pixels=pixels, grid_thw=media.grid_thw())
+        made = collate(
             [
-                sample.untrained() if number in bad else sample
-                for number, sample in enumerate(planned.samples)
+                sample.untrained() if place in bad else sample
+                for place, sample in enumerate(planned.samples)
             ],
             pad_token_id=processor.pad_token_id,
-            seq_length=self._dataset.seq_length,
+            seq_length=self._seq_length,
             visual_token_ids=(processor.image_token_id, processor.video_token_id),
             packed=self._packed,
             needs=self._needs,
-            vision=None if pixels is None else VisionInput(pixels=pixels, grid_thw=unit.grid_thw()),
-            patches=unit.patches,
-            owner=unit.owner,
-            pins=self._pin,
+            vision=vision,
+            patches=media.patches,
+            number=planned.number,
+            owner=planned.encoder_replica,
+            pins=self._pins,
         )
+        for waiting, microbatch in zip(self._waiting, made, strict=True):
+            waiting.append(microbatch)
+        if self._on_made is not None:
+            self._on_made()
 
-    def resume_point(self) -> ResumePoint | None:
-        """Where a loader of packs goes on that has consumed as many; None without packs."""
-        if self._packed and not self._planned:
-            self._plan()
-        return self._planned[0].resume if self._planned else None
 
-    def close(self) -> None:
-        """End the background processes."""
-        self._texts.close()
-        self._loaded.close()
+def collate(
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    seq_length: int,
+    visual_token_ids: Sequence[int] = (),
+    packed: bool = False,
+    needs: Sequence[TextNeeds] = (ALL_TEXT,),
+    vision: VisionInput | None = None,
+    patches: int = 0,
+    number: int = 0,
+    owner: int = 0,
+    pins: bool = False,
+) -> tuple[Microbatch, ...]:
+    """Samples into one microbatch for each chunk, of which ``needs`` says what text it consumes.
 
-    def _load(self, unit: MediaBatch) -> LoadedUnit | None:
-        """The unit, where this rank loads it."""
-        if not self._roles.loads(unit):
+    Text is padded to ``seq_length`` on the right, with position 0 and mask 0, and made once for
+    all chunks; with ``pins``, in page-locked memory. ``vision`` is for the first chunk.
+
+    Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
+    Tokens with one of ``visual_token_ids`` hold the places of vision features.
+    """
+    rows = [list(samples)] if packed else [[sample] for sample in samples]
+    shape = (len(rows), seq_length)
+    spans = list(_spans(rows, seq_length=seq_length))
+
+    def filled(wanted: bool, values: str, padding: int, dtype: type[np.generic]) -> Tensor | None:
+        if not wanted:
             return None
-        loaded = next(self._loaded)
-        assert loaded.index == unit.index, (loaded.index, unit.index)
-        self.decoded += loaded.decoded
-        for bad in loaded.bad.values():
-            self._bad_samples.meet(bad)
-        return loaded
+        target: NDArray[np.generic] = np.full(shape, padding, dtype=dtype)
+        for row, span, sample in spans:
+            target[row, span] = getattr(sample, values)
+        return placed(target)  # [b, s]
 
-    def _units_to_load(self) -> Iterator[MediaBatch]:
-        """The units that this rank loads; plans as far ahead as they are asked for."""
-        while True:
-            while not self._to_load:
-                self._plan()
-            yield self._to_load.popleft()
+    def placed(values: NDArray[np.generic]) -> Tensor:
+        made = torch.from_numpy(values)
+        return made.pin_memory() if pins else made
 
-    def _plan(self) -> None:
-        """Make the text parts of as many microbatches as are assigned together."""
-        block = [self._next_text() for _ in range(self._roles.block(self._next_unit))]
-        owners = self._roles.owners([planned.unit for planned in block])
-        for planned, owner in zip(block, owners, strict=True):
-            unit = replace(planned.unit, owner=owner)
-            self._planned.append(replace(planned, unit=unit))
-            if self._roles.loads(unit):
-                self._to_load.append(unit)
+    position_ids = np.zeros((3, *shape), dtype=np.int64)
+    for row, span, sample in spans:
+        position_ids[:, row, span] = sample.position_ids
+    places: list[list[NDArray[np.int64]]] = [[] for _ in rows]
+    for row, span, sample in spans:
+        (found,) = np.isin(sample.input_ids, visual_token_ids).nonzero()
+        places[row].append(found + span.start)
+    lengths = [len(sample) for sample in samples]
+    anywhere = TextNeeds.any_of(needs)
+    input_ids = filled(anywhere.input_ids, "input_ids", pad_token_id, np.int64)
+    labels = filled(anywhere.labels, "labels", pad_token_id, np.int64)
+    loss_mask = filled(anywhere.loss_mask, "loss_mask", 0, np.float32)
+    positions = placed(position_ids)  # [3, b, s]
+    visual_places = tuple(np.concatenate([*row, _NOWHERE]) for row in places)
+    return tuple(
+        Microbatch(
+            input_ids=input_ids if chunk.input_ids else None,
+            position_ids=positions,
+            labels=labels if chunk.labels else None,
+            loss_mask=loss_mask if chunk.loss_mask else None,
+            tokens=sum(lengths),
+            vision=vision if index == 0 else None,
+            segments=tuple(length for length in lengths if length) if packed else None,
+            patches=patches,
+            visual_places=visual_places,
+            number=number,
+            owner=owner,
+        )
+        for index, chunk in enumerate(needs)
+    )
 
-    def _next_text(self) -> _Planned:
-        samples = next(self._texts)
-        unit = MediaBatch.of(self._next_unit, samples)
-        self._next_unit += 1
-        place = self._texts.before if isinstance(self._texts, PackedTexts) else None
-        return _Planned(samples, unit, place)
+
+def _spans(
+    rows: Sequence[Sequence[Sample]], *, seq_length: int
+) -> Iterator[tuple[int, slice, Sample]]:
+    """Where each sample lies: its row, its tokens' places there."""
+    for row, members in enumerate(rows):
+        start = 0
+        for sample in members:
+            end = start + len(sample)
+            assert end <= seq_length, (end, seq_length)
+            yield row, slice(start, end), sample
+            start = end

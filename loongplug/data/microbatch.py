@@ -1,14 +1,11 @@
 """What one microbatch holds when it reaches the model."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from loongplug.platform.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class VisionInput:
 
 @dataclass(frozen=True, kw_only=True)
 class TextNeeds:
-    """Which tensors of a microbatch's text a pipeline stage consumes; all take the positions."""
+    """Which tensors of a microbatch's text a chunk consumes; all take the positions."""
 
     input_ids: bool
     labels: bool
@@ -63,7 +60,8 @@ ALL_TEXT = TextNeeds(input_ids=True, labels=True, loss_mask=True)
 class Microbatch:
     """One microbatch in decoder layout: b samples padded on the right to s tokens, or one pack.
 
-    What a stage has no use for is None there (see :class:`TextNeeds`).
+    It is made once, for the chunk that consumes it: what that has no use for is None (see
+    :class:`TextNeeds`). Text is on the host; pixels are where the encoder takes them.
 
     The labels are already shifted: ``labels[:, t]`` is the token that follows
     ``input_ids[:, t]``, and ``loss_mask[:, t]`` is 1 where that token counts.
@@ -77,13 +75,13 @@ class Microbatch:
     labels: Tensor | None  # [b, s] int64
     loss_mask: Tensor | None  # [b, s] float32
     tokens: int  # tokens before padding
-    vision: VisionInput | None  # None on ranks that were told not to load images
+    vision: VisionInput | None  # None on ranks that do not encode it, and in later chunks
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
     patches: int = 0  # of its images and videos, known also where they are not loaded
     # Of each row: where its visual tokens lie, ascending, known also where the ids are not needed.
     visual_places: tuple[NDArray[np.int64], ...] = ()
-    number: int | None = None  # its place in the step, where somebody counts
-    owner: int = 0  # which of the encoder's groups encodes its images and videos
+    number: int = 0  # in its step
+    owner: int = 0  # which of the encoder's replicas encodes its images and videos
 
     def __post_init__(self) -> None:
         if self.segments is not None:
@@ -94,35 +92,3 @@ class Microbatch:
     def capacity(self) -> int:
         """Tokens with padding."""
         return self.position_ids[0].numel()
-
-    def to(self, device: torch.device) -> "Microbatch":
-        """The same microbatch with its tensors on ``device`` (grids and places stay on the host).
-
-        The host does not wait for the copies.
-        """
-
-        def there(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else to_device(tensor, device)
-
-        vision = self.vision
-        if vision is not None:
-            vision = VisionInput(pixels=to_device(vision.pixels, device), grid_thw=vision.grid_thw)
-        return replace(
-            self,
-            input_ids=there(self.input_ids),
-            position_ids=to_device(self.position_ids, device),
-            labels=there(self.labels),
-            loss_mask=there(self.loss_mask),
-            vision=vision,
-        )
-
-    def only(self, needs: TextNeeds) -> "Microbatch":
-        """The same without the text that ``needs`` does not name; what it names has to be here."""
-        for name in ("input_ids", "labels", "loss_mask"):
-            assert not getattr(needs, name) or getattr(self, name) is not None, name
-        return replace(
-            self,
-            input_ids=self.input_ids if needs.input_ids else None,
-            labels=self.labels if needs.labels else None,
-            loss_mask=self.loss_mask if needs.loss_mask else None,
-        )

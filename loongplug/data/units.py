@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,12 +23,11 @@ class MediaBatch:
     Every rank of a replica knows it from the text part, and so what it will cost to encode.
     """
 
-    index: int  # of the microbatch among those that this replica's loader makes, from 0
+    index: int  # of the microbatch among those that a source of this replica gives, from 0
     media: tuple[Medium, ...]
     grids: tuple[Grid, ...]  # of each medium
     samples: tuple[int, ...]  # of each medium: which of the microbatch's samples has it
     where: tuple[str, ...]  # of each medium: path:line
-    owner: int = 0  # which of the encoder's groups encodes it
 
     @classmethod
     def of(cls, index: int, samples: Sequence[Sample]) -> Self:
@@ -107,76 +106,3 @@ class UnitLoader:
                     " are in use."
                 )
         return vision.pixels
-
-
-class UnitRoles(Protocol):
-    """Who loads a unit, who encodes it, and how its pixels get from the one to the other.
-
-    Which rank of a replica encodes which unit is a parallel mode's choice; the loader only asks.
-    It asks for the owners of :meth:`block` units at a time, from the first one on, and keeps them
-    in the units. The answers are the same on every rank of the replica.
-    """
-
-    def block(self, first: int) -> int:
-        """How many units, from number ``first`` on, have to be known before it is assigned."""
-        ...
-
-    def owners(self, units: Sequence[MediaBatch]) -> Sequence[int]:
-        """Which of the encoder's groups encodes each unit of a block. No communication."""
-        ...
-
-    def loads(self, unit: MediaBatch) -> bool:
-        """Whether this rank reads the files of the unit."""
-        ...
-
-    def deliver(
-        self, unit: MediaBatch, loaded: LoadedUnit | None
-    ) -> tuple[Tensor | None, set[int]]:
-        """The unit's pixels, or None where this rank does not encode it, and its bad samples.
-
-        ``loaded`` is there where :meth:`loads` said so. The numbers of the bad samples are the
-        same on every rank of the replica. Called once per unit, in their order; it may
-        communicate among the ranks of the replica.
-        """
-        ...
-
-
-class OneOwner:
-    """Roles where all units are of one group."""
-
-    def block(self, first: int) -> int:
-        """It alone."""
-        return 1
-
-    def owners(self, units: Sequence[MediaBatch]) -> Sequence[int]:
-        """The first."""
-        return [0] * len(units)
-
-
-class EncodesAll(OneOwner):
-    """This rank loads and encodes every unit; no communication."""
-
-    def loads(self, unit: MediaBatch) -> bool:
-        """Every unit."""
-        return True
-
-    def deliver(
-        self, unit: MediaBatch, loaded: LoadedUnit | None
-    ) -> tuple[Tensor | None, set[int]]:
-        """What was loaded."""
-        assert loaded is not None
-        return loaded.pixels, set(loaded.bad)
-
-
-class EncodesNone(OneOwner):
-    """This rank loads and encodes no unit, and hears nothing of them; no communication."""
-
-    def loads(self, unit: MediaBatch) -> bool:
-        """No unit."""
-        return False
-
-    def deliver(
-        self, unit: MediaBatch, loaded: LoadedUnit | None
-    ) -> tuple[Tensor | None, set[int]]:
-        """No pixels."""
-        return None, set()

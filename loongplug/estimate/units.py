@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.units import EncodesNone, LoadedUnit, MediaBatch
+from loongplug.data.loader import collate
+from loongplug.data.source import Assignment, LocalSource
+from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.modes import balance_of
 from loongplug.hetero.sequence_shares import sequence_shares, size
 from loongplug.training.datasets import DatasetProvider
@@ -34,21 +35,10 @@ class UnitSize:
         return sum(time * height * width for time, height, width in self.grids)
 
 
-class _Listener(EncodesNone):
-    """Loads nothing, and remembers the grids of what there would be."""
-
-    def __init__(self) -> None:
-        self.grids: list[tuple[Grid, ...]] = []
-
-    def deliver(self, unit: MediaBatch, loaded: LoadedUnit | None) -> tuple[None, set[int]]:
-        self.grids.append(unit.grids)
-        return None, set()
-
-
 def microbatches_of(args: Namespace) -> int:
     """How many a replica has to a step."""
-    number: int = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    return number
+    each = args.micro_batch_size * args.data_parallel_size
+    return next(StepSizes.constant(args.global_batch_size).microbatches(each=each))
 
 
 def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSize]:
@@ -60,22 +50,29 @@ def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSiz
         ValueError: the data do not fit the model, or a row cannot be used.
     """
     provider = DatasetProvider(args, model, engine=engine_of(args, model))
-    listener = _Listener()
-    loader = MicrobatchLoader(
-        provider.train,
+    dataset, processor = provider.train, provider.train.processor
+    source = LocalSource(
+        dataset,
+        sizes=StepSizes.constant(args.global_batch_size),
         micro_batch_size=args.micro_batch_size,
         dp_rank=0,
         dp_size=args.data_parallel_size,
         seed=args.seed,
+        loads=(),
         consumed_samples=step * args.global_batch_size,
-        roles=listener,
         bad_samples=provider.bad_samples,
         look_ahead=args.packing_look_ahead if args.packing else None,
     )
     found = []
     tp = args.tensor_model_parallel_size if args.sequence_parallel else None
-    for _ in range(microbatches_of(args)):
-        microbatch = next(loader)
+    for planned in source.next_step():
+        (microbatch,) = collate(
+            planned.samples,
+            pad_token_id=processor.pad_token_id,
+            seq_length=args.seq_length,
+            visual_token_ids=(processor.image_token_id, processor.video_token_id),
+            packed=args.packing,
+        )
         shares = None
         if tp is not None:
             parts = sequence_shares(microbatch.visual_places, length=args.seq_length, parts=tp)
@@ -83,7 +80,7 @@ def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSiz
         segments = microbatch.segments
         if segments is not None:
             segments = (*segments, args.seq_length - microbatch.tokens)
-        found.append(UnitSize(grids=listener.grids[-1], shares=shares, segments=segments))
+        found.append(UnitSize(grids=planned.media.grids, shares=shares, segments=segments))
     return found
 
 
@@ -117,6 +114,6 @@ def owners_of(
 ) -> tuple[int, ...]:
     """Which of the encoder's ``groups`` encodes each, as the run assigns them."""
     balance = balance_of(args, model.vision)
-    if balance is None:
-        return tuple(number % groups for number in range(len(units)))
-    return tuple(balance.owners([unit.grids for unit in units], replicas=groups))
+    by_cost = None if balance is None else balance.owners
+    assigned = Assignment(replicas=groups, by_cost=by_cost)
+    return tuple(assigned.of(range(len(units)), [unit.grids for unit in units]))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -102,9 +102,7 @@ class Executor:
             several = isinstance(data_iterator, list)
             first, *others = data_iterator if several else [data_iterator]
             with self._recorder.span("data", "the step's microbatches"):
-                microbatches = [
-                    replace(next(first), number=number) for number in range(num_microbatches)
-                ]
+                microbatches: list[Microbatch] = [next(first) for _ in range(num_microbatches)]
             self.begin(chunk, microbatches, training=not forward_only)
             replayed: Iterator[Microbatch] = iter(microbatches)
             config = get_model_config(chunk)

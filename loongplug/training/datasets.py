@@ -1,12 +1,13 @@
 """The data iterators that Megatron's training loop pulls microbatches from."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed import ProcessGroup
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import open_rows, parse_blend
@@ -17,6 +18,8 @@ from loongplug.data.line_index import said_by
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
+from loongplug.data.source import Assignment, LocalSource, StepSource
+from loongplug.data.step_sizes import StepSizes
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import balance_of
@@ -24,10 +27,9 @@ from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.layers.router import balances_by
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
-from loongplug.training.assigned_units import AssignedUnits, replica_group
-from loongplug.training.chunk_streams import ChunkStreams
+from loongplug.training.delivery import ReplicaDelivery, loaded_replicas, replica_group
 from loongplug.training.packing_place import note_packing_place, packing_place
-from loongplug.training.step_sizes import StepSizes, UnitSteps, step_sizes
+from loongplug.training.step_sizes import step_sizes
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 
@@ -121,9 +123,7 @@ class DatasetProvider:
         self.valid_fingerprint = (
             fingerprint(_sources(self._valid), processor, **settings) if self._valid else {}
         )
-        self._patch_dim = processor.patch_dim
-        self._loaders: list[MicrobatchLoader] = []
-        self._chunks: list[ChunkStreams] = []  # of training and, where there is one, validation
+        self._loaders: list[MicrobatchLoader] = []  # training and, where there is one, validation
         self.bad_samples = BadSamples(args.bad_sample)  # met in training
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
@@ -134,91 +134,91 @@ class DatasetProvider:
         chunk = vp_stage or 0
         if chunk == 0:
             self._start()
-        train, *valid = (streams.chunk(chunk) for streams in self._chunks)
+        train, *valid = (loader.chunk(chunk) for loader in self._loaders)
         return train, valid[0] if valid else None, None
 
     def close(self) -> None:
         """End the background processes."""
         for loader in self._loaders:
-            loader.close()
+            loader.source.close()
 
     def _start(self) -> None:
         args, sizes = self._args, step_sizes(self._args)
         assert sizes is not None, "Megatron's checks set what was not given"
-        replica = replica_group() if self.bad_samples.skips else None
+        news = replica_group() if self.bad_samples.skips else None
         valid_bad_samples = BadSamples(args.bad_sample)
         for bad_samples in (self.bad_samples, valid_bad_samples):
             bad_samples.speaks = (
                 parallel_state.is_pipeline_first_stage(ignore_virtual=True)
                 and parallel_state.get_tensor_model_parallel_rank() == 0
             )
-        self._loaders.append(
-            MicrobatchLoader(
-                self.train,
-                seed=args.seed,
-                consumed_samples=args.consumed_train_samples,
-                bad_samples=self.bad_samples,
-                resume=packing_place(args),
-                **self._common(
-                    replica,
-                    channel=0,
-                    micro_batch_size=args.micro_batch_size,
-                    sizes=sizes,
-                    consumed=args.consumed_train_samples,
-                ),
-            )
+        train = self._source(
+            self.train,
+            micro_batch_size=args.micro_batch_size,
+            sizes=sizes,
+            seed=args.seed,
+            consumed_samples=args.consumed_train_samples,
+            resume=packing_place(args),
+            bad_samples=self.bad_samples,
         )
+        note = partial(note_packing_place, train, args) if args.packing else None
+        self._loaders = [self._loader(train, news=news, channel=0, on_made=note)]
         if self._valid is not None:
-            self._loaders.append(
-                MicrobatchLoader(
-                    self._valid,
-                    seed=None,
-                    restart_after=args.eval_iters * args.eval_global_batch_size,
-                    bad_samples=valid_bad_samples,
-                    **self._common(
-                        replica,
-                        channel=1,
-                        micro_batch_size=args.eval_micro_batch_size,
-                        sizes=StepSizes.constant(args.eval_global_batch_size),
-                    ),
-                )
+            valid = self._source(
+                self._valid,
+                micro_batch_size=args.eval_micro_batch_size,
+                sizes=StepSizes.constant(args.eval_global_batch_size),
+                seed=None,
+                restart_after=args.eval_iters * args.eval_global_batch_size,
+                bad_samples=valid_bad_samples,
             )
-        train, *valid = self._loaders
-        noted = note_packing_place(train, args) if args.packing else train
-        needs = text_needs(args)
-        self._chunks = [ChunkStreams(each, needs=needs) for each in (noted, *valid)]
+            self._loaders.append(self._loader(valid, news=news, channel=1))
 
-    def _common(
+    def _source(self, dataset: ChatDataset, **options: Any) -> LocalSource:
+        """The steps of this rank's model replica; ``options`` are training's or validation's."""
+        args, balance = self._args, self._balance
+        replicas = self._engine.place.placement.groups
+        return LocalSource(
+            dataset,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            assignment=Assignment(
+                replicas=len(replicas), by_cost=None if balance is None else balance.owners
+            ),
+            loads=loaded_replicas(replicas, rank=dist.get_rank()),
+            look_ahead=args.packing_look_ahead if args.packing else None,
+            workers=WorkerSettings(
+                processes=args.num_workers, pin_memory=current_platform().name == "cuda"
+            ),
+            **options,
+        )
+
+    def _loader(
         self,
-        replica: ProcessGroup | None,
+        source: StepSource,
         *,
+        news: dist.ProcessGroup | None,
         channel: int,
-        micro_batch_size: int,
-        sizes: StepSizes,
-        consumed: int = 0,
-    ) -> dict[str, Any]:
-        """What is made alike for training and validation."""
-        args, platform = self._args, current_platform()
-        dp_size = parallel_state.get_data_parallel_world_size()
-        return {
-            "micro_batch_size": micro_batch_size,
-            "dp_rank": parallel_state.get_data_parallel_rank(),
-            "dp_size": dp_size,
-            "roles": AssignedUnits(
-                self._engine.place,
-                balance=self._balance,
-                steps=UnitSteps.of(sizes, consumed=consumed, each=micro_batch_size * dp_size),
-                patch_dim=self._patch_dim,
-                device=lambda: platform.device,
-                replica=replica,
+        on_made: Callable[[], None] | None = None,
+    ) -> MicrobatchLoader:
+        place, platform, processor = self._engine.place, current_platform(), self.train.processor
+        return MicrobatchLoader(
+            source,
+            processor=processor,
+            seq_length=self._args.seq_length,
+            packed=self._args.packing,
+            deliver=ReplicaDelivery(
+                place.placement.groups,
+                place.group_ranks,
+                patch_dim=processor.patch_dim,
+                device=platform.device,
+                news=news,
                 channel=channel,
             ),
-            "workers": WorkerSettings(
-                processes=args.num_workers, pin_memory=platform.name == "cuda"
-            ),
-            "look_ahead": args.packing_look_ahead if args.packing else None,
-            "needs": TextNeeds.any_of(text_needs(args)),
-        }
+            needs=text_needs(self._args),
+            pins=platform.name == "cuda",
+            on_made=on_made,
+        )
 
 
 def _sources(dataset: ChatDataset) -> list[Path | EnergonRows]:

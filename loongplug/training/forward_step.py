@@ -13,6 +13,7 @@ from torch import Tensor
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.platform import Platform
+from loongplug.platform.transfers import to_device
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 OnLoss = Callable[[Microbatch, LossReport], None]
@@ -41,13 +42,13 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
     )
 
 
-def packed_segments(microbatch: Microbatch) -> PackedSegments | None:
-    """A pack's segments as the decoder takes them, on the microbatch's device; else None."""
+def packed_segments(microbatch: Microbatch, *, device: torch.device) -> PackedSegments | None:
+    """A pack's segments as the decoder takes them, on ``device``; None for padded rows."""
     if microbatch.segments is None:
         return None
     return pack_segments(
         microbatch.segments,
-        device=microbatch.position_ids.device,
+        device=device,
         padding=microbatch.capacity - microbatch.tokens,
     )
 
@@ -83,29 +84,37 @@ class ForwardStep:
         """
         if self.started is None:
             self.started = time.monotonic()
+        microbatch = next(data_iterator)
         # Asked anew each time: on CUDA, Megatron chooses the rank's device while it starts.
-        microbatch = next(data_iterator).to(self._platform.device)
+        device = self._platform.device
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else to_device(tensor, device)
+
+        loss_mask = there(microbatch.loss_mask)
         # Each of a rank's virtual chunks sees the same microbatch; only the first counts it.
         if model.training and get_attr_wrapped_model(model, "pre_process"):
             self.tokens += microbatch.tokens
             self.capacity += microbatch.capacity
         output = (model.build_schedule_plan if return_schedule_plan else model)(
-            microbatch.input_ids,
-            microbatch.position_ids,
+            there(microbatch.input_ids),
+            there(microbatch.position_ids),
             vision=microbatch.vision,
             visual_places=microbatch.visual_places,
             number=microbatch.number,
-            labels=microbatch.labels,
-            loss_mask=microbatch.loss_mask,
-            packed_seq_params=packed_segments(microbatch),
+            labels=there(microbatch.labels),
+            loss_mask=loss_mask,
+            packed_seq_params=packed_segments(microbatch, device=device),
         )
         if microbatch.labels is None:
             return output, _no_loss
-        return output, partial(self._loss, microbatch, training=model.training)
+        assert loss_mask is not None, "it comes with the labels"
+        return output, partial(self._loss, microbatch, loss_mask, training=model.training)
 
-    def _loss(self, microbatch: Microbatch, losses: Tensor, *, training: bool) -> LossReport:
-        assert microbatch.loss_mask is not None, "it comes with the labels"
-        report = token_loss(microbatch.loss_mask, losses)
+    def _loss(
+        self, microbatch: Microbatch, loss_mask: Tensor, losses: Tensor, *, training: bool
+    ) -> LossReport:
+        report = token_loss(loss_mask, losses)
         total, tokens, _ = report
         if training:
             self.losses.append(total.detach())

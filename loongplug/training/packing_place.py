@@ -5,24 +5,21 @@ it travels in Megatron's arguments, which are part of every checkpoint and as wh
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.source import StepSource
 from loongplug.data.text_stream import ResumePoint
 
 _NAME = "loongplug_packing_place"
 
 
-def note_packing_place(loader: MicrobatchLoader, args: Namespace) -> Iterator[Microbatch]:
-    """The loader's microbatches; ``args`` know at any time where a resumed run would go on."""
-    for microbatch in loader:
-        place = loader.resume_point()
-        assert place is not None, "only packs have such a place"
-        setattr(args, _NAME, place.plain())
-        yield microbatch
+def note_packing_place(source: StepSource, args: Namespace) -> None:
+    """Tell ``args`` where a resumed run would go on; they know it from every microbatch on."""
+    place = source.resume_point()
+    assert place is not None, "only packs have such a place"
+    setattr(args, _NAME, place.plain())
 
 
 def packing_place(args: Namespace) -> ResumePoint | None:

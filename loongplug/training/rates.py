@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from loongplug.training.step_sizes import StepSizes
+from loongplug.data.step_sizes import StepSizes
 
 
 def rates_of(sizes: StepSizes) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:

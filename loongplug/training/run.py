@@ -15,6 +15,7 @@ from megatron.training.global_vars import get_tensorboard_writer, set_global_var
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.write_errors import write_error
 from loongplug.data.microbatch import Microbatch
+from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
@@ -63,7 +64,7 @@ from loongplug.training.provider import (
 from loongplug.training.rates import rates_of
 from loongplug.training.same_start import require_same_data, require_same_start
 from loongplug.training.soundness import Soundness
-from loongplug.training.step_sizes import StepSizes, step_sizes
+from loongplug.training.step_sizes import step_sizes
 
 
 class Watch(Protocol):

@@ -1,141 +1,35 @@
-"""How many samples each step takes: a function of the samples that were consumed before it.
-
-Megatron asks its calculator before every step. Background processes load ahead of it, and so need
-the sizes of steps to come; both get them from the same list.
-"""
+"""The sizes of training and evaluation steps that the flags ask for."""
 
 from argparse import Namespace
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
+
+from loongplug.data.step_sizes import StepSizes
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSizes:
-    """The global batch of a run.
+def parsed_schedule(schedule: str, *, seq_length: int) -> StepSizes:
+    """Megatron's own reading of ``--step-batch-size-schedule``, in tokens.
 
-    ``sizes`` are pairs: how many samples have to be consumed before a step for it to take so many.
-    The first is for 0 samples; both numbers ascend.
+    Raises:
+        ValueError: it is none.
     """
+    # Not before the platform is active.
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-    sizes: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def constant(cls, size: int) -> Self:
-        """Every step takes ``size`` samples."""
-        return cls(sizes=((0, size),))
-
-    @classmethod
-    def ramp(cls, *, start: int, increment: int, samples: int, end: int) -> Self:
-        """From ``start`` to ``end`` in equal parts of ``samples``, ``increment`` more in each.
-
-        Raises:
-            ValueError: the increments do not lead from the one to the other.
-        """
-        if start < 1 or increment < 1 or samples < 0:
-            raise ValueError("expected a start and an increment of 1 or more and 0 samples or more")
-        if end < start or (end - start) % increment:
-            raise ValueError(f"steps of {increment} do not lead from {start} to {end}")
-        parts = (end - start) // increment or 1
-        # Of sizes that begin at one sample, the largest stays.
-        begins = {
-            -(-samples * part // parts): start + part * increment
-            for part in range((end - start) // increment + 1)
-        }
-        return cls(sizes=tuple(begins.items()))
-
-    @classmethod
-    def parsed(cls, schedule: str, *, seq_length: int) -> Self:
-        """Megatron's own reading of ``--step-batch-size-schedule``, in tokens.
-
-        Raises:
-            ValueError: it is none.
-        """
-        # Not before the platform is active.
-        from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
-
-        try:
-            sizes = StepBatchsizeNumMicroBatchesCalculator(
-                micro_batch_size=1,
-                data_parallel_size=1,
-                decrease_batch_size_if_needed=False,
-                rank=-1,  # which says nothing
-                schedule=schedule,
-                seq_length=seq_length,
-            ).schedule
-        except (AssertionError, OverflowError) as error:
-            raise ValueError(str(error)) from error
-        if any(before >= after for (_, before), (_, after) in pairwise(sizes)):
-            raise ValueError("batch sizes must grow")
-        return cls(sizes=tuple(sizes))
-
-    @property
-    def largest(self) -> int:
-        """The last size."""
-        return self.sizes[-1][1]
-
-    @property
-    def vary(self) -> bool:
-        """Whether there is more than one."""
-        return len(self.sizes) > 1
-
-    def schedule(self, *, seq_length: int) -> str:
-        """As Megatron's ``--step-batch-size-schedule``, which counts tokens."""
-        return " ".join(f"{begin * seq_length}:{size}" for begin, size in self.sizes)
-
-    def stretches(self, consumed: int = 0) -> list[tuple[int, int]]:
-        """Runs of steps of one size, as (samples before them, size), from ``consumed`` on.
-
-        A step that has begun is finished: a stretch ends at or after the next size's begin.
-        """
-        found = []
-        for (_, size), (end, _) in pairwise(self.sizes):
-            if end > consumed:
-                found.append((consumed, size))
-                consumed += -(-(end - consumed) // size) * size
-        return [*found, (consumed, self.largest)]
-
-    def samples(self, steps: int) -> int:
-        """How many the first ``steps`` steps of a run take."""
-        stretches = self.stretches()
-        for (begin, size), (end, _) in pairwise(stretches):
-            count = (end - begin) // size
-            if steps <= count:
-                return begin + steps * size
-            steps -= count
-        begin, size = stretches[-1]
-        return begin + steps * size
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitSteps:
-    """Where the steps begin among the microbatches that one replica's loader makes, from 0 on.
-
-    ``begins`` and ``sizes`` are the stretches of steps of one size, both in microbatches.
-    """
-
-    begins: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sizes: StepSizes, *, consumed: int, each: int) -> Self:
-        """Those of a loader that starts after ``consumed`` samples, which ends a step.
-
-        ``each``: samples of a microbatch of all replicas together.
-        """
-        stretches = sizes.stretches(consumed)
-        return cls(
-            begins=tuple((begin - consumed) // each for begin, _ in stretches),
-            sizes=tuple(size // each for _, size in stretches),
-        )
-
-    def place(self, index: int) -> tuple[int, int]:
-        """A microbatch's number in its step, and how many the step has."""
-        stretch = bisect_right(self.begins, index) - 1
-        size = self.sizes[stretch]
-        return (index - self.begins[stretch]) % size, size
+    try:
+        sizes = StepBatchsizeNumMicroBatchesCalculator(
+            micro_batch_size=1,
+            data_parallel_size=1,
+            decrease_batch_size_if_needed=False,
+            rank=-1,  # which says nothing
+            schedule=schedule,
+            seq_length=seq_length,
+        ).schedule
+    except (AssertionError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+    if any(before >= after for (_, before), (_, after) in pairwise(sizes)):
+        raise ValueError("batch sizes must grow")
+    return StepSizes(sizes=tuple(sizes))
 
 
 def step_sizes(args: Namespace) -> StepSizes | None:
@@ -153,7 +47,7 @@ def step_sizes(args: Namespace) -> StepSizes | None:
             start=start, increment=increment, samples=samples, end=args.global_batch_size
         )
     if args.step_batch_size_schedule is not None and args.seq_length:
-        return StepSizes.parsed(args.step_batch_size_schedule, seq_length=args.seq_length)
+        return parsed_schedule(args.step_batch_size_schedule, seq_length=args.seq_length)
     size: int | None = args.global_batch_size
     return None if size is None else StepSizes.constant(size)
 

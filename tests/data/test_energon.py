@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from energon_folders import of_demo, prepare, write_shard
+from local_loader import local_loader
 from PIL import Image, ImageFile
 
 from loongplug.data.blend import open_rows
@@ -21,7 +22,6 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.workers import WorkerSettings
 
@@ -83,14 +83,17 @@ def test_microbatches_are_the_same_and_resume(
 ) -> None:
     common = {"micro_batch_size": 3, "dp_rank": 0, "dp_size": 1, "seed": 5, "with_images": True}
     workers = WorkerSettings(processes=processes)
-    jsonl = MicrobatchLoader(both[0], **common)
-    energon = MicrobatchLoader(both[1], workers=workers, **common)
+    jsonl = local_loader(both[0], **common)
+    energon = local_loader(both[1], workers=workers, **common)
     try:
         for step in range(24):  # into the second epoch
             if step == 7:
-                energon.close()
-                energon = MicrobatchLoader(
-                    both[1], workers=workers, consumed_samples=energon.consumed_samples, **common
+                energon.source.close()
+                energon = local_loader(
+                    both[1],
+                    workers=workers,
+                    consumed_samples=energon.source.consumed_samples,
+                    **common,
                 )
             one, other = next(jsonl), next(energon)
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
@@ -99,9 +102,9 @@ def test_microbatches_are_the_same_and_resume(
             assert other.vision is not None
             assert torch.equal(one.vision.pixels, other.vision.pixels)
             assert torch.equal(one.vision.grid_thw, other.vision.grid_thw)
-        assert jsonl.decoded > 0
+        assert jsonl.source.decoded > 0
     finally:
-        energon.close()
+        energon.source.close()
 
 
 def test_splits_blends_and_the_whole(demo: Path, prepared: Path) -> None:
@@ -189,7 +192,7 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
     lines = [json.dumps({"messages": messages, "videos": [f"{n}.mp4"]}) for n in range(2)]
     files.write_text("\n".join(lines))
     loaders = [
-        MicrobatchLoader(
+        local_loader(
             ChatDataset(source, processor=processor, seq_length=64, training_phase="sft"),
             micro_batch_size=2,
             dp_rank=0,

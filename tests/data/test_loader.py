@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_loader import local_loader
 from PIL import ImageFile
 
 from loongplug.data.bad_samples import BadSampleError, BadSamples
@@ -41,7 +42,7 @@ def loader(dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
         "seed": None,
         "with_images": True,
     }
-    return MicrobatchLoader(dataset, **defaults | options)
+    return local_loader(dataset, **defaults | options)
 
 
 def answers(microbatch: Microbatch, dataset: ChatDataset) -> list[str]:
@@ -140,9 +141,9 @@ def test_resumes_where_it_was(dataset: ChatDataset) -> None:
     for _ in range(7):
         next(whole)
     resumed = loader(
-        dataset, seed=11, dp_rank=1, dp_size=2, consumed_samples=whole.consumed_samples
+        dataset, seed=11, dp_rank=1, dp_size=2, consumed_samples=whole.source.consumed_samples
     )
-    assert whole.consumed_samples == 28
+    assert whole.source.consumed_samples == 28
     for _ in range(5):
         assert answers(next(resumed), dataset) == answers(next(whole), dataset)
 
@@ -197,7 +198,7 @@ def test_text_that_cannot_be_encoded_is_skipped_as_other_bad_rows(
         write_rows(good, *bad, good), processor=processor, seq_length=32, training_phase="pretrain"
     )
     bad_samples = BadSamples("skip")
-    loader = MicrobatchLoader(
+    loader = local_loader(
         dataset,
         micro_batch_size=5,
         dp_rank=0,

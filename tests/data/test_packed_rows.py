@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from local_loader import local_loader
 
-from loongplug.data.collate import collate
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
-from loongplug.data.pack_stream import PackStream
 from loongplug.data.packing import PackingState, PackPlanner, plan
 from loongplug.data.processor import Processor
-from loongplug.data.text_stream import ResumePoint
+from loongplug.data.text_stream import PackStream, ResumePoint
 from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
@@ -50,12 +49,12 @@ def loader(dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
         "with_images": True,
         "look_ahead": LOOK_AHEAD,
     }
-    return MicrobatchLoader(dataset, **defaults | options)
+    return local_loader(dataset, **defaults | options)
 
 
 def test_a_row_is_its_samples_one_behind_the_other(dataset: ChatDataset) -> None:
     samples = [dataset[i] for i in (2, 0, 1)]
-    pack = collate(samples, pad_token_id=7, seq_length=80, packed=True)
+    (pack,) = collate(samples, pad_token_id=7, seq_length=80, packed=True)
     lengths = [len(sample.input_ids) for sample in samples]
     assert len(set(lengths)) == 3
     assert pack.segments == tuple(lengths)
@@ -109,7 +108,7 @@ def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> Non
 def test_a_full_row_has_no_padding(dataset: ChatDataset) -> None:
     samples = [dataset[i] for i in range(2)]
     full = sum(len(sample.input_ids) for sample in samples)
-    pack = collate(samples, pad_token_id=0, seq_length=full, packed=True)
+    (pack,) = collate(samples, pad_token_id=0, seq_length=full, packed=True)
     assert pack.tokens == pack.capacity == full
 
 
@@ -152,7 +151,7 @@ def test_ranks_share_the_planned_packs_in_order(dataset: ChatDataset) -> None:
     assert max(map(len, expected)) > 2
     ranks = [loader(dataset, dp_rank=rank, dp_size=3) for rank in range(3)]
     assert [contents(next(rank)) for _ in range(3) for rank in ranks] == expected
-    assert all(rank.consumed_samples == 9 for rank in ranks)
+    assert all(rank.source.consumed_samples == 9 for rank in ranks)
     alone = loader(dataset)
     assert [contents(next(alone)) for _ in range(9)] == expected
 
@@ -174,11 +173,11 @@ def test_a_noted_place_is_gone_on_from_without_reading_what_is_before(
     whole = loader(dataset, dp_rank=1, dp_size=2, workers=workers)
     for _ in range(3):
         next(whole)
-    place = whole.resume_point()
+    place = whole.source.resume_point()
     assert [contents(next(whole)) for _ in range(2)] == [expected[7], expected[9]]
-    whole.close()
+    whole.source.close()
     assert place is not None
-    assert place.packs == whole.consumed_samples - 4 == 6
+    assert place.packs == whole.source.consumed_samples - 4 == 6
     assert ResumePoint.of_plain(json.loads(json.dumps(place.plain()))) == place
     reads: list[int] = []
     text_parts = ChatDataset.text_parts

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from local_loader import local_loader
 from PIL import ImageFile
 from video_reference import Family, Row, reference, row_of, video
 
 from loongplug.data.conversation import Video
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.processor import Processor
 from loongplug.data.video import VideoProcessor
 
@@ -33,7 +33,7 @@ def compare(write_rows: Callable[..., Path]) -> Callable[..., None]:
             training_phase=phase,
             video_style=family.style,
         )
-        loader = MicrobatchLoader(
+        loader = local_loader(
             dataset,
             micro_batch_size=len(rows),
             dp_rank=0,
@@ -141,7 +141,7 @@ def test_ranks_without_images_decode_no_frame(
     rows = write_rows(row_of([video(write_frames("f", 5, height=40, width=70), 2)]))
     dataset = ChatDataset(rows, processor=processor, seq_length=64, training_phase="sft")
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded a frame"))
-    loader = MicrobatchLoader(
+    loader = local_loader(
         dataset, micro_batch_size=1, dp_rank=0, dp_size=1, seed=None, with_images=False
     )
     microbatch = next(loader)
@@ -201,7 +201,7 @@ def test_frames_that_change_while_in_use_are_noticed(
 ) -> None:
     rows = write_rows(row_of([video(write_frames("f", 2, height=32, width=32), 2)]))
     dataset = ChatDataset(rows, processor=processor, seq_length=64, training_phase="sft")
-    loader = MicrobatchLoader(
+    loader = local_loader(
         dataset, micro_batch_size=1, dp_rank=0, dp_size=1, seed=None, with_images=True
     )
     next(loader)

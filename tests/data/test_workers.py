@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_loader import local_loader
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
@@ -211,7 +212,7 @@ def loader(dataset: ChatDataset, processes: int, **options: Any) -> MicrobatchLo
         "bad_samples": BadSamples("skip"),
         "workers": WorkerSettings(processes=processes),
     }
-    return MicrobatchLoader(dataset, **defaults | options)
+    return local_loader(dataset, **defaults | options)
 
 
 def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDataset) -> None:
@@ -224,9 +225,9 @@ def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDat
             found = [next(ahead) for _ in range(9)]
             rest = [next(resumed) for _ in range(5)]
         finally:
-            ahead.close()
-            resumed.close()
-        assert ahead.consumed_samples == alone.consumed_samples == 54
+            ahead.source.close()
+            resumed.source.close()
+        assert ahead.source.consumed_samples == alone.source.consumed_samples == 54
         for one, other in zip([*expected, *expected[4:]], [*found, *rest], strict=True):
             assert one.tokens == other.tokens
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
@@ -235,7 +236,7 @@ def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDat
             assert other.vision is not None
             assert torch.equal(one.vision.pixels, other.vision.pixels)
             assert torch.equal(one.vision.grid_thw, other.vision.grid_thw)
-        assert ahead._bad_samples.counts == alone._bad_samples.counts
+        assert ahead.source._bad_samples.counts == alone.source._bad_samples.counts
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -250,7 +251,7 @@ def test_a_bad_sample_is_an_error_with_file_and_line_where_it_is_used(
         with pytest.raises(ValueError, match=r"rows\.jsonl:6: 1 image tokens in the text for 0"):
             next(strict)
     finally:
-        strict.close()
+        strict.source.close()
     strict = loader(
         dataset, processes, bad_samples=BadSamples("fatal"), consumed_samples=7, **options
     )
@@ -259,4 +260,4 @@ def test_a_bad_sample_is_an_error_with_file_and_line_where_it_is_used(
         with pytest.raises(ValueError, match=r"^\S*rows\.jsonl:9: image .*cut\.png is damaged"):
             next(strict)
     finally:
-        strict.close()
+        strict.source.close()

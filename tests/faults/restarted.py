@@ -30,7 +30,7 @@ def main() -> None:
             following = MicrobatchLoader.__next__
 
             def killed(self):
-                if self.consumed_samples == (step - 1) * 8:
+                if self.source.consumed_samples == (step - 1) * 8:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return following(self)
 

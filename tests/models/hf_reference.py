@@ -313,7 +313,7 @@ def _logits_step(iterator, model):
         microbatch.position_ids,
         vision=microbatch.vision,
         visual_places=microbatch.visual_places,
-        packed_seq_params=packed_segments(microbatch),
+        packed_seq_params=packed_segments(microbatch, device=microbatch.position_ids.device),
     )
     return logits, lambda output, non_loss_data: output
 

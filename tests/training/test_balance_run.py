@@ -10,12 +10,13 @@ import torch
 from cut_images import cut
 from ranks import run_ranks
 
-from loongplug.data import loader
+from loongplug.data import source
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.source import PlannedMicrobatch
 from loongplug.data.units import MediaBatch
 from loongplug.hetero.balance import Balance, EncoderWork
-from loongplug.training import assigned_units
 from loongplug.training.config import compose_model
+from loongplug.training.delivery import ReplicaDelivery
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     loaders: list[MicrobatchLoader] = []
     units: list[list[MediaBatch]] = []
     owners: list[list[int]] = []
-    original, deliver = MicrobatchLoader.__next__, assigned_units.AssignedUnits.deliver
+    original, deliver = MicrobatchLoader.__next__, ReplicaDelivery.__call__
     seen: list[MediaBatch] = []
 
     def next_microbatch(self: MicrobatchLoader) -> Any:
@@ -54,18 +55,18 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         owners[loaders.index(self)].append(microbatch.owner)
         return microbatch
 
-    def delivered(self: Any, unit: MediaBatch, loaded: Any) -> Any:
-        seen.append(unit)
-        return deliver(self, unit, loaded)
+    def delivered(self: Any, planned: PlannedMicrobatch) -> Any:
+        seen.append(planned.media)
+        return deliver(self, planned)
 
     # Without a cache every image is counted each time it is read.
-    loader._MEDIA_CACHE_BYTES = 0
+    source._MEDIA_CACHE_BYTES = 0
     MicrobatchLoader.__next__ = next_microbatch
-    assigned_units.AssignedUnits.deliver = delivered
+    ReplicaDelivery.__call__ = delivered
     losses = [step.loss for step in run(flags)]
     return {
         "losses": losses,
-        "decoded": [each.decoded for each in loaders],
+        "decoded": [each.source.decoded for each in loaders],
         "units": units,
         "owners": owners,
     }
@@ -155,7 +156,7 @@ def test_packs_with_samples_whose_pixels_are_bad(separated, demo, tmp_path):
     assert bad == {"pixels": sum("-cut.png" in medium for medium in media)}
     assert bad["pixels"] > 2
     found = observe(separated, *PP2, *BALANCED, *more, ranks=2)
-    assert {unit.owner for unit in found[0]["units"][0]} == {0, 1}
+    assert set(found[0]["owners"][0]) == {0, 1}
     assert all(each["owners"] == found[0]["owners"] for each in found)
     assert found[0]["owners"] != in_turn[0]["owners"]
     assert json.loads(metrics.read_text())["bad_samples"] == bad

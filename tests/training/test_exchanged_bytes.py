@@ -26,7 +26,7 @@ def count(rank: int, *, flags: list[str]) -> tuple[int, list[list[int]]]:
     def noted(self):
         microbatch = following(self)
         if microbatch.input_ids is not None:
-            processor = self._dataset.processor
+            processor = self._processor
             ids = microbatch.input_ids
             visual = (ids == processor.image_token_id) | (ids == processor.video_token_id)
             parts.append([int(part.sum()) for part in visual.chunk(TP, dim=1)])

@@ -25,7 +25,7 @@ def kill_one(rank: int, *, flags: list[str], store: str, killer: int, loads: boo
     original = MicrobatchLoader.__next__
 
     def next_microbatch(self: MicrobatchLoader):
-        if rank == killer and self.consumed_samples == 8:
+        if rank == killer and self.source.consumed_samples == 8:
             children = sorted(multiprocessing.active_children(), key=lambda child: child.pid or 0)
             # Text comes first, so its processes are the older ones.
             chosen = children[2:] if loads else children[:2]

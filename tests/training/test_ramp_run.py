@@ -9,8 +9,7 @@ from compared_runs import Steps, same, steps, train
 from cut_images import cut
 from ranks import RankError
 
-from loongplug.training import assigned_units
-from loongplug.training.assigned_units import AssignedUnits
+from loongplug.data.source import Assignment, LocalSource
 
 pytestmark = pytest.mark.slow
 
@@ -99,17 +98,23 @@ def test_growing_steps_in_every_layout(grows, alone, name, tmp_path):
 
 def planned(rank: int, *, flags: list[str], of_steps: Path) -> Steps:
     """As ``steps``; the first rank writes what each call was asked to assign, by loader."""
-    original = AssignedUnits.owners
+    original, plan = Assignment.of, LocalSource._plan
     asked: dict[int, list[list[int]]] = {}
+    loaders: list[LocalSource] = []
 
-    def owners(self: AssignedUnits, units: Any) -> Any:
-        asked.setdefault(self._channel, []).append([unit.index for unit in units])
-        return original(self, units)
+    def of(self: Assignment, numbers: range, media: Any) -> Any:
+        source = loaders[-1]
+        asked.setdefault(id(source), []).append([*range(source._index - len(media), source._index)])
+        return original(self, numbers, media)
 
-    assigned_units.AssignedUnits.owners = owners
+    def planning(self: LocalSource) -> None:
+        loaders.append(self)
+        plan(self)
+
+    Assignment.of, LocalSource._plan = of, planning
     found = steps(rank, flags=flags)
     if rank == 0:
-        of_steps.write_text(json.dumps(asked[0]))
+        of_steps.write_text(json.dumps(asked[id(loaders[0])]))
     return found
 
 

@@ -145,7 +145,7 @@ def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
     original = loader.MicrobatchLoader.__next__
 
     def next_microbatch(self):
-        if rank == 1 and self.consumed_samples == 8:
+        if rank == 1 and self.source.consumed_samples == 8:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self)
 

@@ -1,12 +1,14 @@
 """What each stage is given of a microbatch, in whole runs: what it consumes, and nothing else."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from ranks import run_ranks
 
-from loongplug.data.loader import MicrobatchLoader
+from loongplug.data import loader
+from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds
 from loongplug.models.decoder import TextDecoder
 from loongplug.training.run import run
@@ -40,15 +42,16 @@ def given(rank: int, *, flags: list[str], whole: bool = False) -> dict[str, Any]
     """
     built: Counter[tuple[str, ...]] = Counter()
     taken: dict[int, Counter[tuple[str, ...]]] = {}
-    original, forward = MicrobatchLoader.__next__, TextDecoder.forward
+    original, forward = loader.collate, TextDecoder.forward
     if whole:
         TextNeeds.of_stage = classmethod(lambda cls, **_: ALL_TEXT)
 
-    def next_microbatch(self: MicrobatchLoader) -> Microbatch:
-        microbatch = original(self)
-        built[kinds(microbatch)] += 1
-        assert microbatch.position_ids.shape == (3, 2, 80)
-        return microbatch
+    def collate(samples: Sequence[Sample], **options: Any) -> tuple[Microbatch, ...]:
+        chunks = original(samples, **options)
+        kinds_of_any = {kind for microbatch in chunks for kind in kinds(microbatch)}
+        built[tuple(kind for kind in WHOLE if kind in kinds_of_any)] += 1
+        assert all(each.position_ids.shape == (3, 2, 80) for each in chunks)
+        return chunks
 
     def decode(self: TextDecoder, input_ids: Any, position_ids: Any, **kwargs: Any) -> Any:
         assert position_ids.shape[0] == 3
@@ -62,7 +65,7 @@ def given(rank: int, *, flags: list[str], whole: bool = False) -> dict[str, Any]
         counts[tuple(name for name, value in got.items() if value is not None)] += 1
         return forward(self, input_ids, position_ids, **kwargs)
 
-    MicrobatchLoader.__next__, TextDecoder.forward = next_microbatch, decode
+    loader.collate, TextDecoder.forward = collate, decode
     losses = [(step.loss, step.tokens, step.fill_rate) for step in run(flags)]
     return {"losses": losses, "built": dict(built), "taken": {k: dict(v) for k, v in taken.items()}}
 

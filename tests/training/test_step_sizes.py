@@ -1,23 +1,22 @@
 """Sizes of steps ahead of time, against the calculator that Megatron asks before each step."""
 
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_lines import command_line
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from loongplug.checkpoint.same_rates import checked_rates
-from loongplug.data.units import MediaBatch
-from loongplug.hetero.balance import Balance, EncoderWork
-from loongplug.hetero.placement import Placement
-from loongplug.parallel.layout import Layout
+from loongplug.data.step_sizes import StepSizes
 from loongplug.training.arguments import parse_arguments
-from loongplug.training.assigned_units import AssignedUnits
 from loongplug.training.rates import _count_samples
-from loongplug.training.step_sizes import StepSizes, UnitSteps, step_sizes
+from loongplug.training.step_sizes import parsed_schedule, step_sizes
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +26,7 @@ RAMPS = {
     "jumps-over-sizes": StepSizes.ramp(start=8, increment=4, samples=10, end=32),
     "at-once": StepSizes.ramp(start=4, increment=4, samples=0, end=12),
     "constant": StepSizes.constant(12),
-    "schedule": StepSizes.parsed("640:8 0:4 6.4K:20", seq_length=64),
+    "schedule": parsed_schedule("640:8 0:4 6.4K:20", seq_length=64),
 }
 
 
@@ -44,20 +43,46 @@ def megatron(sizes: StepSizes, *, each: int) -> Any:
 
 @pytest.mark.parametrize("name", RAMPS)
 @pytest.mark.parametrize("resumed", [0, 4, 12, 40, 1000])
-def test_every_microbatch_is_placed_in_the_step_that_megatron_makes(
-    name: str, resumed: int
-) -> None:
+def test_steps_are_those_that_megatron_makes(name: str, resumed: int) -> None:
     sizes, each = RAMPS[name], 4
-    calculator, steps = megatron(sizes, each=each), UnitSteps.of(sizes, consumed=resumed, each=each)
-    consumed, index = resumed, 0
+    calculator, steps = megatron(sizes, each=each), sizes.microbatches(each=each, consumed=resumed)
+    consumed = resumed
     for step in range(80):
         assert resumed or sizes.samples(step) == consumed
         calculator.update(consumed, consistency_check=True)
         count = calculator.get()
-        assert [steps.place(index + i) for i in range(count)] == [(i, count) for i in range(count)]
-        index += count
+        assert next(steps) == count
         consumed += count * each
     assert count * each == sizes.largest
+
+
+@st.composite
+def growing(draw: st.DrawFn) -> tuple[StepSizes, int]:
+    """Any sizes that grow, and samples of a microbatch that all of them divide by."""
+    each = draw(st.integers(1, 6))
+    counts = sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=5)))
+    begins = sorted(
+        draw(st.sets(st.integers(1, 200), min_size=len(counts) - 1, max_size=len(counts) - 1))
+    )
+    pairs = zip((0, *begins), (each * count for count in counts), strict=True)
+    return StepSizes(sizes=tuple(pairs)), each
+
+
+@given(made=growing(), before=st.integers(0, 40), steps=st.integers(1, 30))
+def test_a_run_resumed_anywhere_goes_on_with_the_steps_of_the_whole(
+    made: tuple[StepSizes, int], before: int, steps: int
+) -> None:
+    """By step and by samples, and as Megatron's calculator has it."""
+    sizes, each = made
+    whole = list(islice(sizes.microbatches(each=each), before + steps))
+    consumed = sum(whole[:before]) * each
+    assert consumed == sizes.samples(before)
+    resumed = sizes.microbatches(each=each, consumed=consumed)
+    assert list(islice(resumed, steps)) == whole[before:]
+    calculator = megatron(sizes, each=each)
+    calculator.update(consumed, consistency_check=True)
+    assert calculator.get() == whole[before]
+    assert sizes.at(consumed) == whole[before] * each
 
 
 @pytest.mark.parametrize(("start", "increment", "samples", "end"), [(4, 2, 30, 14), (3, 3, 7, 24)])
@@ -66,39 +91,8 @@ def test_a_ramp_has_equal_parts(start: int, increment: int, samples: int, end: i
     each_part = samples / ((end - start) / increment)
     for consumed in range(samples):
         expected = start + int(consumed / each_part) * increment
-        assert sizes.stretches(consumed)[0] == (consumed, expected)
-    assert sizes.stretches(samples) == [(samples, end)]
-
-
-def test_units_are_assigned_step_by_step() -> None:
-    """In turn from each step's first on; by cost, all units of a step together."""
-    encoders = Placement(
-        layout=Layout(dp=3),
-        groups=((0,), (1,), (2,)),
-        consumers=(0,),
-        on_every_stage=True,
-        gradient_factor=1.0,
-    )
-    steps = UnitSteps.of(StepSizes(sizes=((0, 4), (5, 8))), consumed=4, each=2)
-    work = EncoderWork(linear=1, attention=(), merge=2)
-
-    def roles(balance: Balance | None) -> AssignedUnits:
-        place = Namespace(placement=encoders)
-        more = {"patch_dim": 1, "device": lambda: None, "replica": None, "channel": 0}
-        return AssignedUnits(place, balance=balance, steps=steps, **more)
-
-    # Steps of 2, 4 and 4 microbatches.
-    units = [
-        MediaBatch(index=i, media=(), grids=((1, 2, 2 + 2 * (i == 4)),), samples=(), where=())
-        for i in range(10)
-    ]
-    in_turn = roles(None)
-    assert [in_turn.block(i) for i in range(4)] == [1, 1, 1, 1]
-    assert in_turn.owners(units) == [0, 1, 0, 1, 2, 0, 0, 1, 2, 0]
-    balanced = roles(Balance(work=work, threshold=0.0))
-    assert [balanced.block(i) for i in (0, 2, 6)] == [2, 4, 4]
-    owners = balanced.owners(units[2:6])
-    assert owners.count(owners[2]) == 1  # the large one, where it is alone
+        assert sizes.at(consumed) == expected
+    assert sizes.at(samples) == end
 
 
 def test_both_flags_come_to_what_megatron_s_loop_reads(tmp_path: Path) -> None:

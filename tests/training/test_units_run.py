@@ -57,7 +57,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     media.decode_image, MicrobatchLoader.__next__ = counting, next_microbatch
     loader.collate = collate
     losses = [step.loss for step in run(flags)]
-    counted = sum(each.decoded for each in loaders)
+    counted = sum(each.source.decoded for each in loaders)
     return {"losses": losses, "decoded": counted, "calls": calls, "untrained": untrained}
 
 

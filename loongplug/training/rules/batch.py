@@ -3,8 +3,9 @@
 from argparse import Namespace
 from typing import Any
 
+from loongplug.data.step_sizes import StepSizes
 from loongplug.training.rules.rule import data_parallel_size, rule
-from loongplug.training.step_sizes import StepSizes, eval_sizes, step_sizes
+from loongplug.training.step_sizes import eval_sizes, step_sizes
 
 _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 

@@ -1,0 +1,237 @@
+"""The data of a step: the text of its microbatches, who encodes what, and pixels to come."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from loongplug.data.bad_samples import BadSamples
+from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.positions import Grid
+from loongplug.data.step_sizes import StepSizes
+from loongplug.data.text_stream import PackedTexts, PaddedTexts, ResumePoint
+from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
+from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
+
+_MEDIA_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMicrobatch:
+    """What is known of a microbatch before its pixels are there.
+
+    But for ``load``, it is the same on every rank of a model replica. ``load`` is the future of
+    the pixels on the rank that loads them, None on others: it waits until they are loaded.
+    Call it once, and in the order of the microbatches.
+    """
+
+    number: int  # in its step
+    samples: tuple[Sample, ...]
+    media: MediaBatch
+    encoder_replica: int  # which of the encoder's replicas encodes ``media``
+    load: Callable[[], LoadedUnit] | None
+    begins: ResumePoint | None  # where a source of packs goes on that begins with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which replica of the encoder encodes which microbatch's media. Pure; the same on all ranks.
+
+    Each replica in turn, from a step's first microbatch on. With ``by_cost``, by what the media of
+    all microbatches of a step cost: it is given their grids and the number of ``replicas``.
+    """
+
+    replicas: int = 1
+    by_cost: Callable[..., Sequence[int]] | None = None
+
+    def together(self, first: int, *, step: int) -> range:
+        """The microbatches that are assigned with number ``first`` of ``step`` microbatches."""
+        return range(first, first + 1 if self.by_cost is None else step)
+
+    def of(self, numbers: range, media: Sequence[Sequence[Grid]]) -> Sequence[int]:
+        """The replica of each of these microbatches, whose media have such grids."""
+        if self.by_cost is None:
+            return [number % self.replicas for number in numbers]
+        assert numbers.start == 0, "costs are compared over a whole step"
+        return self.by_cost(media, replicas=self.replicas)
+
+
+ONE_REPLICA = Assignment()
+
+
+class StepSource(Protocol):
+    """Where the data of a rank's steps come from: this process, or one day a service."""
+
+    def next_step(self) -> Iterator[PlannedMicrobatch]:
+        """The microbatches of the next step, in their order.
+
+        Each is made when it is asked for, unless the assignment compares all of a step.
+
+        Raises:
+            ValueError: a row cannot be used; with file and line.
+        """
+        ...
+
+    def resume_point(self) -> ResumePoint | None:
+        """Where a source of packs goes on after what was taken from this one; None without."""
+        ...
+
+    def close(self) -> None:
+        """End what works in the background; nothing more can be asked for."""
+        ...
+
+
+class LocalSource:
+    """Steps of one data parallel rank, read here, from any number of consumed samples on. Endless.
+
+    Text and pixels are made apart, each in background processes of its own where ``workers`` has
+    some. Every rank of a replica makes all of its text, and all make the same. Pixels are loaded
+    for the encoder replicas that ``loads`` names. No communication.
+
+    Which microbatches there are depends on neither the number of processes nor the split over
+    ranks. ``seed=None`` keeps the file's order; ``restart_after`` (in samples, over all
+    data-parallel ranks) starts the stream over, for evaluations that shall see the same samples
+    each time. ``bad_samples`` says what becomes of a sample that cannot be used.
+
+    With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
+    whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
+    given, packs are planned from the first sample on, however many are consumed.
+    """
+
+    def __init__(
+        self,
+        dataset: ChatDataset,
+        *,
+        sizes: StepSizes,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int | None,
+        assignment: Assignment = ONE_REPLICA,
+        loads: Collection[int] = (0,),
+        consumed_samples: int = 0,
+        restart_after: int | None = None,
+        look_ahead: int | None = None,
+        resume: ResumePoint | None = None,
+        bad_samples: BadSamples | None = None,
+        workers: WorkerSettings = IN_PROCESS,
+    ) -> None:
+        """``consumed_samples`` ends a step."""
+        assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
+        self._each = micro_batch_size * dp_size
+        self._packed = look_ahead is not None
+        self._assignment = assignment
+        self._loads = loads
+        self._bad_samples = bad_samples or BadSamples()
+        self.consumed_samples = consumed_samples  # over all data-parallel ranks
+        self.decoded = 0  # images and videos that this rank has read for its microbatches
+        self._steps = sizes.microbatches(each=self._each, consumed=consumed_samples)
+        # Planning runs ahead of what is taken.
+        self._steps_to_plan = sizes.microbatches(each=self._each, consumed=consumed_samples)
+        self._step = self._number = 0  # microbatches of the step that is planned, and the next
+        self._index = 0
+        self._planned: deque[PlannedMicrobatch] = deque()
+        self._to_load: deque[MediaBatch] = deque()
+        # What processes keep is theirs alone: together they keep what one would.
+        share = max(1, workers.processes)
+        dataset.share_cache(share)
+        self._texts: PaddedTexts | PackedTexts
+        if look_ahead is None:
+            self._texts = PaddedTexts(
+                dataset,
+                micro_batch_size=micro_batch_size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                seed=seed,
+                consumed_samples=consumed_samples,
+                restart_after=restart_after,
+                workers=workers,
+            )
+        else:
+            self._texts = PackedTexts(
+                dataset,
+                look_ahead=look_ahead,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                seed=seed,
+                consumed_packs=consumed_samples,
+                restart_after=restart_after,
+                resume=resume,
+                workers=workers,
+            )
+        load = UnitLoader(
+            dataset.processor, videos=dataset.videos, cache_bytes=_MEDIA_CACHE_BYTES // share
+        )
+        self._loaded = Background(load, self._units_to_load(), settings=workers)
+
+    def next_step(self) -> Iterator[PlannedMicrobatch]:
+        """See :meth:`StepSource.next_step`."""
+        return map(self._take, range(next(self._steps)))  # unlike a generator, outlives an error
+
+    def resume_point(self) -> ResumePoint | None:
+        """See :meth:`StepSource.resume_point`."""
+        if self._packed and not self._planned:
+            self._plan()
+        return self._planned[0].begins if self._planned else None
+
+    def close(self) -> None:
+        """End the background processes."""
+        self._texts.close()
+        self._loaded.close()
+
+    def _take(self, number: int) -> PlannedMicrobatch:
+        if not self._planned:
+            self._plan()
+        planned = self._planned.popleft()
+        assert planned.number == number, (planned.number, number)
+        self.consumed_samples += self._each
+        for sample in planned.samples:
+            if sample.bad is not None:
+                self._bad_samples.meet(sample.bad)
+        return planned
+
+    def _load(self, unit: MediaBatch) -> LoadedUnit:
+        loaded = next(self._loaded)
+        assert loaded.index == unit.index, (loaded.index, unit.index)
+        self.decoded += loaded.decoded
+        for bad in loaded.bad.values():
+            self._bad_samples.meet(bad)
+        return loaded
+
+    def _units_to_load(self) -> Iterator[MediaBatch]:
+        """The units that this rank loads; plans as far ahead as they are asked for."""
+        while True:
+            while not self._to_load:
+                self._plan()
+            yield self._to_load.popleft()
+
+    def _plan(self) -> None:
+        """Make the text of as many microbatches as are assigned together."""
+        if self._number == self._step:
+            self._number, self._step = 0, next(self._steps_to_plan)
+        numbers = self._assignment.together(self._number, step=self._step)
+        texts = [self._next_text() for _ in numbers]
+        replicas = self._assignment.of(numbers, [media.grids for _, media, _ in texts])
+        for number, replica, (samples, media, begins) in zip(numbers, replicas, texts, strict=True):
+            loads = replica in self._loads
+            self._planned.append(
+                PlannedMicrobatch(
+                    number=number,
+                    samples=samples,
+                    media=media,
+                    encoder_replica=replica,
+                    load=partial(self._load, media) if loads else None,
+                    begins=begins,
+                )
+            )
+            if loads:
+                self._to_load.append(media)
+        self._number = numbers.stop
+
+    def _next_text(self) -> tuple[tuple[Sample, ...], MediaBatch, ResumePoint | None]:
+        samples = tuple(next(self._texts))
+        media = MediaBatch.of(self._index, samples)
+        self._index += 1
+        begins = self._texts.before if isinstance(self._texts, PackedTexts) else None
+        return samples, media, begins

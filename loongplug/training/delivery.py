@@ -1,0 +1,115 @@
+"""How a microbatch's pixels come from the rank that loads them to those that encode them."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from loongplug.data.source import PlannedMicrobatch
+from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.platform.transfers import to_device
+
+
+def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[int, ...]:
+    """The encoder replicas, given by their ranks, whose media ``rank`` loads: it is their first."""
+    return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
+
+
+class ReplicaDelivery:
+    """The first rank of an encoder replica loads for it; all ranks of the replica get the pixels.
+
+    An encoder that is sharded over the replica, or encodes the same on all of it, needs the pixels
+    on each rank. Decoding them once and sending them costs a share of the processor time and
+    memory of decoding them everywhere, and what is sent (6 KB for 16 x 16 pixels of 2 frames) is
+    little for what connects such a replica. No other rank ever has them.
+
+    Which samples have bad pixels is known to the loading rank alone. Where they may be left out,
+    it tells all ranks of its model replica, through ``news``, without waiting: a rank of a later
+    stage may ask for a microbatch only once that has come through the stages before.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[int]],
+        group: dist.ProcessGroup | None,
+        *,
+        patch_dim: int,
+        device: torch.device,
+        news: dist.ProcessGroup | None,
+        channel: int,
+    ) -> None:
+        """``replicas``: the ranks of each encoder replica of this model replica. ``group``: of the
+        one that this rank is of, None where it is of none. ``news``: a gloo group of the ranks of
+        the model replica, None where no sample may be left out. ``channel`` tells apart several
+        of these on one group.
+        """
+        self._replicas = replicas
+        self._group = group
+        self._patch_dim = patch_dim
+        self._device = device
+        self._news = news
+        self._channel = channel
+        self._sending: deque[dist.Work] = deque()
+
+    def __call__(self, planned: PlannedMicrobatch) -> tuple[Tensor | None, set[int]]:
+        """A :data:`~loongplug.data.loader.Delivery`.
+
+        Collective: all ranks of the model replica, as far as ``planned`` has images or videos.
+        """
+        ranks, media = self._replicas[planned.encoder_replica], planned.media
+        loaded = None if planned.load is None else planned.load()
+        bad = set() if loaded is None else set(loaded.bad)
+        if self._news is not None and media.media:
+            bad = self._told(media, bad, self._news, first=ranks[0])
+        encodes = dist.get_rank() in ranks
+        return (self._pixels(media, loaded) if encodes else None), bad
+
+    def _told(
+        self, media: MediaBatch, bad: set[int], news: dist.ProcessGroup, *, first: int
+    ) -> set[int]:
+        """What the loading rank, ``first``, knows."""
+        if first != dist.get_rank():
+            flags = torch.empty(len(media.media), dtype=torch.uint8)
+            dist.recv(flags, src=first, group=news, tag=self._channel)
+            return {media.samples[medium] for medium in flags.nonzero().flatten().tolist()}
+        flags = torch.tensor([sample in bad for sample in media.samples], dtype=torch.uint8)
+        while self._sending and self._sending[0].is_completed():
+            self._sending.popleft().wait()
+        for rank in dist.get_process_group_ranks(news):
+            if rank != first:
+                work = dist.isend(flags, dst=rank, group=news, tag=self._channel)
+                assert work is not None, "this rank is in the group"
+                self._sending.append(work)
+        return bad
+
+    def _pixels(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
+        if loaded is None:
+            pixels = torch.empty(media.patches, self._patch_dim, device=self._device)
+        else:
+            # Pinned by the background processes' thread; where there are none, only here.
+            pixels = to_device(loaded.pixels, self._device)
+        assert self._group is not None, "this rank encodes"
+        if media.media and dist.get_world_size(self._group) > 1:
+            dist.broadcast(pixels, group=self._group, group_src=0)
+        return pixels
+
+
+def replica_group() -> dist.ProcessGroup | None:
+    """A gloo group of this rank's model replica, None where the replica is one rank.
+
+    Collective: the default group.
+    """
+    mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    everyone: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(mine))
+    if len(mine) == 1:
+        return None
+    replicas = sorted({tuple(ranks) for ranks in everyone})
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks) for ranks in replicas], backend="gloo"
+    )
+    assert isinstance(group, dist.ProcessGroup), "every rank is in a replica"
+    return group

@@ -1,0 +1,36 @@
+"""Loaders of one chunk that read here what they give."""
+
+from typing import Any
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.source import LocalSource
+from loongplug.data.step_sizes import StepSizes
+
+
+def local_loader(
+    dataset: ChatDataset,
+    *,
+    micro_batch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    seed: int | None = None,
+    with_images: bool = True,
+    **options: Any,
+) -> MicrobatchLoader:
+    """Of steps of one microbatch; ``options`` are the source's."""
+    source = LocalSource(
+        dataset,
+        **{"sizes": StepSizes.constant(micro_batch_size * dp_size), **options},
+        micro_batch_size=micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed,
+        loads=(0,) if with_images else (),
+    )
+    return MicrobatchLoader(
+        source,
+        processor=dataset.processor,
+        seq_length=dataset.seq_length,
+        packed="look_ahead" in options,
+    )
