@@ -1,11 +1,11 @@
 """The Megatron arguments that a text decoder's architecture decides."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from loongplug.models.architecture import TextArchitecture
-from loongplug.models.registry import ArchitectureArgument
 
-# The same in all families; most differ from Megatron's defaults or can be switched by a flag.
+# The same in all decoders; most differ from Megatron's defaults or can be switched by a flag.
 _FIXED: dict[str, object] = {
     "group_query_attention": True,
     "qk_l2_norm": False,
@@ -41,21 +41,36 @@ _FIXED: dict[str, object] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ArchitectureArgument:
+    """The value of one Megatron argument that the model's YAML decides.
+
+    ``key`` is the YAML key, below ``model``, that an override would set; None where the decoder
+    fixes the value.
+    """
+
+    value: object
+    key: str | None = None
+
+
 def decoder_arguments(
     decoder: TextArchitecture,
     *,
+    key: str,
     fixed: Mapping[str, object],
-    by_key: Mapping[str, tuple[str, object]] | None = None,
+    keys: Mapping[str, str],
 ) -> dict[str, ArchitectureArgument]:
     """The decoder's architecture under the names of Megatron's namespace.
 
     The vocabulary is exactly the config's: padding would change the checkpoint's shapes.
 
     Args:
-        fixed: what one family has in common.
-        by_key: what it adds to the keys of ``foundation``, as (key, value); wins over ``fixed``.
+        key: of the decoder in the model's YAML.
+        fixed: what one kind of decoder has in common.
+        keys: the fields of its config behind arguments that other decoders do not have; they win
+            over ``fixed``.
     """
-    keys = {
+    values = {
         "num_layers": ("num_layers", decoder.num_layers),
         "hidden_size": ("hidden_size", decoder.hidden_size),
         "ffn_hidden_size": ("ffn_hidden_size", decoder.ffn_hidden_size),
@@ -73,11 +88,11 @@ def decoder_arguments(
             "tie_word_embeddings",
             not decoder.tie_word_embeddings,
         ),
-        **(by_key or {}),
+        **{name: (field, getattr(decoder, field)) for name, field in keys.items()},
     }
     return {
         name: ArchitectureArgument(value=value) for name, value in {**_FIXED, **fixed}.items()
     } | {
-        name: ArchitectureArgument(value=value, key=f"foundation.{key}")
-        for name, (key, value) in keys.items()
+        name: ArchitectureArgument(value=value, key=f"{key}.{field}")
+        for name, (field, value) in values.items()
     }

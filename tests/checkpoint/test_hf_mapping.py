@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_qwen3_vl import tiny_config
+from tiny_qwen3_vl import hugging_face, tiny_config
 from transformers import Qwen3VLForConditionalGeneration
 
 from loongplug.models.hf_mapping import (
@@ -23,7 +23,6 @@ from loongplug.models.hf_mapping import (
     unpack,
 )
 from loongplug.models.hf_model import hf_config
-from loongplug.models.qwen3_vl.hf import hugging_face
 
 pytestmark = pytest.mark.quick
 

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.layers.recompute import input_for_recompute
@@ -17,7 +18,7 @@ from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
 from loongplug.models.qwen2_5_vl.window_attention import WindowTransformerLayer, pack_windows
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
-from loongplug.models.vision_encoder import blank_unit, patch_values
+from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
 
 
@@ -95,3 +96,23 @@ class Qwen25VisionEncoder(MegatronModule):
             ),
         )
         return permute_blocks(states[:, 0], inverse), []
+
+
+def build_encoder(
+    architecture: Qwen25VisionConfig,
+    *,
+    decoder: TransformerConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> Qwen25VisionEncoder:
+    """The encoder with the decoder's precision, over ``groups``."""
+    config = vision_transformer_config(
+        architecture,
+        decoder=decoder,
+        tp=groups.tp.size(),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=decoder.bias_activation_fusion,
+    )
+    return Qwen25VisionEncoder(config, architecture, backend=backend, pg_collection=groups)
