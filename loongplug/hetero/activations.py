@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from loongplug.platform.copies import Copies
-from loongplug.platform.saved_storages import SavedStorage, StandIn, stand_in
+from loongplug.platform.saved_storages import SavedStorage, SavedView, saved_view
 
 # Storages below this stay: their copies would take longer than they are worth.
 _SMALL = 1024
@@ -48,7 +48,7 @@ class SavedOnHost:
         """Inside, ``unit`` is encoded; ``stays``: its inputs."""
         made = self._units[unit] = _Unit(stays=self._stays | _addresses(stays))
 
-        def pack(tensor: Tensor) -> StandIn | Tensor:
+        def pack(tensor: Tensor) -> SavedView | Tensor:
             return self._pack(tensor, made)
 
         with saved_tensors_hooks(pack, _unpack):
@@ -75,7 +75,7 @@ class SavedOnHost:
         self._copies.wait(here.mark)
         self._send_for_next()
 
-    def _pack(self, tensor: Tensor, unit: _Unit) -> StandIn | Tensor:
+    def _pack(self, tensor: Tensor, unit: _Unit) -> SavedView | Tensor:
         storage = tensor.untyped_storage() if type(tensor) is Tensor else None
         if (
             storage is None
@@ -84,7 +84,7 @@ class SavedOnHost:
             or storage._cdata in unit.stays
         ):
             return tensor.detach()  # the tensor itself would hold its own graph
-        return stand_in(tensor, unit.saved)
+        return saved_view(tensor, unit.saved)
 
     def _let_go(self) -> None:
         if self._leaving is None:
@@ -110,5 +110,5 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     return {each.untyped_storage()._cdata for each in tensors}
 
 
-def _unpack(packed: StandIn | Tensor) -> Tensor:
+def _unpack(packed: SavedView | Tensor) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.tensor()

@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.decoder_arguments import ArchitectureArgument
 from loongplug.models.entries import only_decoder
-from loongplug.models.parts import DecoderPart, Part, load
+from loongplug.models.parts import ArchitectureArgument, DecoderPart, Part, load
 
 if TYPE_CHECKING:
     from loongplug.models.hf_model import HuggingFaceModel

@@ -19,7 +19,7 @@ class SavedStorage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandIn:
+class SavedView:
     """Stands in the graph for a saved tensor."""
 
     storage: SavedStorage
@@ -37,13 +37,13 @@ class StandIn:
         )
 
 
-def stand_in(tensor: Tensor, known: dict[int, SavedStorage]) -> StandIn:
+def saved_view(tensor: Tensor, known: dict[int, SavedStorage]) -> SavedView:
     """For ``tensor``; its storage is entered in ``known``, by its address, if it is a new one."""
     storage = tensor.untyped_storage()
     if storage._cdata not in known:
         nbytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         known[storage._cdata] = SavedStorage(device=nbytes, where=tensor.device)
-    return StandIn(
+    return SavedView(
         storage=known[storage._cdata],
         dtype=tensor.dtype,
         size=tensor.size(),

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform import Platform
 from loongplug.platform.copies import Copies
-from loongplug.platform.saved_storages import SavedStorage, StandIn, stand_in
+from loongplug.platform.saved_storages import SavedStorage, SavedView, saved_view
 
 
 class TensorOffload:
@@ -198,13 +198,13 @@ class LayerTensors:
             copies.wait(self._mark)
             self._mark = None
 
-    def _pack(self, tensor: Tensor) -> StandIn | Tensor:
+    def _pack(self, tensor: Tensor) -> SavedView | Tensor:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._offload.least:
             return tensor.detach()
-        return stand_in(tensor, self._saved)
+        return saved_view(tensor, self._saved)
 
-    def _unpack(self, packed: StandIn | Tensor) -> Tensor:
+    def _unpack(self, packed: SavedView | Tensor) -> Tensor:
         self._offload.bring(self, number=self._number)
         if isinstance(packed, Tensor):
             return packed

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.decoder_arguments import ArchitectureArgument
 from loongplug.models.lora.settings import adapts_experts
+from loongplug.models.parts import ArchitectureArgument
 from loongplug.models.registry import Family
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import ComposedModel, compose_model, to_yaml_data

@@ -9,7 +9,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from loongplug.models.hf_mapping import (
     Bundle,
-    Entry,
+    MappedParameter,
     Mapping,
     Row,
     Source,
@@ -33,7 +33,7 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float64).reshape(shape)
 
 
-def entry(row: Row, expert: int = 0) -> Entry:
+def entry(row: Row, expert: int = 0) -> MappedParameter:
     return list(Bundle(row, 0, None).entries())[expert]
 
 
