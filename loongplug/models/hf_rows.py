@@ -215,6 +215,24 @@ def text_section(
     }
 
 
+def vision_section(vision: VisionArchitecture, *, activation: str, **more: Any) -> dict[str, Any]:
+    """An encoder's values of config.json's ``vision_config``, with what a family adds."""
+    return {
+        "depth": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_heads": vision.num_attention_heads,
+        "hidden_act": activation,
+        "in_channels": vision.in_channels,
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "spatial_merge_size": vision.spatial_merge_size,
+        "initializer_range": vision.initializer_range,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
+        **more,
+    }
+
+
 def fixed_epsilon(
     module: VisionArchitecture | ProjectorArchitecture, *, ours: str
 ) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from loongplug.models.hf_rows import (
     swiglu_rows,
     text_section,
     twins,
+    vision_section,
 )
 from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25VisionConfig
 
@@ -28,22 +29,13 @@ def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFac
     """The image encoder."""
     return HuggingFacePart(
         rows=_encoder_rows(vision, ours=ours, theirs=theirs),
-        values={
-            "depth": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.ffn_hidden_size,
-            "num_heads": vision.num_attention_heads,
-            "hidden_act": "silu",
-            "in_channels": vision.in_channels,
-            "patch_size": vision.patch_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "spatial_merge_size": vision.spatial_merge_size,
-            "window_size": vision.window_size,
-            "fullatt_block_indexes": list(vision.full_attention_layers),
-            "tokens_per_second": vision.tokens_per_second,
-            "initializer_range": vision.initializer_range,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
-        },
+        values=vision_section(
+            vision,
+            activation="silu",
+            window_size=vision.window_size,
+            fullatt_block_indexes=list(vision.full_attention_layers),
+            tokens_per_second=vision.tokens_per_second,
+        ),
         inexpressible=fixed_epsilon(vision, ours=ours),
     )
 

@@ -21,6 +21,7 @@ from loongplug.models.hf_rows import (
     row,
     text_section,
     twins,
+    vision_section,
 )
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 
@@ -29,21 +30,12 @@ def encoder(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> HuggingFace
     """The image encoder."""
     return HuggingFacePart(
         rows=_encoder_rows(vision, ours=ours, theirs=theirs),
-        values={
-            "depth": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.ffn_hidden_size,
-            "num_heads": vision.num_attention_heads,
-            "hidden_act": "gelu_pytorch_tanh",
-            "in_channels": vision.in_channels,
-            "patch_size": vision.patch_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "spatial_merge_size": vision.spatial_merge_size,
-            "num_position_embeddings": vision.num_position_embeddings,
-            "deepstack_visual_indexes": list(vision.deepstack_layers),
-            "initializer_range": vision.initializer_range,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
-        },
+        values=vision_section(
+            vision,
+            activation="gelu_pytorch_tanh",
+            num_position_embeddings=vision.num_position_embeddings,
+            deepstack_visual_indexes=list(vision.deepstack_layers),
+        ),
         inexpressible=fixed_epsilon(vision, ours=ours),
     )
 
