@@ -1,4 +1,4 @@
-"""Ranks for distributed tests: forked from this process, so that nothing is imported again.
+"""Ranks for distributed tests: the product's forked ones, each in a gloo process group.
 
 ``run_ranks`` is for functions of ``(rank, **kwargs)`` that return something picklable. Every
 way a rank can end badly (an exception, an exit, a signal, no end at all) becomes one
@@ -6,23 +6,18 @@ way a rank can end badly (an exception, an exit, a signal, no end at all) become
 """
 
 import copy
-import ctypes
 import faulthandler
 import gc
 import os
-import pickle
-import select
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +27,7 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 
-from loongplug.verify.ranks import own_thread_pool
+from loongplug.verify.ranks import OnEvent, Rank, fork_ranks
 
 # After a rank failed, how long the others may take to end by themselves. What they say then
 # is shown too; a gloo peer of a dead rank fails at once.
@@ -49,67 +44,6 @@ class RankError(Exception):
         self.errors = errors
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a rank leaves behind: a result, or a traceback with the time it was raised at."""
-
-    result: Any = None
-    error: str | None = None
-    time: float = 0.0
-
-
-@dataclass
-class _Rank:
-    rank: int
-    pid: int
-    pidfd: int
-    folder: Path
-    status: int | None = None  # as os.waitpid gives it
-    killed: bool = False  # by the parent
-    report: _Report | None = field(default=None)
-
-    def read(self, suffix: str) -> str:
-        path = self.folder / f"{self.rank}.{suffix}"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def reap(self, *, block: bool) -> bool:
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, 0 if block else os.WNOHANG)
-            if pid == 0:
-                return False
-            self.status = status
-            os.close(self.pidfd)
-            path = self.folder / f"{self.rank}.pickle"
-            if path.exists():
-                self.report = pickle.loads(path.read_bytes())
-        return True
-
-    def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End the rank and the processes that it started (its process group)."""
-        self.killed = self.killed or self.status is None
-        for target in (-self.pid, self.pid):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(target, signal.SIGKILL)
-
-    def failure(self) -> str | None:
-        """What went wrong, as seen after its end; None when it gave its result."""
-        if self.report is not None and self.report.error is not None:
-            return self.report.error
-        if self.status == 0 and self.report is not None:
-            return None
-        if self.killed:
-            return None if self.report is not None else "was still running and was stopped"
-        assert self.status is not None
-        code = os.waitstatus_to_exitcode(self.status)
-        if code < 0:
-            return f"was killed by signal {signal.Signals(-code).name}"
-        return f"exited with code {code} and returned nothing"
-
-
 def run_ranks(
     function: Callable[..., Any], world_size: int, *, timeout: float = 60.0, **kwargs: Any
 ) -> list[Any]:
@@ -122,69 +56,102 @@ def run_ranks(
     if dist.is_initialized() or parallel_state.model_parallel_is_initialized():
         raise RuntimeError("run_ranks needs a parent without process groups and parallel state")
     torch.set_num_threads(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="loongplug-ranks-") as name:
-        folder = Path(name)
-        ranks: list[_Rank] = []
+        stuck: dict[int, str] = {}
+        # A rank's collections leave alone what was there before: looking at every module that
+        # is loaded would take time, and copy the pages that ranks share.
+        gc.freeze()
         try:
-            # A rank's collections leave alone what was there before: looking at every module that
-            # is loaded would take time, and copy the pages that ranks share.
-            gc.freeze()
-            for rank in range(world_size):
-                pid = os.fork()
-                if pid == 0:
-                    _run_rank(function, rank, world_size, folder, timeout, kwargs)
-                ranks.append(_Rank(rank, pid, os.pidfd_open(pid), folder))
-            stuck = _wait(ranks, timeout)
+            ranks = fork_ranks(
+                partial(_in_group, function, kwargs, folder=Path(name), timeout=timeout),
+                world_size,
+                folder=Path(name),
+                timeout=timeout,
+                grace=GRACE_SECONDS,
+                on_timeout=lambda alive: stuck.update(_stacks_of(alive)),
+            )
         finally:
             gc.unfreeze()
-            for each in ranks:
-                each.kill()
-                each.reap(block=True)
-        _raise_failure(ranks, stuck, timeout)
+        if stuck:
+            names = ", ".join(map(str, stuck))
+            message = f"after {timeout:g} s these ranks still ran: {names}\n"
+            raise RankError(message + _sections(ranks, stuck), rank=min(stuck), errors=stuck)
+        _raise_failure(ranks)
         for each in ranks:
-            if output := each.read("output"):
-                print(f"[rank {each.rank}]", output, sep="\n", end="")
-        return [each.report.result for each in ranks if each.report is not None]
+            if lines := each.printed:
+                print(f"[rank {each.number}]", *lines, sep="\n")
+        return [each.report["result"] for each in ranks if each.report is not None]
 
 
-def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
-    """Until all ended, or the bound, or a short while after one failed; returns the stuck."""
-    deadline = time.monotonic() + timeout
-    failed = False
-    while alive := [rank for rank in ranks if not rank.reap(block=False)]:
-        if not failed and any(r.status is not None and r.failure() for r in ranks):
-            failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return [] if failed else _stacks_of(alive)
-        poll = select.poll()
-        for rank in alive:
-            poll.register(rank.pidfd, select.POLLIN)
-        poll.poll(left * 1000)
-    return []
+def _in_group(
+    function: Callable[..., Any],
+    kwargs: dict[str, Any],
+    rank: int,
+    tell: OnEvent,
+    *,
+    folder: Path,
+    timeout: float,
+) -> Any:
+    """What a rank does: the function, within a process group."""
+    for number in (signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    faulthandler.enable(file=2)
+    stacks = os.open(_stacks(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        # The parent's bound comes first: it shows what every rank does.
+        timeout=timedelta(seconds=timeout + GRACE_SECONDS),
+    )
+    result = function(rank, **kwargs)
+    # A rank that goes early would take its sockets from those that still talk. That a peer failed
+    # while this rank, its work done, waited for it is the peer's to say.
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.barrier()
+    return result
 
 
-def _stacks_of(alive: list[_Rank]) -> list[_Rank]:
-    """Have each rank write its stacks (see ``_run_rank``), and wait a little for that."""
+def _stacks(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.stacks"
+
+
+def _stacks_of(alive: list[Rank]) -> dict[int, str]:
+    """Have each rank write its stacks (see ``_in_group``), and wait a little for that."""
+    files = {rank.number: _stacks(rank.folder, rank.number) for rank in alive}
     for rank in alive:
-        rank.signal(signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGUSR1)
     until = time.monotonic() + 2.0
-    while time.monotonic() < until and not all(rank.read("stacks") for rank in alive):
+    while time.monotonic() < until and not all(
+        file.exists() and file.stat().st_size for file in files.values()
+    ):
         time.sleep(0.05)
     time.sleep(0.05)
-    return alive
+    return {
+        number: "was stopped here:\n" + (file.read_text(errors="replace") if file.exists() else "")
+        for number, file in files.items()
+    }
 
 
-def _raise_failure(ranks: list[_Rank], stuck: list[_Rank], timeout: float) -> None:
-    if stuck:
-        errors = {r.rank: f"was stopped here:\n{r.read('stacks')}" for r in stuck}
-        names = ", ".join(str(r.rank) for r in stuck)
-        message = f"after {timeout:g} s these ranks still ran: {names}\n"
-        raise RankError(message + _sections(ranks, errors), rank=stuck[0].rank, errors=errors)
-    errors = {r.rank: text for r in ranks if (text := r.failure()) is not None}
+def _failure(rank: Rank) -> str | None:
+    """What went wrong, as seen after its end; None when it gave its result."""
+    if rank.report is not None:
+        return rank.report.get("error")
+    if rank.killed:
+        return "was still running and was stopped"
+    assert rank.code is not None
+    if rank.code < 0:
+        return f"was killed by signal {signal.Signals(-rank.code).name}"
+    return f"exited with code {rank.code} and returned nothing"
+
+
+def _raise_failure(ranks: list[Rank]) -> None:
+    errors = {rank.number: text for rank in ranks if (text := _failure(rank)) is not None}
     if not errors:
         return
     # The first to fail is the cause; what its peers say is mostly that it is gone.
@@ -195,87 +162,21 @@ def _raise_failure(ranks: list[_Rank], stuck: list[_Rank], timeout: float) -> No
     )
 
 
-def _time_of(rank: _Rank) -> tuple[bool, float]:
+def _time_of(rank: Rank) -> tuple[bool, float]:
     """Sorts ranks by when they failed; those that left no time come before those stopped."""
-    if rank.report is not None and rank.report.error is not None:
-        return (False, rank.report.time)
+    if rank.report is not None:
+        return (False, rank.report["time"])
     return (rank.killed, float("-inf"))
 
 
-def _sections(ranks: list[_Rank], errors: dict[int, str]) -> str:
+def _sections(ranks: list[Rank], errors: dict[int, str]) -> str:
     parts = []
     for rank, text in errors.items():
         parts.append(f"----- rank {rank} -----\n{text.rstrip()}")
-        lines = ranks[rank].read("output").splitlines()
-        if lines:
+        if lines := ranks[rank].printed:
             shown = "\n".join(lines[-OUTPUT_LINES:])
             parts.append(f"----- rank {rank} printed -----\n{shown}")
     return "\n".join(parts)
-
-
-def _run_rank(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    folder: Path,
-    timeout: float,
-    kwargs: dict[str, Any],
-) -> NoReturn:
-    """The life of a forked rank; never returns into the code it was forked from."""
-    code = 1
-    try:
-        _own_process(rank, world_size, folder)
-        own_thread_pool()
-        try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/store",
-                rank=rank,
-                world_size=world_size,
-                # The parent's bound comes first: it shows what every rank does.
-                timeout=timedelta(seconds=timeout + GRACE_SECONDS),
-            )
-            result = function(rank, **kwargs)
-            _leave(folder, rank, _Report(result=result))
-            code = 0
-            # A rank that goes early would take its sockets from those that still talk.
-            if dist.is_initialized():
-                dist.barrier()
-        except BaseException:
-            error = traceback.format_exc()
-            if code:  # else: a peer failed while this rank, its work done, waited for it
-                _leave(folder, rank, _Report(error=error, time=time.monotonic()))
-    finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def _own_process(rank: int, world_size: int, folder: Path) -> None:
-    """Own process group, output, signals and environment; ends when the parent does."""
-    os.setpgid(0, 0)
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    stacks = os.open(folder / f"{rank}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-
-
-def _leave(folder: Path, rank: int, report: _Report) -> None:
-    """Write the report whole or not at all."""
-    part = folder / f"{rank}.part"
-    part.write_bytes(pickle.dumps(report))
-    part.rename(folder / f"{rank}.pickle")
 
 
 @contextmanager

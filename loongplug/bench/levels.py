@@ -6,24 +6,29 @@ in the same order, so that their losses agree; how far they do is among the figu
 
 import gc
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress
 
-from loongplug.bench.levels_data import write_levels_data
 from loongplug.bench.levels_figures import (
+    RunFigures,
     SettingFigures,
     TracedFigures,
     fastest,
     level_figures,
     median_rate,
+    print_settings,
     shown_step,
     traced_figures,
+    wide_console,
+    write_json,
 )
-from loongplug.bench.levels_plan import (
+from loongplug.bench.levels_work import (
     SETTINGS,
     UNIFORM,
     Setting,
@@ -31,13 +36,16 @@ from loongplug.bench.levels_plan import (
     level_variants,
     split_candidates,
     split_flags,
+    write_levels_data,
 )
-from loongplug.bench.levels_rank import RunFigures, measured_run
-from loongplug.bench.levels_report import print_settings, wide_console, write_json
 from loongplug.observe.bars import threadless_bars
 from loongplug.observe.picture import draw_timeline, require_matplotlib
 from loongplug.observe.trace_file import read_folder
+from loongplug.verify.ranks import OnEvent, join, run_ranks
 from loongplug.verify.runs import preload
+
+_COLLECTIVE_MINUTES = 5.0
+_RUN_SECONDS = 600.0
 
 
 def bench_levels(
@@ -202,3 +210,67 @@ def _forked_from() -> Iterator[None]:
 
 def _picture_name(setting: Setting, level: str) -> str:
     return f"{setting.name} {level}.png".replace(" ", "_").lower()
+
+
+def measured_run(
+    flags: Sequence[str], *, ranks: int, warmup: int, folder: Path, on_step: Callable[[], None]
+) -> RunFigures:
+    """Train as ``flags`` say. ``folder`` is new; logs of the ranks stay there.
+
+    Raises:
+        ValueError: the flags cannot be used.
+        RankError: a rank failed otherwise.
+    """
+    folder.mkdir(parents=True)
+    figures = run_ranks(
+        partial(_train, flags=flags, warmup=warmup, folder=folder),
+        ranks,
+        folder=folder / "ranks",
+        on_event=lambda line: on_step(),
+        timeout=_RUN_SECONDS,
+    )
+    first: RunFigures = figures[0]
+    return RunFigures(
+        step_seconds=first.step_seconds,
+        step_tokens=first.step_tokens,
+        losses=first.losses,
+        processor_seconds=tuple(own for each in figures for own in each.processor_seconds),
+        peak_memory_bytes=tuple(peak for each in figures for peak in each.peak_memory_bytes),
+    )
+
+
+def _train(
+    rank: int, tell: OnEvent, *, flags: Sequence[str], warmup: int, folder: Path
+) -> RunFigures:
+    """The life of a rank; its processor time and its peak memory are its own alone."""
+    import torch.distributed as dist
+
+    from loongplug.training.progress import StepReport
+
+    platform = join(rank, folder=folder, device="cpu", minutes=_COLLECTIVE_MINUTES)
+    from loongplug.training.run import run
+
+    processor: list[float] = []  # by step, since the process began
+
+    def after_step(report: StepReport) -> None:
+        processor.append(time.process_time())
+        if report.iteration == warmup:
+            platform.reset_peak_memory()
+        if rank == 0:
+            tell(f"step {report.iteration}")
+
+    reports = run(flags, on_report=after_step)
+    peak = platform.peak_memory_bytes()
+    dist.barrier()  # a rank that goes early would take its sockets from those that still talk
+    return RunFigures(
+        step_seconds=tuple(report.seconds for report in reports[warmup:]),
+        step_tokens=tuple(report.tokens for report in reports[warmup:]),
+        losses=tuple(report.loss for report in reports),
+        processor_seconds=(_mean_step(processor[max(warmup - 1, 0) :]),),
+        peak_memory_bytes=(peak,),
+    )
+
+
+def _mean_step(clock: Sequence[float]) -> float:
+    """Between the first and the last reading; 0 where there is one alone."""
+    return (clock[-1] - clock[0]) / max(len(clock) - 1, 1)

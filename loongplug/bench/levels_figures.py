@@ -1,12 +1,18 @@
-"""What ``loongplug bench levels`` makes of its runs: ratios, phases, bytes. Pure."""
+"""What ``loongplug bench levels`` makes of its runs: ratios, phases, bytes, tables of them."""
 
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Final
 
-from loongplug.bench.levels_plan import UNIFORM
-from loongplug.bench.levels_rank import RunFigures
+from rich.console import Console
+from rich.table import Table
+
+from loongplug.bench.levels_work import UNIFORM, Work
+from loongplug.bench.step import spread
 from loongplug.observe.shares import (
     Interval,
     Shares,
@@ -33,6 +39,25 @@ PHASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 ENCODER: Final = ("encoder forward", "encoder backward")
 DECODER: Final = ("decoder forward", "decoder backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """What a run measured after its warm-up; ``losses`` are those of all steps."""
+
+    step_seconds: tuple[float, ...]
+    step_tokens: tuple[int, ...]  # before padding
+    losses: tuple[float, ...]
+    processor_seconds: tuple[float, ...]  # of every rank, a step
+    peak_memory_bytes: tuple[int, ...]  # of every rank, what it inherited by its fork included
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median step's."""
+        return median(
+            tokens / seconds
+            for tokens, seconds in zip(self.step_tokens, self.step_seconds, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +216,86 @@ def _step(trace: RankTrace, number: int) -> tuple[Interval, list[Event]]:
     events = [event for event in trace.events if event.step == number]
     (step,) = (event for event in events if event.phase == "step")
     return (step.start, step.end), events
+
+
+_WIDTH = 132  # of the wider table
+_MIB = 2**20
+
+
+def print_settings(settings: Sequence[SettingFigures], *, console: Console) -> None:
+    """Two tables for each setting."""
+    for figures in settings:
+        console.print(rates_table(figures))
+        console.print(phases_table(figures))
+
+
+def rates_table(figures: SettingFigures) -> Table:
+    """Speed, what an exchange moves, memory; one row for each level."""
+    table = Table(title=_title(figures), title_justify="left")
+    table.add_column("level", no_wrap=True)
+    for title in (
+        "tokens/s, median (range)",
+        "x uniform",
+        "processor ms\nper step by rank",
+        "exchanged\nMB per step",
+        "peak MiB\nby rank",
+        "losses apart\nby at most",
+    ):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in figures.levels:
+        table.add_row(
+            each.level,
+            spread(each.tokens_per_second, form=",.0f"),
+            spread(each.ratios, form=".2f"),
+            " ".join(f"{seconds * 1e3:,.0f}" for seconds in each.processor_seconds),
+            f"{each.traced.exchange_bytes / 1e6:.2f}",
+            " ".join(f"{peak / _MIB:,.0f}" for peak in each.peak_memory_bytes),
+            f"{each.loss_difference:.1e}",
+        )
+    return table
+
+
+def phases_table(figures: SettingFigures) -> Table:
+    """Milliseconds of a step, one row for each rank of each level."""
+    table = Table(title="ms per step", title_justify="left")
+    table.add_column("level", no_wrap=True)
+    table.add_column("rank", justify="right")
+    for phase in PHASES:
+        table.add_column(phase.replace(" ", "\n"), justify="right")
+    for each in figures.levels:
+        for rank, took in enumerate(each.traced.phase_ms):
+            table.add_row(
+                each.level if rank == 0 else "",
+                str(rank),
+                *(f"{took[phase]:,.0f}" for phase in PHASES),
+            )
+        table.add_section()
+    return table
+
+
+def wide_console() -> Console:
+    """As wide as the tables, whatever the terminal is."""
+    return Console(width=max(Console().width, _WIDTH))
+
+
+def write_json(path: Path, settings: Sequence[SettingFigures], *, work: Work, rounds: int) -> None:
+    """All figures, round by round."""
+    content = {
+        "work": dataclasses.asdict(work),
+        "rounds": rounds,
+        "settings": [
+            dataclasses.asdict(each) | {"encoder_share": each.encoder_share} for each in settings
+        ],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _title(figures: SettingFigures) -> str:
+    tuned = ""
+    if figures.splits:
+        tried = ", ".join(f"{first}: {rate:,.0f}" for first, rate in figures.splits.items())
+        tuned = f"; first-stage layers tried: tokens/s are {tried}"
+    return (
+        f"{figures.setting}, {figures.ranks} ranks; the encoder is {figures.encoder_share:.0%} of"
+        f" the work{tuned}"
+    )

@@ -15,7 +15,7 @@ from loongplug.checkpoint.owned import Owned, Piece, owned_parameters
 from loongplug.checkpoint.progress import OnBytes, ignore_bytes
 from loongplug.models.hf_mapping import (
     Bundle,
-    Entry,
+    MappedParameter,
     Mapping,
     Source,
     Split,
@@ -157,12 +157,14 @@ class WholeTensors:
         assert value is not None
         return value
 
-    def _pieces_and_entries(self, bundle: Bundle) -> Iterator[tuple[Piece, Entry]]:
+    def _pieces_and_entries(self, bundle: Bundle) -> Iterator[tuple[Piece, MappedParameter]]:
         entries = {entry.expert: entry for entry in bundle.entries()}
         return ((piece, entries[piece.expert]) for piece in self._of(bundle))
 
 
-def _parts(entry: Entry, local: Tensor, piece: Piece, index: int) -> list[tuple[Where, Tensor]]:
+def _parts(
+    entry: MappedParameter, local: Tensor, piece: Piece, index: int
+) -> list[tuple[Where, Tensor]]:
     return parts_of_local(entry, local, source=index, rank=piece.part, tp=piece.parts)
 
 

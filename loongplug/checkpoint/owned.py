@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
-from loongplug.models.hf_mapping import Entry, Mapping, Split, shift_layers
+from loongplug.models.hf_mapping import MappedParameter, Mapping, Split, shift_layers
 
 Group = torch.distributed.ProcessGroup | None
 
@@ -39,7 +39,7 @@ class Owned:
     """
 
     name: str
-    entry: Entry
+    entry: MappedParameter
     piece: Piece
     parameter: nn.Parameter
     group: Group
@@ -98,18 +98,22 @@ def pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
     return current[kind]()
 
 
-def _piece(entry: Entry, group: Group) -> Piece:
+def _piece(entry: MappedParameter, group: Group) -> Piece:
     split = entry.row.split is not Split.NONE
     part, parts = (get_pg_rank(group), get_pg_size(group)) if split else (0, 1)
     return Piece(entry.number, entry.layer, entry.expert, part, parts)
 
 
-def global_entry(entry: Entry, name: str, modules: dict[str, nn.Module]) -> Entry:
+def global_entry(
+    entry: MappedParameter, name: str, modules: dict[str, nn.Module]
+) -> MappedParameter:
     """``entry``, found by a name that counts this rank's experts only, for the global expert."""
     if entry.expert is None:
         return entry
     layer: Any = modules[name.partition(".experts.")[0]]  # Megatron's MoELayer
-    return Entry(entry.row, entry.number, entry.layer, layer.local_expert_indices[entry.expert])
+    return MappedParameter(
+        entry.row, entry.number, entry.layer, layer.local_expert_indices[entry.expert]
+    )
 
 
 def without_wrappers(name: str) -> str:

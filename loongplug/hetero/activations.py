@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from loongplug.platform.prefetch import Movable
-from loongplug.platform.saved_storages import StandIn, stand_in
+from loongplug.platform.saved_storages import SavedView, saved_view
 
 # Storages below this stay: their copies would take longer than they are worth.
 _SMALL = 1024
@@ -32,7 +32,7 @@ def movable_saves(*, device: torch.device, stays: set[int]) -> Iterator[dict[int
     """
     saved: dict[int, Movable] = {}
 
-    def pack(tensor: Tensor) -> StandIn | Tensor:
+    def pack(tensor: Tensor) -> SavedView | Tensor:
         storage = tensor.untyped_storage() if type(tensor) is Tensor else None
         if (
             storage is None
@@ -41,11 +41,11 @@ def movable_saves(*, device: torch.device, stays: set[int]) -> Iterator[dict[int
             or storage._cdata in stays
         ):
             return tensor.detach()  # the tensor itself would hold its own graph
-        return stand_in(tensor, saved)
+        return saved_view(tensor, saved)
 
     with saved_tensors_hooks(pack, _unpack):
         yield saved
 
 
-def _unpack(packed: StandIn | Tensor) -> Tensor:
+def _unpack(packed: SavedView | Tensor) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.tensor()

@@ -19,9 +19,9 @@ class EncoderOfStep:
     """This rank's encoder during one step: units to payloads, gradients of payloads to its own."""
 
     def __init__(self, chunk: Any, model: MultimodalModel, *, entry: Entry, training: bool) -> None:
-        """``chunk``: the rank's first, as Megatron has wrapped ``model``; it may have no encoder."""
-        self._entry = entry
         """``chunk``: the rank's first, as Megatron wraps ``model``; it may have no encoder."""
+        self._entry = entry
+        self._chunk = chunk
         self._model = model
         self.trains = training and any(
             parameter.requires_grad

@@ -39,6 +39,10 @@ class VisionArchitecture:
         """How many layers attend within windows of which side in patches; None: whole frames."""
         return {None: self.num_layers}
 
+    def taps(self) -> tuple[int, ...]:
+        """The 0-based layers whose output goes to the decoder as well, behind its first layers."""
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectorArchitecture:

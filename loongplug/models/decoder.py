@@ -5,11 +5,17 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from loongplug.models.deepstack import stack_features
+from loongplug.models.architecture import TextArchitecture
+from loongplug.models.deepstack import DeepstackTransformerLayer, stack_features
 from loongplug.models.features import (
     VisionFeatures,
     VisualPlaces,
@@ -21,7 +27,8 @@ from loongplug.models.features import (
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.router import balances, token_kinds
-from loongplug.models.mrope import MultimodalRotary
+from loongplug.models.layers.specs import Backend, decoder_layer_spec, final_norm
+from loongplug.models.mrope import MultimodalRotary, interleaved_axes, sectioned_axes
 
 
 @dataclass
@@ -213,3 +220,55 @@ class TextDecoder(GPTModel):
             packed_seq_params=packed_seq_params,
             **kwargs,
         )
+
+
+def carry_deepstack(config: DecoderConfig, *, features: int) -> None:
+    """Let the hidden states grow by the deepstack features that travel with them.
+
+    Where a pipeline boundary falls among the first layers, and only there, the stages have to
+    announce their shapes to each other.
+    """
+    config.deepstack_features = features
+    if config.pipeline_model_parallel_size > 1:
+        first_chunk = get_num_layers_to_build(
+            config,
+            vp_stage=0 if config.virtual_pipeline_model_parallel_size else None,
+            pp_rank=0,
+        )
+        if first_chunk < features:
+            config.variable_seq_lengths = True
+
+
+def build_decoder(
+    text: TextArchitecture,
+    config: DecoderConfig,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    pg_collection: ProcessGroupCollection,
+    backend: Backend,
+) -> TextDecoder:
+    """One stage (or virtual chunk) of ``text``; dense or with experts, as ``config`` says."""
+    layer = decoder_layer_spec(
+        config,
+        backend=backend,
+        layer_class=DeepstackTransformerLayer if config.deepstack_features else TransformerLayer,
+    )
+    count = get_num_layers_to_build(config, vp_stage, get_pg_rank(pg_collection.pp))
+    axes = interleaved_axes if text.interleaved_mrope else sectioned_axes
+    return TextDecoder(
+        config,
+        layer_specs=TransformerBlockSubmodules(
+            layer_specs=[layer] * count, layer_norm=final_norm(config, backend=backend)
+        ),
+        vocab_size=text.vocab_size,
+        max_sequence_length=text.max_position_embeddings,
+        rotary_base=text.rotary_base,
+        rope_axes=axes(text.mrope_section),
+        share_embeddings_and_output_weights=text.tie_word_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )

@@ -121,14 +121,14 @@ class Bundle:
             for s in self.row.sources
         )
 
-    def entries(self) -> Iterator["Entry"]:
+    def entries(self) -> Iterator["MappedParameter"]:
         """The parameters they correspond to: one, or one for each expert."""
         for expert in [None] if self.row.experts is None else range(self.row.experts):
-            yield Entry(self.row, self.number, self.layer, expert)
+            yield MappedParameter(self.row, self.number, self.layer, expert)
 
 
 @dataclass(frozen=True)
-class Entry:
+class MappedParameter:
     """One parameter of the whole model: a row at one (global) layer, for one (global) expert."""
 
     row: Row
@@ -180,12 +180,12 @@ class Mapping:
             for layer in [None] if row.count is None else range(row.count):
                 yield Bundle(row, number, layer)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[MappedParameter]:
         """Every parameter of the model once, in an order that is the same on every rank."""
         for bundle in self.bundles():
             yield from bundle.entries()
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> MappedParameter | None:
         """The entry of a parameter by our name with its global layer; None if there is none."""
         for pattern, number in self._by_shape.get(_without_numbers(name), ()):
             row, match = self.rows[number], pattern.fullmatch(name)
@@ -196,7 +196,7 @@ class Mapping:
                 int(i) if i else None for i in (found.get("layer"), found.get("expert"))
             )
             if layer is None or (row.count is not None and layer < row.count):
-                return Entry(row, number, layer, expert)
+                return MappedParameter(row, number, layer, expert)
         return None
 
     def sources(self) -> dict[str, Shape]:
@@ -287,7 +287,9 @@ def _regions(row: Row, *, rank: int, tp: int) -> Iterator[tuple[int, Where]]:
             yield index, tuple(slice(*bound) for bound in bounds)
 
 
-def read_local(entry: Entry, read: Callable[[int, Where], Tensor], *, rank: int, tp: int) -> Tensor:
+def read_local(
+    entry: MappedParameter, read: Callable[[int, Where], Tensor], *, rank: int, tp: int
+) -> Tensor:
     """The local parameter of tensor parallel rank ``rank``, reading no more than that needs.
 
     Args:
@@ -304,7 +306,7 @@ def read_local(entry: Entry, read: Callable[[int, Where], Tensor], *, rank: int,
 
 
 def parts_of_local(
-    entry: Entry, local: Tensor, *, source: int, rank: int, tp: int
+    entry: MappedParameter, local: Tensor, *, source: int, rank: int, tp: int
 ) -> list[tuple[Where, Tensor]]:
     """Undo :func:`read_local` for the row's n-th Hugging Face tensor.
 

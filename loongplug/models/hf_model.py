@@ -3,14 +3,34 @@
 import importlib
 import json
 from collections.abc import Mapping as Dictionary
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.hf_mapping import Mapping
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.entries import only_decoder, only_encoder
+from loongplug.models.hf_mapping import Mapping, Row
+from loongplug.models.parts import load
+from loongplug.models.registry import Family
 
 # What config.json may say otherwise without changing what the weights mean.
 _WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFacePart:
+    """What one module is to ``transformers``.
+
+    ``values`` are its own of config.json; ``twins`` are tensors that some files have twice, each
+    with the name that counts. ``inexpressible`` and ``unread`` as in :class:`HuggingFaceModel`.
+    """
+
+    rows: Sequence[Row]
+    values: Dictionary[str, Any]
+    twins: Dictionary[str, str] = field(default_factory=dict)
+    inexpressible: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +63,51 @@ class HuggingFaceModel:
             if name.startswith(theirs):
                 return loaded + name.removeprefix(theirs)
         return name
+
+
+def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceModel:
+    """The tensors and the config.json of ``config``'s model."""
+    theirs = family.in_transformers
+    modules = _modules(family, config)
+    return HuggingFaceModel(
+        mapping=Mapping(
+            [row for module in modules.values() for row in module.rows],
+            twins={name: twin for each in modules.values() for name, twin in each.twins.items()},
+        ),
+        config_class=theirs.config_class,
+        architecture=theirs.architecture,
+        sections={
+            section: {key: value for name in names for key, value in modules[name].values.items()}
+            for section, names in theirs.sections.items()
+        },
+        top={name: getattr(config, name) for name in family.special_tokens}
+        | {"tie_word_embeddings": config.foundation.tie_word_embeddings},
+        inexpressible=tuple(line for each in modules.values() for line in each.inexpressible),
+        unread=tuple(line for each in modules.values() for line in each.unread),
+        prefixes=theirs.prefixes,
+    )
+
+
+def _modules(family: Family, config: VisionLanguageArchitecture) -> dict[str, HuggingFacePart]:
+    """What the parts say, by the modules' names."""
+    entries, architectures = config.entries(), config.modules()
+    encoder, projector = only_encoder(entries).modules
+    decoder = only_decoder(entries).name
+
+    def ask(name: str, **neighbours: Any) -> HuggingFacePart:
+        part: HuggingFacePart = load(family.joined[name].hugging_face)(
+            architectures[name],
+            ours=name,
+            theirs=family.in_transformers.roots[name],
+            **neighbours,
+        )
+        return part
+
+    return {
+        encoder: ask(encoder),
+        projector: ask(projector, vision=architectures[encoder], out=config.foundation.hidden_size),
+        decoder: ask(decoder),
+    }
 
 
 def check_all_is_read(model: HuggingFaceModel) -> None:

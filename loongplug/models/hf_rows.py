@@ -1,18 +1,19 @@
-"""Rows of the Hugging Face mapping that families share: Megatron's layers, the text decoder."""
+"""Rows of the Hugging Face mapping that parts share: Megatron's layers, the text decoder.
+
+Everywhere ``ours`` is the module's name in the built model, and ``theirs`` how the names of its
+tensors begin in the files.
+"""
 
 from typing import Any
 
-from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
-from loongplug.models.entries import encoders
+from loongplug.models.architecture import (
+    ProjectorArchitecture,
+    TextArchitecture,
+    VisionArchitecture,
+)
 from loongplug.models.hf_mapping import Row, Source, Split
 
-TEXT = "text_decoder.decoder.layers.{}."
-TEXT_HF = "model.language_model.layers.{}."
-VISION = "image_encoder.blocks.layers.{}."
-VISION_HF = "model.visual.blocks.{}."
-_DECODER_HF = "model.language_model"
 _HEAD_HF = "lm_head.weight"
-_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _HF_NORM_EPSILON = 1e-6  # transformers has no key for the encoder's and the projector's norms
 
 
@@ -60,35 +61,45 @@ def mlp_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> R
     return Row(names, (Source(theirs, (width,)),), count=count)
 
 
+def decoder_layer(ours: str) -> str:
+    """How the names of a decoder layer's parameters begin, ``{}`` for its number."""
+    return f"{ours}.decoder.layers.{{}}."
+
+
+def encoder_layer(ours: str) -> str:
+    """The same of an encoder layer."""
+    return f"{ours}.blocks.layers.{{}}."
+
+
 def decoder_rows(
-    text: TextArchitecture, *, qkv_bias: bool, qk_norm: bool, theirs: str = _DECODER_HF
+    text: TextArchitecture, *, ours: str, theirs: str, qkv_bias: bool, qk_norm: bool
 ) -> list[Row]:
-    """The whole text decoder but for what stands in its MLPs; ``theirs`` is the family's name."""
+    """The whole text decoder but for what stands in its MLPs."""
     hidden, count, head = text.hidden_size, text.num_layers, text.kv_channels
     query, key = text.num_attention_heads * head, text.num_query_groups * head
-    layer = f"{theirs}.layers.{{}}."
+    own, layer = decoder_layer(ours), f"{theirs}.layers.{{}}."
     attention = f"{layer}self_attn"
     rows = [
-        *_embedding_rows(text, theirs=theirs),
+        *_embedding_rows(text, ours=ours, theirs=theirs),
         attention_norm(
-            TEXT, f"{layer}input_layernorm.weight", kind="weight", width=hidden, count=count
+            own, f"{layer}input_layernorm.weight", kind="weight", width=hidden, count=count
         ),
         mlp_norm(
-            TEXT,
+            own,
             f"{layer}post_attention_layernorm.weight",
             kind="weight",
             width=hidden,
             count=count,
         ),
         row(
-            f"{TEXT}self_attention.linear_proj.weight",
+            f"{own}self_attention.linear_proj.weight",
             f"{attention}.o_proj.weight",
             shape=(hidden, query),
             split=Split.ROW,
             count=count,
         ),
         row(
-            "text_decoder.decoder.final_layernorm.weight",
+            f"{ours}.decoder.final_layernorm.weight",
             f"{theirs}.norm.weight",
             shape=(hidden,),
         ),
@@ -98,11 +109,11 @@ def decoder_rows(
             Source(f"{attention}.{part}_proj.{kind}", (length, *width))
             for part, length in (("q", query), ("k", key), ("v", key))
         )
-        rows.append(qkv(TEXT, sources, kind=kind, groups=text.num_query_groups, count=count))
+        rows.append(qkv(own, sources, kind=kind, groups=text.num_query_groups, count=count))
     if qk_norm:
         rows += [
             row(
-                f"{TEXT}self_attention.{part}_layernorm.weight",
+                f"{own}self_attention.{part}_layernorm.weight",
                 f"{attention}.{part}_norm.weight",
                 shape=(head,),
                 count=count,
@@ -112,11 +123,23 @@ def decoder_rows(
     return rows
 
 
-def _embedding_rows(text: TextArchitecture, *, theirs: str) -> list[Row]:
+def dense_mlp_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
+    """The gated MLPs of a text decoder without experts."""
+    return swiglu_rows(
+        decoder_layer(ours),
+        f"{theirs}.layers.{{}}.mlp",
+        hidden=text.hidden_size,
+        ffn=text.ffn_hidden_size,
+        count=text.num_layers,
+        bias=False,
+    )
+
+
+def _embedding_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
     # Tied, the last stage's output layer is a second copy of the embedding.
     vocabulary = (text.vocab_size, text.hidden_size)
-    embedding = "text_decoder.embedding.word_embeddings.weight"
-    output = "text_decoder.output_layer.weight"
+    embedding = f"{ours}.embedding.word_embeddings.weight"
+    output = f"{ours}.output_layer.weight"
     tied = text.tie_word_embeddings
     names = (embedding, output) if tied else (embedding,)
     rows = [Row(names, (Source(_embedding(theirs), vocabulary),), Split.COLUMN)]
@@ -157,20 +180,13 @@ def swiglu_rows(
     return rows
 
 
-def twins(text: TextArchitecture, *, theirs: str = _DECODER_HF) -> dict[str, str]:
+def twins(text: TextArchitecture, *, theirs: str) -> dict[str, str]:
     """Some files of tied models have the output layer's weight as well."""
     return {_HEAD_HF: _embedding(theirs)} if text.tie_word_embeddings else {}
 
 
 def _embedding(theirs: str) -> str:
     return f"{theirs}.embed_tokens.weight"
-
-
-def top_level(config: VisionLanguageArchitecture) -> dict[str, Any]:
-    """config.json's values beside its sections."""
-    return {name: getattr(config, name) for name in _TOKEN_IDS} | {
-        "tie_word_embeddings": config.foundation.tie_word_embeddings
-    }
 
 
 def text_section(
@@ -199,13 +215,31 @@ def text_section(
     }
 
 
-def inexpressible(config: VisionLanguageArchitecture) -> tuple[str, ...]:
-    """What transformers has no key for: the epsilon of the encoder's and the projector's norms."""
-    modules = config.modules()
-    return tuple(
-        f"{name}.layernorm_epsilon is {modules[name].layernorm_epsilon}, but transformers' model "
-        f"has {_HF_NORM_EPSILON} there; only a model with that value can be exchanged with it"
-        for entry in encoders(config.entries())
-        for name in entry.modules
-        if modules[name].layernorm_epsilon != _HF_NORM_EPSILON
+def vision_section(vision: VisionArchitecture, *, activation: str, **more: Any) -> dict[str, Any]:
+    """An encoder's values of config.json's ``vision_config``, with what a family adds."""
+    return {
+        "depth": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_heads": vision.num_attention_heads,
+        "hidden_act": activation,
+        "in_channels": vision.in_channels,
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "spatial_merge_size": vision.spatial_merge_size,
+        "initializer_range": vision.initializer_range,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
+        **more,
+    }
+
+
+def fixed_epsilon(
+    module: VisionArchitecture | ProjectorArchitecture, *, ours: str
+) -> tuple[str, ...]:
+    """The sentence for a norm's epsilon that transformers has no key for; none where it is its."""
+    if module.layernorm_epsilon == _HF_NORM_EPSILON:
+        return ()
+    return (
+        f"{ours}.layernorm_epsilon is {module.layernorm_epsilon}, but transformers' model "
+        f"has {_HF_NORM_EPSILON} there; only a model with that value can be exchanged with it",
     )

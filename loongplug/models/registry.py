@@ -1,64 +1,20 @@
-"""The model families LoongPlug knows, and how a package outside it adds one."""
+"""The model families and parts LoongPlug knows, and how a package outside it adds its own."""
 
+import functools
 import importlib
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.entries import only_decoder
+from loongplug.models.parts import ArchitectureArgument, DecoderPart, Part, load
+
 if TYPE_CHECKING:
     from loongplug.models.hf_model import HuggingFaceModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArchitectureArgument:
-    """The value of one Megatron argument that the model's YAML decides.
-
-    ``key`` is the YAML key, below ``model``, that an override would set; None where the family
-    fixes the value.
-    """
-
-    value: object
-    key: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model family. What is heavy to import is named as ``"module:attribute"``.
-
-    ``config_class`` names the frozen dataclass that the family's YAML files fill; ``builder`` the
-    function that builds one pipeline stage; ``arguments`` the function from such a config to the
-    Megatron arguments it decides, by their names in Megatron's namespace; ``hugging_face`` the
-    one from a config to its :class:`~loongplug.models.hf_model.HuggingFaceModel`. ``configs`` is
-    the folder of the family's YAML files; None stands for ``configs/models/<name>`` of LoongPlug.
-    """
-
-    name: str
-    model_type: str  # Hugging Face's name for it
-    config_class: str
-    builder: str
-    arguments: str
-    hugging_face: str
-    special_tokens: Mapping[str, str]  # config field -> the token's text
-    configs: Path | None = None
-
-    def load_config_class(self) -> type:
-        """The dataclass of the family's configs."""
-        return _load(self.config_class)
-
-    def load_builder(self) -> Callable[..., Any]:
-        """The function that builds one pipeline stage."""
-        return _load(self.builder)
-
-    def megatron_arguments(self, config: object) -> dict[str, ArchitectureArgument]:
-        """Megatron's architecture arguments for ``config``, by their names in its namespace."""
-        return _load(self.arguments)(config)
-
-    def load_hugging_face(self, config: object) -> "HuggingFaceModel":
-        """The tensors and the config.json of ``config``'s model in ``transformers``."""
-        model: HuggingFaceModel = _load(self.hugging_face)(config)
-        return model
 
 
 # The special tokens of Qwen's vision-language models, by the config's fields for their ids.
@@ -72,66 +28,160 @@ QWEN_VISION_TOKENS = MappingProxyType(
 )
 
 
-def _built_in() -> Iterator[Family]:
-    """The family of each folder here that has a ``family.py`` with a ``FAMILY``."""
+@dataclass(frozen=True, kw_only=True)
+class InTransformers:
+    """What a family is to ``transformers``.
+
+    ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from elsewhere;
+    ``architecture`` is the name of the model's class. ``roots`` has, by a module's name, how the
+    names of its tensors begin in the files, and ``sections``, by a section of config.json, the
+    modules that it describes. ``prefixes`` are beginnings of names in the files, each with what
+    the model itself has there; the first that fits counts.
+    """
+
+    config_class: str
+    architecture: str
+    roots: Mapping[str, str]
+    sections: Mapping[str, tuple[str, ...]]
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family: which parts it joins, and what it is called elsewhere. All of it is data.
+
+    ``config_class`` is the frozen dataclass that the family's YAML files fill; ``parts`` has, by
+    the names of the built model's modules, those of registered parts, which :func:`families` puts
+    into ``joined``. ``configs`` is the folder of the YAML files; None stands for
+    ``configs/models/<name>`` of LoongPlug.
+    """
+
+    name: str
+    config_class: type[VisionLanguageArchitecture]
+    parts: Mapping[str, str]
+    in_transformers: InTransformers
+    special_tokens: Mapping[str, str]  # config field -> the token's text
+    configs: Path | None = None
+    joined: Mapping[str, Part] = field(default_factory=dict, repr=False)
+
+    def load_builder(self) -> Callable[..., Any]:
+        """:func:`~loongplug.models.stage.build_model` with the family's parts."""
+        for part in self.joined.values():
+            load(part.build)
+        return functools.partial(load("loongplug.models.stage:build_model"), self.joined)
+
+    def megatron_arguments(
+        self, config: VisionLanguageArchitecture
+    ) -> dict[str, ArchitectureArgument]:
+        """Megatron's architecture arguments for ``config``, by their names in its namespace."""
+        name = only_decoder(config.entries()).name
+        part = self.joined[name]
+        assert isinstance(part, DecoderPart)
+        return part.arguments(config.foundation, key=config.keys[name])
+
+    def load_hugging_face(self, config: VisionLanguageArchitecture) -> "HuggingFaceModel":
+        """The tensors and the config.json of ``config``'s model in ``transformers``."""
+        model: HuggingFaceModel = load("loongplug.models.hf_model:describe")(self, config)
+        return model
+
+
+def _built_in() -> Iterator[str]:
+    """The packages here that have families: those with config classes."""
     for folder in sorted(Path(__file__).parent.iterdir()):
-        if (folder / "family.py").is_file():
-            module = importlib.import_module(f"{__package__}.{folder.name}.family")
-            yield module.FAMILY
+        if (folder / "config.py").is_file():
+            yield f"{__package__}.{folder.name}"
 
 
 def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
-    """All known families by name: LoongPlug's own, then those of the trusted packages.
+    """All known families by name, with their parts: LoongPlug's own, then the trusted packages'.
 
-    A trusted package adds families by a ``LOONGPLUG_FAMILIES`` tuple at its top level; one without
-    it adds config classes only.
+    A package adds families by a ``LOONGPLUG_FAMILIES`` tuple at its top level, and parts for any
+    family by a ``LOONGPLUG_PARTS`` tuple; one without either adds config classes only.
 
     Raises:
         ValueError: a trusted package cannot be imported, gives a name that is taken, or what is
-            no tuple of families.
+            no such tuple; or a family's modules are not those of its parts.
     """
-    known = {family.name: family for family in _built_in()}
-    for package in trusted_packages:
-        if not all(part.isidentifier() for part in package.split(".")):
-            raise ValueError(
-                f"--trusted-packages names {package!r}, which is no package: give the name by "
-                "which Python imports it, such as my_models"
-            )
-        try:
-            module = importlib.import_module(package)
-        except ImportError as error:
-            raise ValueError(
-                f"--trusted-packages names {package}, which cannot be imported ({error}); "
-                "install it or put its folder on PYTHONPATH"
-            ) from error
-        added = getattr(module, "LOONGPLUG_FAMILIES", ())
-        if not isinstance(added, tuple) or not all(isinstance(each, Family) for each in added):
-            raise ValueError(
-                f"{package}.LOONGPLUG_FAMILIES is {added!r}, but a tuple of "
-                f"{Family.__module__}.{Family.__qualname__} is expected"
-            )
-        for family in added:
+    known: dict[str, Family] = {}
+    parts: dict[str, Part] = {}
+    for package in (*_built_in(), *trusted_packages):
+        module = _imported(package)
+        for part in _added(module, "LOONGPLUG_PARTS", Part):
+            if part.name in parts:
+                raise ValueError(
+                    f"{package} adds a part {part.name}, a name that is taken; rename it"
+                )
+            parts[part.name] = part
+        for family in _added(module, "LOONGPLUG_FAMILIES", Family):
             if family.name in known:
                 raise ValueError(
                     f"{package} adds a model family {family.name}, a name that is taken; rename it"
                 )
             known[family.name] = family
-    return known
+    return {name: _join(family, parts) for name, family in known.items()}
 
 
-def find_family(name: str, *, trusted_packages: Sequence[str] = ()) -> Family:
-    """The family called ``name``.
-
-    Raises:
-        ValueError: there is none; the message lists those that exist.
-    """
-    known = families(trusted_packages)
-    if name not in known:
+def _imported(package: str) -> Any:
+    if not all(part.isidentifier() for part in package.split(".")):
         raise ValueError(
-            f"there is no model family {name}; known are {', '.join(known)}, and "
-            "--trusted-packages can add more"
+            f"--trusted-packages names {package!r}, which is no package: give the name by "
+            "which Python imports it, such as my_models"
         )
-    return known[name]
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"--trusted-packages names {package}, which cannot be imported ({error}); "
+            "install it or put its folder on PYTHONPATH"
+        ) from error
+
+
+def _added[Kind](module: Any, name: str, kind: type[Kind]) -> tuple[Kind, ...]:
+    """What a package adds under ``name``."""
+    added = getattr(module, name, ())
+    if not isinstance(added, tuple) or not all(isinstance(each, kind) for each in added):
+        raise ValueError(
+            f"{module.__name__}.{name} is {added!r}, but a tuple of "
+            f"{kind.__module__}.{kind.__qualname__} is expected"
+        )
+    return added
+
+
+def _join(family: Family, parts: Mapping[str, Part]) -> Family:
+    """The family with its parts, by the names of its modules in their order."""
+    config_class = family.config_class
+    entries = config_class.entries()
+    modules = [module for entry in entries for module in entry.modules]
+    if set(family.parts) != set(modules):
+        raise ValueError(
+            f"the model family {family.name} has parts for {', '.join(family.parts)}, but the "
+            f"modules of its {config_class.__name__} are {', '.join(modules)}: name a part for each"
+        )
+    types = typing.get_type_hints(config_class)
+    joined: dict[str, Part] = {}
+    for module in modules:
+        name = family.parts[module]
+        if name not in parts:
+            raise ValueError(
+                f"the model family {family.name} has the part {name!r} as its {module}, which is "
+                f"not registered: expected one of {', '.join(sorted(parts))}, and a trusted "
+                "package can add more by LOONGPLUG_PARTS"
+            )
+        part, found = parts[name], types[config_class.keys[module]]
+        if not issubclass(found, part.config_class):
+            raise ValueError(
+                f"the model family {family.name} has the part {name!r} as its {module}, which is "
+                f"made from a {part.config_class.__name__}, but its {config_class.__name__} has a "
+                f"{found.__name__} there: take the part of that class"
+            )
+        joined[module] = part
+    decoder = only_decoder(entries).name
+    if not isinstance(joined[decoder], DecoderPart):
+        raise ValueError(
+            f"the model family {family.name} has the part {family.parts[decoder]!r} as its "
+            f"{decoder}, which is no {DecoderPart.__name__}: expected a part that is"
+        )
+    return replace(family, joined=joined)
 
 
 def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
@@ -140,25 +190,18 @@ def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:
     Raises:
         ValueError: no family has such configs.
     """
-    known = families(trusted_packages)
-    by_class = {family.load_config_class(): family for family in known.values()}
+    by_class = {family.config_class: family for family in families(trusted_packages).values()}
     config_class = model if isinstance(model, type) else type(model)
     for base in config_class.__mro__:
         if base in by_class:
             return by_class[base]
-    wanted = ", ".join(family.config_class.replace(":", ".") for family in known.values())
+    wanted = ", ".join(dotted(each) for each in by_class)
     raise ValueError(
-        f"{config_class.__module__}.{config_class.__qualname__} describes no known model family; "
-        f"a model's _target_ is one of {wanted}"
+        f"{dotted(config_class)} describes no known model family; a model's _target_ is one of "
+        f"{wanted}"
     )
 
 
-def _load(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{path}, which a model family names, cannot be loaded ({error}); it is written "
-            "module:attribute"
-        ) from error
+def dotted(config_class: type) -> str:
+    """A class by the name that YAML's ``_target_`` has."""
+    return f"{config_class.__module__}.{config_class.__qualname__}"

@@ -1,35 +1,26 @@
-"""Put one pipeline stage of a vision-language model together."""
+"""Build one pipeline stage of a model from its architecture and its parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.utils import get_pg_rank, get_pg_size
-from torch import Tensor
+from megatron.core.utils import get_pg_size
 
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.decoder import DecoderConfig, TextDecoder
-from loongplug.models.entries import only_encoder
-from loongplug.models.layers.specs import Backend, final_norm
+from loongplug.models.decoder import DecoderConfig, carry_deepstack
+from loongplug.models.entries import Entry, only_decoder, only_encoder
+from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.attach import add_adapters
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.models.parts import Part, load
 from loongplug.parallel.module_state import ModuleState
 
-EncoderAndProjector = tuple[MegatronModule, MegatronModule]
 
-
-def build_stage(
+def build_model(
+    parts: Mapping[str, Part],
     model: VisionLanguageArchitecture,
     config: DecoderConfig,
     *,
-    layer_spec: ModuleSpec,
-    rope_axes: Tensor,
-    build_encoder: Callable[[ProcessGroupCollection], EncoderAndProjector],
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
@@ -39,33 +30,30 @@ def build_stage(
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
-    ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every stage
-    where the encoder's state says so, in that state and with its groups, and what it gives always
-    runs in it. ``states`` are those of encoders by the names of entries; an encoder that is not
-    among them has the decoder's groups, ``pg_collection``. ``layer_spec`` is every decoder
-    layer's, ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
+    ``parts`` are those of the modules, by name. Encoder and projector are built where
+    ``pre_process`` is set, or on the first chunk of every stage where the encoder's state says so,
+    in that state and with its groups, and always run in it. ``states`` are those of encoders by
+    the names of entries; an encoder that is not among them has the decoder's groups,
+    ``pg_collection``.
     """
-    foundation = model.foundation
+    # All weights start with one deviation; Megatron would start the output projections smaller.
+    config.output_layer_init_method = config.init_method
+    carry_deepstack(config, features=len(model.vision.taps()))
     entries = model.entries()
     states = {
         entry.name: (states or {}).get(entry.name) or ModuleState(groups=pg_collection)
         for entry in entries
     }
-    num_layers = get_num_layers_to_build(config, vp_stage, get_pg_rank(pg_collection.pp))
-    decoder = TextDecoder(
+    architectures = model.modules()
+    decoder = only_decoder(entries).name
+    built_decoder = load(parts[decoder].build)(
+        architectures[decoder],
         config,
-        layer_specs=TransformerBlockSubmodules(
-            layer_specs=[layer_spec] * num_layers, layer_norm=final_norm(config, backend=backend)
-        ),
-        vocab_size=foundation.vocab_size,
-        max_sequence_length=foundation.max_position_embeddings,
-        rotary_base=foundation.rotary_base,
-        rope_axes=rope_axes,
-        share_embeddings_and_output_weights=foundation.tie_word_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        pg_collection=pg_collection,
         vp_stage=vp_stage,
+        pg_collection=pg_collection,
+        backend=backend,
     )
     encoding: dict[str, MegatronModule] = {}
     entry = only_encoder(entries)
@@ -73,14 +61,15 @@ def build_stage(
     if pre_process or (state.on_every_stage and not vp_stage):
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         with state.entered():
-            encoding = dict(zip(entry.modules, build_encoder(state.groups), strict=True))
+            encoding = _build_encoder(
+                entry, parts, model, config=config, groups=state.groups, backend=backend
+            )
         for module in encoding.values():
             # Whoever asks where its slices lie (checkpoints, Hugging Face folders) asks it.
             module.pg_collection = state.groups
             state.run(module)
-    architectures = model.modules()
     composed = MultimodalModel(
-        decoder,
+        built_decoder,
         entries=entries,
         encoding=encoding,
         pg_collection=pg_collection,
@@ -96,9 +85,26 @@ def build_stage(
     return composed
 
 
-def start_like_the_family(config: DecoderConfig) -> None:
-    """Start all weights with one deviation, as the families' own do, before any stage is built.
-
-    Megatron would start the output projections of the layers smaller.
-    """
-    config.output_layer_init_method = config.init_method
+def _build_encoder(
+    entry: Entry,
+    parts: Mapping[str, Part],
+    model: VisionLanguageArchitecture,
+    *,
+    config: DecoderConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> dict[str, MegatronModule]:
+    """An encoder and its projector, into the decoder's width, by their names."""
+    name, projector = entry.modules
+    architectures = model.modules()
+    encoder = load(parts[name].build)(
+        architectures[name], decoder=config, groups=groups, backend=backend
+    )
+    built = load(parts[projector].build)(
+        architectures[projector],
+        vision=architectures[name],
+        config=encoder.config,
+        output_size=model.foundation.hidden_size,
+        groups=groups,
+    )
+    return {name: encoder, projector: built}

@@ -7,9 +7,11 @@ import platform
 import shutil
 import tomllib
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
 
 import loongplug
 
@@ -66,22 +68,19 @@ class MachineFacts:
 def collect() -> MachineFacts:
     """Look at this machine. Imports torch and, where it is installed, Megatron."""
     requirements, requires_python = _own_requirements()
-    names = {*SHOWN_PACKAGES, *(_name(text) for text in requirements)}
+    names = {*SHOWN_PACKAGES, *(Requirement(text).name for text in requirements)}
     packages = {name: version(name) for name in sorted(names)}
-    torch_facts = _torch_facts() if packages["torch"] is not None else _NO_TORCH
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shared = Path("/dev/shm")
     return MachineFacts(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        available_memory_bytes=_available_memory(),
-        shared_memory_bytes=_free_in(Path("/dev/shm")),
+        memory_bytes=memory,
+        available_memory_bytes=_available_memory() or memory,
+        shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
-        torch_cuda=torch_facts.cuda,
-        cuda_usable=torch_facts.usable,
-        gpus=torch_facts.gpus,
-        nccl=torch_facts.nccl,
-        has_gloo=torch_facts.gloo,
+        **_seen_by_torch(there=packages["torch"] is not None),
         packages=packages,
         broken=_broken(packages),
         requirements=requirements,
@@ -90,43 +89,30 @@ def collect() -> MachineFacts:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TorchFacts:
-    cuda: str | None = None
-    usable: bool = False
-    gpus: tuple[GpuFacts, ...] = ()
-    nccl: str | None = None
-    gloo: bool = False
-
-
-_NO_TORCH = _TorchFacts()
-
-
-def _torch_facts() -> _TorchFacts:
+def _seen_by_torch(*, there: bool) -> dict[str, Any]:
+    """Fields of the facts."""
+    if not there:
+        return {
+            "torch_cuda": None, "cuda_usable": False, "gpus": (), "nccl": None, "has_gloo": False
+        }  # fmt: skip
     import torch
     import torch.distributed as dist
 
     usable = torch.cuda.is_available()
-    gpus = []
-    for index in range(torch.cuda.device_count() if usable else 0):
-        seen = torch.cuda.get_device_properties(index)
-        gpus.append(
+    seen = range(torch.cuda.device_count() if usable else 0)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    return {
+        "torch_cuda": torch.version.cuda,
+        "cuda_usable": usable,
+        "gpus": tuple(
             GpuFacts(
-                name=seen.name,
-                memory_bytes=seen.total_memory,
-                capability=(seen.major, seen.minor),
+                name=gpu.name, memory_bytes=gpu.total_memory, capability=(gpu.major, gpu.minor)
             )
-        )
-    nccl = None
-    if dist.is_available() and dist.is_nccl_available():
-        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return _TorchFacts(
-        cuda=torch.version.cuda,
-        usable=usable,
-        gpus=tuple(gpus),
-        nccl=nccl,
-        gloo=dist.is_available() and dist.is_gloo_available(),
-    )
+            for gpu in map(torch.cuda.get_device_properties, seen)
+        ),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "has_gloo": dist.is_available() and dist.is_gloo_available(),
+    }
 
 
 def version(package: str) -> str | None:
@@ -149,12 +135,6 @@ def _own_requirements() -> tuple[tuple[str, ...], str | None]:
         return tuple(project["dependencies"]), project["requires-python"]
     needed = [text for text in metadata.get_all("Requires-Dist") or [] if "extra ==" not in text]
     return tuple(needed), metadata["Requires-Python"]
-
-
-def _name(requirement: str) -> str:
-    from packaging.requirements import Requirement
-
-    return Requirement(requirement).name
 
 
 def _broken(packages: dict[str, str | None]) -> dict[str, tuple[str, str]]:
@@ -193,14 +173,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _available_memory() -> int:
+def _available_memory() -> int | None:
+    """What Linux says is left; None elsewhere."""
     meminfo = Path("/proc/meminfo")
-    lines: Sequence[str] = meminfo.read_text().splitlines() if meminfo.exists() else ()
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _free_in(folder: Path) -> int | None:
-    return shutil.disk_usage(folder).free if folder.is_dir() else None
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    available = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return available[0] * 1024 if available else None

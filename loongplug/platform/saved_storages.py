@@ -10,7 +10,7 @@ from loongplug.platform.prefetch import Movable
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandIn:
+class SavedView:
     """Stands in the graph for a saved tensor; ``storage`` is as bytes, [nbytes] uint8."""
 
     storage: Movable
@@ -28,9 +28,9 @@ class StandIn:
         )
 
 
-def stand_in(
+def saved_view(
     tensor: Tensor, known: dict[int, Movable], *, made: Callable[..., Movable] = Movable
-) -> StandIn:
+) -> SavedView:
     """For ``tensor``; its storage is entered in ``known``, by its address, if it is a new one.
 
     It is ``made`` of its bytes (``device``) and of where these are.
@@ -39,7 +39,7 @@ def stand_in(
     if storage._cdata not in known:
         nbytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         known[storage._cdata] = made(device=nbytes, where=tensor.device)
-    return StandIn(
+    return SavedView(
         storage=known[storage._cdata],
         dtype=tensor.dtype,
         size=tensor.size(),

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
-from loongplug.platform.saved_storages import StandIn, stand_in
+from loongplug.platform.saved_storages import SavedView, saved_view
 
 
 class TensorOffload:
@@ -147,13 +147,13 @@ class LayerTensors:
         if name in self._offload.names and storage.nbytes() >= self._offload.least:
             self._named[storage._cdata] = StorageWeakRef(storage)
 
-    def _pack(self, tensor: Tensor) -> StandIn | Tensor:
+    def _pack(self, tensor: Tensor) -> SavedView | Tensor:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._offload.least:
             return tensor.detach()
-        return stand_in(tensor, self._saved, made=self._made)
+        return saved_view(tensor, self._saved, made=self._made)
 
-    def _unpack(self, packed: StandIn | Tensor) -> Tensor:
+    def _unpack(self, packed: SavedView | Tensor) -> Tensor:
         self._offload.bring(self, number=self._number)
         if isinstance(packed, Tensor):
             return packed

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.models.lora.settings import adapts_experts
-from loongplug.models.registry import ArchitectureArgument, Family
+from loongplug.models.parts import ArchitectureArgument
+from loongplug.models.registry import Family
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import ComposedModel, compose_model, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from loongplug.data.outside_yaml import require_bounded_yaml
-from loongplug.models.registry import Family, families, family_of
+from loongplug.models.registry import Family, dotted, families, family_of
 from loongplug.paths import configs_dir
 from loongplug.training.suggest import the_closest_is
 from loongplug.training.typed import TARGET, Filler, plain
@@ -128,7 +128,7 @@ def compose_model(
     if not isinstance(root, Mapping) or TARGET not in root:
         raise ValueError(
             f"{file}: {_MODEL}.{TARGET} is missing; it names the model's config class, such as "
-            f"{next(iter(known.values())).config_class.replace(':', '.')}"
+            f"{dotted(next(iter(known.values())).config_class)}"
         )
     filler = Filler(resolve=lambda target: _resolve(target, trusted_packages), origin=origins.of)
     try:

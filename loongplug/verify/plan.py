@@ -166,7 +166,7 @@ class _Planner:
         )
         model, demo = composed.config, args.tokenizer_model is None
         layout = _layout(args, model)
-        taps = len(getattr(model.vision, "deepstack_layers", ()))
+        taps = len(model.vision.taps())
         stages = tiny_stages(layout, taps=taps)
         tokenizer = read_tokenizer(Path(line.args.tokenizer_model))
         encoder = model.keys[only_encoder(model.entries()).name]

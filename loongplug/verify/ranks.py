@@ -30,30 +30,39 @@ class RankError(RuntimeError):
 
 
 @dataclass
-class _Rank:
+class Rank:
+    """A forked process, as its parent sees it; what it leaves and prints is in ``folder``."""
+
     number: int
     pid: int
     folder: Path
     code: int | None = None  # as os.waitstatus_to_exitcode gives it
+    killed: bool = False  # by the parent
+    report: dict[str, Any] | None = None  # a result, or an error with the time it was raised at
 
-    def ended(self) -> bool:
+    def ended(self, *, block: bool = False) -> bool:
+        """Whether it is gone; then its report is there, if it left one."""
         if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, 0 if block else os.WNOHANG)
             if pid == 0:
                 return False
             self.code = os.waitstatus_to_exitcode(status)
+            path = self.folder / f"{self.number}.pickle"
+            self.report = pickle.loads(path.read_bytes()) if path.is_file() else None
         return True
 
-    def report(self) -> dict[str, Any] | None:
-        path = self.folder / f"{self.number}.pickle"
-        return pickle.loads(path.read_bytes()) if path.is_file() else None
-
     def kill(self) -> None:
-        if self.code is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.code = -signal.SIGKILL
+        """End it, and the processes that it started (its process group)."""
+        self.killed = self.killed or self.code is None
+        for target in (-self.pid, self.pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(target, signal.SIGKILL)
+
+    @property
+    def printed(self) -> list[str]:
+        """The lines it printed."""
+        log = self.folder / f"rank_{self.number}.log"
+        return log.read_text(errors="replace").splitlines() if log.is_file() else []
 
 
 def new_folder(folder: Path) -> Path:
@@ -78,20 +87,43 @@ def run_ranks(
 ) -> list[Any]:
     """``[function(rank, tell) for rank in range(world_size)]``, each in a process of its own.
 
-    RANK, LOCAL_RANK and WORLD_SIZE are set there; a process group is the function's to make.
-    ``tell`` hands one line to ``on_event`` here. What a rank prints goes to
-    ``folder/rank_<n>.log``. Results have to be picklable.
+    What ranks are given and leave behind is as for :func:`fork_ranks`.
 
     Raises:
         ValueError: a rank raised one; the user's to mend.
         RankError: a rank raised something else, died, or ``timeout`` seconds have passed.
+    """
+    return _results(
+        fork_ranks(function, world_size, folder=folder, on_event=on_event, timeout=timeout)
+    )
+
+
+def fork_ranks(
+    function: Callable[[int, OnEvent], Any],
+    world_size: int,
+    *,
+    folder: Path,
+    on_event: OnEvent = lambda line: None,
+    timeout: float | None = None,
+    grace: float = GRACE_SECONDS,
+    on_timeout: Callable[[list[Rank]], None] = lambda alive: None,
+) -> list[Rank]:
+    """Run ``function(rank, tell)`` in a forked process for each rank; they have ended afterwards.
+
+    RANK, LOCAL_RANK and WORLD_SIZE are set there; a process group is the function's to make.
+    ``tell`` hands one line to ``on_event`` here. What a rank prints goes to
+    ``folder/rank_<n>.log``. Results have to be picklable.
+
+    Args:
+        grace: seconds that the others have to end by themselves when a rank has failed.
+        on_timeout: called with the ranks that still run after ``timeout``, before they are ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     try:
         for number in range(world_size):
             (folder / f"{number}.pickle").unlink(missing_ok=True)
@@ -99,14 +131,16 @@ def run_ranks(
             if pid == 0:
                 os.close(reading)
                 _live(function, number, world_size=world_size, folder=folder, events=writing)
-            ranks.append(_Rank(number, pid, folder))
-        _wait(ranks, reading, on_event=on_event, timeout=timeout)
+            ranks.append(Rank(number, pid, folder))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        on_timeout(_wait(ranks, reading, on_event=on_event, deadline=deadline, grace=grace))
     finally:
         os.close(reading)
         os.close(writing)
         for rank in ranks:
             rank.kill()
-    return _results(ranks)
+            rank.ended(block=True)
+    return ranks
 
 
 def join(rank: int, *, folder: Path, device: str, minutes: float) -> "Platform":
@@ -135,20 +169,24 @@ def join(rank: int, *, folder: Path, device: str, minutes: float) -> "Platform":
     return platform
 
 
-def _wait(ranks: list[_Rank], events: int, *, on_event: OnEvent, timeout: float | None) -> None:
-    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
-    failed = False
+def _wait(
+    ranks: list[Rank], events: int, *, on_event: OnEvent, deadline: float | None, grace: float
+) -> list[Rank]:
+    """Until all have ended, or a while after one failed; those that the deadline found running."""
+    failed: float | None = None
     while True:
         alive = [rank for rank in ranks if not rank.ended()]
         for line in _lines(events):
             on_event(line)
         if not alive:
-            return
-        if not failed and any(rank.code not in (None, 0) for rank in ranks):
-            failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if time.monotonic() > deadline:
-            return
+            return []
+        now = time.monotonic()
+        if failed is None and any(rank.code not in (None, 0) for rank in ranks):
+            failed = now
+        if failed is not None and now > failed + grace:
+            return []
+        if deadline is not None and now > deadline:
+            return alive if failed is None else []
         time.sleep(_POLL_SECONDS)
 
 
@@ -160,12 +198,11 @@ def _lines(events: int) -> list[str]:
         return []
 
 
-def _results(ranks: list[_Rank]) -> list[Any]:
-    reports = [rank.report() for rank in ranks]
+def _results(ranks: list[Rank]) -> list[Any]:
     errors = [
-        (report["time"], rank, report)
-        for rank, report in zip(ranks, reports, strict=True)
-        if report is not None and "error" in report
+        (rank.report["time"], rank, rank.report)
+        for rank in ranks
+        if rank.report is not None and "error" in rank.report
     ]
     if errors:
         # The first to fail is the cause; what the others say is mostly that it is gone.
@@ -173,16 +210,14 @@ def _results(ranks: list[_Rank]) -> list[Any]:
         if report["user"]:
             raise ValueError(report["message"])
         raise RankError(f"rank {rank.number} failed:\n{report['error'].rstrip()}")
-    silent = [rank for rank, report in zip(ranks, reports, strict=True) if report is None]
+    silent = [rank for rank in ranks if rank.report is None]
     if silent:
         raise RankError(_silent(silent[0]))
-    return [report["result"] for report in reports if report is not None]
+    return [rank.report["result"] for rank in ranks if rank.report is not None]
 
 
-def _silent(rank: _Rank) -> str:
-    log = rank.folder / f"rank_{rank.number}.log"
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    said = "\n".join(lines[-_LOG_LINES:])
+def _silent(rank: Rank) -> str:
+    said = "\n".join(rank.printed[-_LOG_LINES:])
     how = "was stopped" if rank.code == -signal.SIGKILL else f"ended with code {rank.code}"
     return f"rank {rank.number} {how} without a result; it printed last:\n{said}"
 
@@ -213,7 +248,8 @@ def _live(
 
 
 def _own_process(rank: int, *, world_size: int, folder: Path) -> None:
-    """Its own output and environment; it ends when the parent does."""
+    """Its own process group, output and environment; it ends when the parent does."""
+    os.setpgid(0, 0)
     with suppress(OSError, AttributeError):  # Linux only
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -79,7 +79,7 @@ def tiny_sizes(
         f"{section}.{key}": value
         for key, value in _encoder(encoder, layout, demo_patches=demo_patches).items()
     }
-    taps = len(getattr(encoder, "deepstack_layers", ()))
+    taps = len(encoder.taps())
     decoder = _decoder(text, layout) | {
         "num_layers": tiny_stages(layout, taps=taps).layers,
         "vocab_size": up(vocabulary, layout.tp),

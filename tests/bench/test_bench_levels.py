@@ -8,21 +8,24 @@ import pytest
 from rich.console import Console
 
 from loongplug.bench.levels import bench_levels
-from loongplug.bench.levels_data import SEQ_LENGTH, write_levels_data
 from loongplug.bench.levels_figures import (
+    RunFigures,
     SettingFigures,
     TracedFigures,
     fastest,
     level_figures,
     median_rate,
     phases,
+    print_settings,
     shown_step,
     traced_figures,
+    write_json,
 )
-from loongplug.bench.levels_plan import (
+from loongplug.bench.levels_work import (
     FULL,
     HETERO_DP,
     HETERO_TP,
+    SEQ_LENGTH,
     SETTINGS,
     TUNED,
     UNIFORM,
@@ -30,9 +33,8 @@ from loongplug.bench.levels_plan import (
     Work,
     level_variants,
     split_candidates,
+    write_levels_data,
 )
-from loongplug.bench.levels_rank import RunFigures
-from loongplug.bench.levels_report import print_settings, write_json
 from loongplug.data.processor import load_processor
 from loongplug.observe.trace_file import Event, RankTrace
 

@@ -8,11 +8,10 @@ import torch
 from megatron.core import parallel_state
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_qwen3_vl import build_chunks, save_random_hf_model, tiny_config
+from tiny_qwen3_vl import build_chunks, hugging_face, save_random_hf_model, tiny_config
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tensor_folder import INDEX_FILE, open_tensors
-from loongplug.models.qwen3_vl.hf import hugging_face
 
 GATE = "model.language_model.layers.1.mlp.gate_proj.weight"
 NORM = "model.language_model.norm.weight"

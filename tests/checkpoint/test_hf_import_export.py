@@ -10,7 +10,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
-from tiny_qwen3_vl import build_chunks, random_hf_model, save_random_hf_model, tiny_config
+from tiny_qwen3_vl import (
+    build_chunks,
+    hugging_face,
+    random_hf_model,
+    save_random_hf_model,
+    tiny_config,
+)
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from loongplug.checkpoint import hf_export
@@ -19,7 +25,6 @@ from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differen
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.manifest import MANIFEST_FILE, digest_of, read_manifest
 from loongplug.data.demo_processor import write_processor
-from loongplug.models.qwen3_vl.hf import hugging_face
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_qwen3_vl import tiny_config
+from tiny_qwen3_vl import hugging_face, tiny_config
 from transformers import Qwen3VLForConditionalGeneration
 
 from loongplug.models.hf_mapping import (
     Bundle,
-    Entry,
+    MappedParameter,
     Mapping,
     Row,
     Source,
@@ -23,7 +23,6 @@ from loongplug.models.hf_mapping import (
     unpack,
 )
 from loongplug.models.hf_model import hf_config
-from loongplug.models.qwen3_vl.hf import hugging_face
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +33,7 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float64).reshape(shape)
 
 
-def entry(row: Row, expert: int = 0) -> Entry:
+def entry(row: Row, expert: int = 0) -> MappedParameter:
     return list(Bundle(row, 0, None).entries())[expert]
 
 

@@ -17,8 +17,10 @@ from loongplug.models.qwen3_vl.config import (
     Qwen3VisionConfig,
     Qwen3VLConfig,
 )
-from loongplug.models.qwen3_vl.hf import hugging_face
-from loongplug.models.qwen3_vl.model import build_model
+from loongplug.models.registry import families
+
+FAMILY = families()["qwen3_vl"]
+hugging_face = FAMILY.load_hugging_face
 
 
 def tiny_config(*, tied: bool) -> Qwen3VLConfig:
@@ -102,7 +104,7 @@ def build_chunks(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     last = (vpp or 1) - 1
     return [
-        build_model(
+        FAMILY.load_builder()(
             config,
             decoder,
             pre_process=stage == 0 and chunk == 0,

@@ -19,8 +19,10 @@ from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.data.demo_processor import write_processor
 from loongplug.models.hf_model import hf_config, hf_config_differences
 from loongplug.models.qwen2_5_vl.config import Qwen25VLConfig
-from loongplug.models.qwen2_5_vl.hf import hugging_face
+from loongplug.models.registry import families
 from loongplug.training.config import compose_model
+
+hugging_face = families()["qwen2_5_vl"].load_hugging_face
 
 # hidden, layers, heads, query groups, ffn, vocabulary, tied; ffn of the ViT; all parameters.
 PUBLISHED = {

@@ -1,55 +1,78 @@
-"""The registry of model families."""
+"""The registry of model families and of the parts they join."""
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.entries import Entry, Role, checked
+from loongplug.models.parts import Part, load
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig
-from loongplug.models.registry import families, family_of, find_family
+from loongplug.models.registry import families, family_of
 
 pytestmark = pytest.mark.quick
 
 OUTSIDE = """
-from dataclasses import dataclass
-from loongplug.models.registry import Family
+from dataclasses import dataclass, replace
+from loongplug.models.parts import DecoderPart, Part
+from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
+from loongplug.models.qwen3_vl import LOONGPLUG_FAMILIES as QWEN3
+from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    size: int
+class Config(Qwen3VLConfig):
+    image_encoder: Qwen25VisionConfig
 
+LOONGPLUG_PARTS = (
+    DecoderPart(name="{name}_text", config_class=Qwen3VLConfig.__annotations__["foundation"],
+                build="{module}:build", hugging_face="{module}:names", fixed={{}}),
+)
 LOONGPLUG_FAMILIES = (
-    Family(name={name!r}, model_type="x", config_class="{module}:Config", builder="{module}:build",
-           arguments="{module}:arguments", hugging_face="{module}:hugging_face",
-           special_tokens={{}}),
+    replace(QWEN3[0], name={name!r}, config_class=Config,
+            parts={{"image_encoder": "qwen2_5_vit", "image_projector": "qwen3_merger",
+                   "text_decoder": "{name}_text"}}),
 )
 
-def build(size): return size * 2
-
-def arguments(config): return {{}}
+def build(text): return text * 2
 """
 
 
 def outside_package(folder: Path, monkeypatch: pytest.MonkeyPatch, *, name: str) -> str:
-    """A package beside loongplug that brings one family."""
+    """A package beside loongplug that brings one decoder, and a family with parts of two others."""
     module = f"outside_{name}"
     (folder / f"{module}.py").write_text(OUTSIDE.format(name=name, module=module))
     monkeypatch.syspath_prepend(str(folder))
     return module
 
 
+def changed(monkeypatch: pytest.MonkeyPatch, module: str, **family: Any) -> list[str]:
+    """The package with another family; what to trust."""
+    package = sys.modules[module]
+    (before,) = package.LOONGPLUG_FAMILIES
+    monkeypatch.setattr(package, "LOONGPLUG_FAMILIES", (dataclasses.replace(before, **family),))
+    return [module]
+
+
 def test_names_in_the_registry_lead_somewhere() -> None:
     for family in families().values():
-        assert isinstance(family.load_config_class(), type)
         assert callable(family.load_builder())
-        config_class = family.load_config_class()
-        assert family_of(config_class) is family
-        assert set(family.special_tokens) <= set(config_class.__dataclass_fields__)
+        assert family_of(family.config_class) == family
+        assert set(family.special_tokens) <= set(family.config_class.__dataclass_fields__)
+        assert list(family.joined) == list(family.config_class.keys)
+        for part in family.joined.values():
+            assert callable(load(part.build))
+            assert callable(load(part.hugging_face))
 
 
-def test_unknown_family_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no model family qwen9; known are .*qwen3_vl"):
-        find_family("qwen9")
+def test_families_share_parts() -> None:
+    dense, experts = families()["qwen3_vl"].joined, families()["qwen3_vl_moe"].joined
+    assert [name for name in dense if dense[name] == experts[name]] == [
+        "image_encoder",
+        "image_projector",
+    ]
 
 
 def test_class_of_no_family_is_refused() -> None:
@@ -67,22 +90,71 @@ def test_derived_config_belongs_to_its_base_s_family() -> None:
 def test_trusted_package_brings_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = outside_package(tmp_path, monkeypatch, name="guest")
     assert "guest" not in families()
-    family = find_family("guest", trusted_packages=[module])
-    assert family.load_builder()(4) == 8
-    config = sys.modules[module].Config(size=1)
-    assert family_of(config, trusted_packages=[module]).name == "guest"
+    family = families([module])["guest"]
+    assert load(family.joined["text_decoder"].build)(4) == 8
+    assert family.joined["image_encoder"] == families()["qwen2_5_vl"].joined["image_encoder"]
+    assert family.joined["image_projector"] == families()["qwen3_vl"].joined["image_projector"]
+    assert family_of(sys.modules[module].Config, trusted_packages=[module]).name == "guest"
 
 
 def test_what_a_package_gives_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = outside_package(tmp_path, monkeypatch, name="odd")
-    families([module])
+    family = families([module])["odd"]
     package = sys.modules[module]
     monkeypatch.delattr(package, "build")
-    with pytest.raises(ValueError, match=r"outside_odd:build, which a model family names, cannot"):
-        find_family("odd", trusted_packages=[module]).load_builder()
+    with pytest.raises(ValueError, match=r"outside_odd:build, which a part of a model names, can"):
+        family.load_builder()
     monkeypatch.setattr(package, "LOONGPLUG_FAMILIES", package.LOONGPLUG_FAMILIES[0])
     with pytest.raises(ValueError, match=r"LOONGPLUG_FAMILIES is .*, but a tuple of"):
         families([module])
+    monkeypatch.setattr(package, "LOONGPLUG_PARTS", ["text"])
+    with pytest.raises(ValueError, match=r"PARTS is \['text'\], but a tuple of .*Part is"):
+        families([module])
+
+
+def test_part_that_is_not_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = outside_package(tmp_path, monkeypatch, name="lost")
+    families([module])
+    parts = {**sys.modules[module].LOONGPLUG_FAMILIES[0].parts, "text_decoder": "qwen9"}
+    with pytest.raises(
+        ValueError,
+        match=r"^the model family lost has the part 'qwen9' as its text_decoder, which is not "
+        r"registered: expected one of lost_text, qwen2_5, .*LOONGPLUG_PARTS$",
+    ):
+        families(changed(monkeypatch, module, parts=parts))
+
+
+def test_parts_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = outside_package(tmp_path, monkeypatch, name="odd")
+    families([module])
+    parts = dict(sys.modules[module].LOONGPLUG_FAMILIES[0].parts)
+    for given, problem in (
+        ({"image_encoder": "qwen2_5_vit"}, "parts for image_encoder, but the modules of its Con"),
+        ({**parts, "image_encoder": "qwen3_vit"}, "made from a Qwen3VisionConfig, but its Config"),
+        ({**parts, "text_decoder": "plain"}, "'plain' as its text_decoder, which is no DecoderP"),
+    ):
+        with monkeypatch.context() as patch:
+            (decoder,) = sys.modules[module].LOONGPLUG_PARTS
+            plain = Part(
+                name="plain", config_class=decoder.config_class, build="a:b", hugging_face="a:b"
+            )
+            patch.setattr(sys.modules[module], "LOONGPLUG_PARTS", (decoder, plain))
+            with pytest.raises(ValueError, match=f"the model family odd has .*{problem}"):
+                families(changed(patch, module, parts=given))
+
+
+def test_two_entries_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice(VisionLanguageArchitecture):
+        @classmethod
+        def entries(cls) -> tuple[Entry, ...]:
+            text = Entry(name="text_decoder", role=Role.DECODER)
+            eyes = Entry(name="eyes", role=Role.ENCODER, into="text_decoder")
+            return checked((eyes, eyes, text))
+
+    module = outside_package(tmp_path, monkeypatch, name="twice")
+    families([module])
+    with pytest.raises(ValueError, match=r"^two modules of the model are called 'eyes': rename on"):
+        families(changed(monkeypatch, module, config_class=Twice))
 
 
 def test_name_that_is_taken_and_package_that_is_not_there(
@@ -90,6 +162,10 @@ def test_name_that_is_taken_and_package_that_is_not_there(
 ) -> None:
     module = outside_package(tmp_path, monkeypatch, name="qwen3_vl")
     with pytest.raises(ValueError, match=r"adds a model family qwen3_vl, a name that is taken"):
+        families([module])
+    parts = sys.modules[module].LOONGPLUG_PARTS
+    monkeypatch.setattr(sys.modules[module], "LOONGPLUG_PARTS", parts * 2)
+    with pytest.raises(ValueError, match=r"adds a part qwen3_vl_text, a name that is taken; ren"):
         families([module])
     with pytest.raises(ValueError, match=r"names not_there, which cannot be imported"):
         families(["not_there"])

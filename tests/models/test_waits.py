@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_batches import Batch, Style, batch, packed, qwen3_positions
+from host_waits import META, HostWaitsError, meta_device, no_waits
 from megatron.core.pipeline_parallel.utils import set_streams
 from ranks import run_ranks
-from waits import META, HostWaitsError, meta_device, no_waits
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.estimate.answers import answers, spread_tokens_evenly

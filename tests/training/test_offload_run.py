@@ -129,17 +129,17 @@ def watched(counter: Counter) -> None:
         counter.phase_3()
         end(executor)
 
-    stand_in = activations.stand_in
+    saved_view = activations.saved_view
 
     def saved(tensor: Tensor, known: Any) -> Any:
         counter.note_saved(tensor)
-        return stand_in(tensor, known)
+        return saved_view(tensor, known)
 
     around(EncoderOfStep, "payload", lambda made, *_: counter.note(made))
     around(Exchange, "gather_variable_shape_embeddings", arrived)
     around(Executor, "_gather", gathered)
     around(PrefetchQueue, "send_for", came)
-    activations.stand_in = saved
+    activations.saved_view = saved
     around(Executor, "begin", lambda *_, **__: counter.phase_2(sizes))
     around(Executor, "features", lambda *_: counter.count())
     Executor.end = ended

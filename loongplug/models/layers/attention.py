@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
 
-from loongplug.models.layers.dropout import own_draws
 from loongplug.models.layers.packed import PackedLayout, layout_of
+from loongplug.models.layers.recompute import own_draws
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)

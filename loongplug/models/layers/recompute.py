@@ -1,6 +1,9 @@
-"""What recomputed layers need when nothing in front of them trains."""
+"""What layers need that may be recomputed: an input with a gradient, draws that come again."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -22,3 +25,16 @@ def input_for_recompute(hidden_states: Tensor, *, layers: nn.Module) -> Tensor:
     ):
         hidden_states.requires_grad_()
     return hidden_states
+
+
+def own_draws(*, sequence_parallel: bool) -> AbstractContextManager[None]:
+    """Inside, each tensor parallel rank draws for itself, for a dropout.
+
+    With sequence parallelism Megatron's blocks have entered that state for all their layers. To
+    enter it once more would draw the same numbers, but leave a copy of it behind from which a
+    recompute, which runs outside of the block, would go on: with other draws than the forward's.
+    """
+    if sequence_parallel:
+        return nullcontext()
+    forked: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
+    return forked

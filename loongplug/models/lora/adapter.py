@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from loongplug.models.hf_mapping import Split
-from loongplug.models.layers.dropout import own_draws
+from loongplug.models.layers.recompute import own_draws
 from loongplug.models.lora.place import LinearPlace
 from loongplug.models.lora.settings import LoraSettings
 

@@ -1,91 +1,98 @@
-"""Qwen2.5-VL on the Hugging Face side: the table of tensor names, and the model's config.json.
+"""Qwen2.5-VL's modules on the Hugging Face side: tensor names, and their parts of config.json.
 
 The names are those of the published files, which ``transformers`` writes as well; its modules are
 called otherwise (``model.visual``, ``model.language_model``).
 """
 
-from typing import Any
-
-from loongplug.models.hf_mapping import Mapping, Row, Source, Split
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
+from loongplug.models.hf_mapping import Row, Source, Split
+from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
-    TEXT,
-    VISION,
     attention_norm,
     decoder_rows,
-    inexpressible,
+    dense_mlp_rows,
+    encoder_layer,
+    fixed_epsilon,
     linear,
     mlp_norm,
     qkv,
     row,
     swiglu_rows,
     text_section,
-    top_level,
     twins,
+    vision_section,
 )
-from loongplug.models.qwen2_5_vl.config import (
-    Qwen25DecoderConfig,
-    Qwen25VisionConfig,
-    Qwen25VLConfig,
-)
-
-_DECODER_HF, _VISION_HF = "model", "visual.blocks.{}."
+from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25VisionConfig
 
 
-def hugging_face(config: Qwen25VLConfig) -> HuggingFaceModel:
-    """The model's tensors and config.json in ``transformers``."""
-    text = config.foundation
-    rows = [
-        *encoder_rows(config.image_encoder),
-        *projector_rows(config.image_encoder, out=text.hidden_size),
-        *decoder_rows(text, qkv_bias=True, qk_norm=False, theirs=_DECODER_HF),
-        *swiglu_rows(
-            TEXT,
-            f"{_DECODER_HF}.layers.{{}}.mlp",
-            hidden=text.hidden_size,
-            ffn=text.ffn_hidden_size,
-            count=text.num_layers,
-            bias=False,
+def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+    """The image encoder."""
+    return HuggingFacePart(
+        rows=_encoder_rows(vision, ours=ours, theirs=theirs),
+        values=vision_section(
+            vision,
+            activation="silu",
+            window_size=vision.window_size,
+            fullatt_block_indexes=list(vision.full_attention_layers),
+            tokens_per_second=vision.tokens_per_second,
         ),
-    ]
-    return HuggingFaceModel(
-        mapping=Mapping(rows, twins=twins(text, theirs=_DECODER_HF)),
-        config_class="Qwen2_5_VLConfig",
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        sections={
-            "text_config": text_section(text, mrope={}, more={"use_sliding_window": False}),
-            "vision_config": vision_section(config.image_encoder, out=text.hidden_size),
-        },
-        top=top_level(config),
-        inexpressible=(*inexpressible(config), *_other_head_size(text)),
-        prefixes=(("visual.", "model.visual."), ("model.", "model.language_model.")),
+        inexpressible=fixed_epsilon(vision, ours=ours),
     )
 
 
-def encoder_rows(vision: Qwen25VisionConfig) -> list[Row]:
-    """The image encoder."""
+def projector(
+    projector: ProjectorArchitecture,
+    *,
+    vision: VisionArchitecture,
+    out: int,
+    ours: str,
+    theirs: str,
+) -> HuggingFacePart:
+    """The merger, into the decoder's width ``out``."""
+    return HuggingFacePart(
+        rows=_projector_rows(vision, out=out, ours=ours, theirs=theirs),
+        values={"out_hidden_size": out},
+        inexpressible=fixed_epsilon(projector, ours=ours),
+    )
+
+
+def decoder(text: Qwen25DecoderConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+    """The text decoder."""
+    return HuggingFacePart(
+        rows=[
+            *decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=True, qk_norm=False),
+            *dense_mlp_rows(text, ours=ours, theirs=theirs),
+        ],
+        values=text_section(text, mrope={}, more={"use_sliding_window": False}),
+        twins=twins(text, theirs=theirs),
+        inexpressible=_other_head_size(text),
+    )
+
+
+def _encoder_rows(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> list[Row]:
+    layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, count = vision.hidden_size, vision.num_layers
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     rows = [
         row(
-            "image_encoder.patch_embed.weight",
-            "visual.patch_embed.proj.weight",
+            f"{ours}.patch_embed.weight",
+            f"{theirs}.patch_embed.proj.weight",
             shape=(hidden, *patch),
         ),
         attention_norm(
-            VISION, f"{_VISION_HF}norm1.weight", kind="weight", width=hidden, count=count
+            layer, f"{their_layer}norm1.weight", kind="weight", width=hidden, count=count
         ),
-        mlp_norm(VISION, f"{_VISION_HF}norm2.weight", kind="weight", width=hidden, count=count),
+        mlp_norm(layer, f"{their_layer}norm2.weight", kind="weight", width=hidden, count=count),
         *linear(
-            f"{VISION}self_attention.linear_proj",
-            f"{_VISION_HF}attn.proj",
+            f"{layer}self_attention.linear_proj",
+            f"{their_layer}attn.proj",
             shape=(hidden, hidden),
             split=Split.ROW,
             count=count,
         ),
         *swiglu_rows(
-            VISION,
-            f"{_VISION_HF}mlp",
+            layer,
+            f"{their_layer}mlp",
             hidden=hidden,
             ffn=vision.ffn_hidden_size,
             count=count,
@@ -93,46 +100,22 @@ def encoder_rows(vision: Qwen25VisionConfig) -> list[Row]:
         ),
     ]
     for kind, width in (("weight", (hidden,)), ("bias", ())):
-        fused = Source(f"{_VISION_HF}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
-        rows.append(
-            qkv(VISION, (fused,), kind=kind, groups=vision.num_attention_heads, count=count)
-        )
+        fused = Source(f"{their_layer}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
+        rows.append(qkv(layer, (fused,), kind=kind, groups=vision.num_attention_heads, count=count))
     return rows
 
 
-def projector_rows(vision: Qwen25VisionConfig, *, out: int) -> list[Row]:
-    """The merger, into the decoder's width ``out``."""
+def _projector_rows(vision: VisionArchitecture, *, out: int, ours: str, theirs: str) -> list[Row]:
     merged = vision.hidden_size * vision.spatial_merge_size**2
-    ours, theirs = "image_projector.merger", "visual.merger"
-    rows = [row(f"{ours}.norm.weight", f"{theirs}.ln_q.weight", shape=(vision.hidden_size,))]
+    own, other = f"{ours}.merger", f"{theirs}.merger"
+    rows = [row(f"{own}.norm.weight", f"{other}.ln_q.weight", shape=(vision.hidden_size,))]
     for layer, number, split, shape in (
         ("linear_fc1", 0, Split.COLUMN, (merged, merged)),
         ("linear_fc2", 2, Split.ROW, (out, merged)),
     ):
-        names = f"{ours}.{layer}", f"{theirs}.mlp.{number}"
+        names = f"{own}.{layer}", f"{other}.mlp.{number}"
         rows += linear(*names, shape=shape, split=split, count=None)
     return rows
-
-
-def vision_section(vision: Qwen25VisionConfig, *, out: int) -> dict[str, Any]:
-    """config.json's ``vision_config``."""
-    return {
-        "depth": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_hidden_size,
-        "num_heads": vision.num_attention_heads,
-        "hidden_act": "silu",
-        "in_channels": vision.in_channels,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.spatial_merge_size,
-        "window_size": vision.window_size,
-        "fullatt_block_indexes": list(vision.full_attention_layers),
-        "tokens_per_second": vision.tokens_per_second,
-        "out_hidden_size": out,
-        "initializer_range": vision.initializer_range,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
-    }
 
 
 def _other_head_size(text: Qwen25DecoderConfig) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
 from loongplug.models.features import VisionFeatures
 from loongplug.models.layers.norm import RMSNorm
 from loongplug.models.patch_merger import PatchMerger
@@ -36,3 +37,21 @@ class Qwen25VisionProjector(MegatronModule):
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
         assert not taps, "this family has no deepstack"
         return VisionFeatures(embeddings=self.merger(states), deepstack=())
+
+
+def build_projector(
+    architecture: ProjectorArchitecture,
+    *,
+    vision: VisionArchitecture,
+    config: TransformerConfig,
+    output_size: int,
+    groups: ProcessGroupCollection,
+) -> Qwen25VisionProjector:
+    """The projector behind an encoder of ``vision`` and ``config``."""
+    return Qwen25VisionProjector(
+        config,
+        block_patches=vision.spatial_merge_size**2,
+        output_size=output_size,
+        epsilon=architecture.layernorm_epsilon,
+        pg_collection=groups,
+    )

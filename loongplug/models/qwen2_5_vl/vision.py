@@ -1,6 +1,14 @@
-"""The Qwen2.5-VL image encoder: patches in, patch states out."""
+"""The Qwen2.5-VL image encoder: patches in, patch states out.
+
+Megatron's TransformerBlock gives all layers the same segments: those of windows come with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
@@ -8,17 +16,57 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from loongplug.data.microbatch import VisionInput
+from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
-from loongplug.models.qwen2_5_vl.window_attention import WindowTransformerLayer, pack_windows
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
-from loongplug.models.vision_encoder import blank_unit, patch_values
+from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
+
+
+@dataclass
+class WindowedSegments(PackedSegments):
+    """The segments of full attention, which carry those of window attention with them.
+
+    An ordinary layer sees the former, a :class:`WindowTransformerLayer` takes the latter.
+    """
+
+    windows: PackedSegments | None = None
+
+
+def pack_windows(
+    *, frames: Sequence[int], windows: Sequence[int], device: torch.device | str
+) -> WindowedSegments:
+    """Segments of the lengths ``frames`` for full, ``windows`` for window attention.
+
+    Both are those of the same tokens, as for :func:`~loongplug.models.layers.packed.pack_segments`.
+    """
+    assert sum(frames) == sum(windows), (sum(frames), sum(windows))
+    full = pack_segments(frames, device=device)
+    return WindowedSegments(**vars(full), windows=pack_segments(windows, device=device))
+
+
+class WindowTransformerLayer(TransformerLayer):
+    """An encoder layer whose attention stays within windows."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As TransformerLayer.forward, with ``packed_seq_params`` made by :func:`pack_windows`."""
+        assert isinstance(packed_seq_params, WindowedSegments), packed_seq_params
+        windows = packed_seq_params.windows
+        return super().forward(hidden_states, *args, packed_seq_params=windows, **kwargs)
 
 
 class Qwen25VisionEncoder(MegatronModule):
@@ -95,3 +143,23 @@ class Qwen25VisionEncoder(MegatronModule):
             ),
         )
         return permute_blocks(states[:, 0], inverse), []
+
+
+def build_encoder(
+    architecture: Qwen25VisionConfig,
+    *,
+    decoder: TransformerConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> Qwen25VisionEncoder:
+    """The encoder with the decoder's precision, over ``groups``."""
+    config = vision_transformer_config(
+        architecture,
+        decoder=decoder,
+        tp=groups.tp.size(),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=decoder.bias_activation_fusion,
+    )
+    return Qwen25VisionEncoder(config, architecture, backend=backend, pg_collection=groups)

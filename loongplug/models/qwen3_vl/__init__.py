@@ -1,4 +1,59 @@
-"""The Qwen3-VL family: its image encoder and projector, the config classes of its YAML files, the
-Megatron arguments they decide, the builder of a pipeline stage, and its Hugging Face names. What
-other families can use as well (layers, the text decoder, the composed model) lives one folder up.
+"""The Qwen3-VL family: image encoder, projector and decoder with their config classes and Hugging
+Face names. What other families can use as well lives one folder up.
 """
+
+from loongplug.models.parts import DecoderPart, Part
+from loongplug.models.qwen3_vl.config import (
+    Qwen3DecoderConfig,
+    Qwen3ProjectorConfig,
+    Qwen3VisionConfig,
+    Qwen3VLConfig,
+)
+from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
+
+LOONGPLUG_PARTS = (
+    Part(
+        name="qwen3_vit",
+        config_class=Qwen3VisionConfig,
+        build="loongplug.models.qwen3_vl.vision:build_encoder",
+        hugging_face="loongplug.models.qwen3_vl.hf:encoder",
+    ),
+    Part(
+        name="qwen3_merger",
+        config_class=Qwen3ProjectorConfig,
+        build="loongplug.models.qwen3_vl.projector:build_projector",
+        hugging_face="loongplug.models.qwen3_vl.hf:projector",
+    ),
+    DecoderPart(
+        name="qwen3",
+        config_class=Qwen3DecoderConfig,
+        hugging_face="loongplug.models.qwen3_vl.hf:decoder",
+        fixed={"qk_layernorm": True, "add_qkv_bias": False},
+    ),
+)
+
+LOONGPLUG_FAMILIES = (
+    Family(
+        name="qwen3_vl",
+        config_class=Qwen3VLConfig,
+        parts={
+            "image_encoder": "qwen3_vit",
+            "image_projector": "qwen3_merger",
+            "text_decoder": "qwen3",
+        },
+        in_transformers=InTransformers(
+            config_class="Qwen3VLConfig",
+            architecture="Qwen3VLForConditionalGeneration",
+            roots={
+                "image_encoder": "model.visual",
+                "image_projector": "model.visual",
+                "text_decoder": "model.language_model",
+            },
+            sections={
+                "text_config": ("text_decoder",),
+                "vision_config": ("image_encoder", "image_projector"),
+            },
+        ),
+        special_tokens=QWEN_VISION_TOKENS,
+    ),
+)

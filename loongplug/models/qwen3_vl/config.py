@@ -19,6 +19,10 @@ class Qwen3VisionConfig(VisionArchitecture):
     patch_size: int = 16
     deepstack_layers: tuple[int, ...] = ()  # 0-based layers whose output is tapped
 
+    def taps(self) -> tuple[int, ...]:
+        """Its ``deepstack_layers``."""
+        return self.deepstack_layers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3ProjectorConfig(ProjectorArchitecture):

@@ -1,133 +1,140 @@
-"""Qwen3-VL on the Hugging Face side: the table of tensor names, and the model's config.json."""
+"""Qwen3-VL's modules on the Hugging Face side: tensor names, and their parts of config.json."""
 
 from typing import Any
 
-from loongplug.models.hf_mapping import Mapping, Row, Source, Split
-from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.architecture import (
+    ProjectorArchitecture,
+    TextArchitecture,
+    VisionArchitecture,
+)
+from loongplug.models.hf_mapping import Row, Source, Split
+from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
-    TEXT,
-    TEXT_HF,
-    VISION,
-    VISION_HF,
     attention_norm,
     decoder_rows,
-    inexpressible,
+    dense_mlp_rows,
+    encoder_layer,
+    fixed_epsilon,
     linear,
     mlp_norm,
     qkv,
     row,
-    swiglu_rows,
     text_section,
-    top_level,
     twins,
+    vision_section,
 )
-from loongplug.models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig
+from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 
 
-def hugging_face(config: Qwen3VLConfig) -> HuggingFaceModel:
-    """The model's tensors and config.json in ``transformers``."""
-    text = config.foundation
-    rows = [
-        *encoder_rows(config.image_encoder),
-        *projector_rows(config.image_encoder, out=text.hidden_size),
-        *decoder_rows(text, qkv_bias=False, qk_norm=True),
-        *swiglu_rows(
-            TEXT,
-            f"{TEXT_HF}mlp",
-            hidden=text.hidden_size,
-            ffn=text.ffn_hidden_size,
-            count=text.num_layers,
-            bias=False,
+def encoder(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+    """The image encoder."""
+    return HuggingFacePart(
+        rows=_encoder_rows(vision, ours=ours, theirs=theirs),
+        values=vision_section(
+            vision,
+            activation="gelu_pytorch_tanh",
+            num_position_embeddings=vision.num_position_embeddings,
+            deepstack_visual_indexes=list(vision.deepstack_layers),
         ),
-    ]
-    return HuggingFaceModel(
-        mapping=Mapping(rows, twins=twins(text)),
-        config_class="Qwen3VLConfig",
-        architecture="Qwen3VLForConditionalGeneration",
-        sections={
-            "text_config": text_section(
-                text, mrope={"mrope_interleaved": True}, more={"head_dim": text.kv_channels}
-            ),
-            "vision_config": vision_section(config.image_encoder, out=text.hidden_size),
-        },
-        top=top_level(config),
-        inexpressible=inexpressible(config),
+        inexpressible=fixed_epsilon(vision, ours=ours),
     )
 
 
-def encoder_rows(vision: Qwen3VisionConfig) -> list[Row]:
-    """The image encoder."""
+def projector(
+    projector: ProjectorArchitecture,
+    *,
+    vision: VisionArchitecture,
+    out: int,
+    ours: str,
+    theirs: str,
+) -> HuggingFacePart:
+    """The merger and the deepstack mergers, into the decoder's width ``out``."""
+    return HuggingFacePart(
+        rows=_projector_rows(vision, out=out, ours=ours, theirs=theirs),
+        values={"out_hidden_size": out},
+        inexpressible=fixed_epsilon(projector, ours=ours),
+    )
+
+
+def decoder(text: TextArchitecture, *, ours: str, theirs: str) -> HuggingFacePart:
+    """The text decoder."""
+    return HuggingFacePart(
+        rows=[
+            *attention_rows(text, ours=ours, theirs=theirs),
+            *dense_mlp_rows(text, ours=ours, theirs=theirs),
+        ],
+        values=text_values(text),
+        twins=twins(text, theirs=theirs),
+    )
+
+
+def attention_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
+    """The text decoder but for what stands in its MLPs."""
+    return decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=False, qk_norm=True)
+
+
+def text_values(text: TextArchitecture, **more: Any) -> dict[str, Any]:
+    """config.json's ``text_config``."""
+    return text_section(
+        text, mrope={"mrope_interleaved": True}, more={"head_dim": text.kv_channels, **more}
+    )
+
+
+def _encoder_rows(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> list[Row]:
+    layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, ffn, count = vision.hidden_size, vision.ffn_hidden_size, vision.num_layers
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    convolution = "model.visual.patch_embed.proj"
+    convolution = f"{theirs}.patch_embed.proj"
     rows = [
-        row("image_encoder.patch_embed.weight", f"{convolution}.weight", shape=(hidden, *patch)),
-        row("image_encoder.patch_embed.bias", f"{convolution}.bias", shape=(hidden,)),
+        row(f"{ours}.patch_embed.weight", f"{convolution}.weight", shape=(hidden, *patch)),
+        row(f"{ours}.patch_embed.bias", f"{convolution}.bias", shape=(hidden,)),
         row(
-            "image_encoder.position_embedding.weight",
-            "model.visual.pos_embed.weight",
+            f"{ours}.position_embedding.weight",
+            f"{theirs}.pos_embed.weight",
             shape=(vision.num_position_embeddings, hidden),
         ),
     ]
     for kind, width in (("weight", (hidden,)), ("bias", ())):
-        fused = Source(f"{VISION_HF}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
+        fused = Source(f"{their_layer}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
         rows += [
             attention_norm(
-                VISION, f"{VISION_HF}norm1.{kind}", kind=kind, width=hidden, count=count
+                layer, f"{their_layer}norm1.{kind}", kind=kind, width=hidden, count=count
             ),
-            mlp_norm(VISION, f"{VISION_HF}norm2.{kind}", kind=kind, width=hidden, count=count),
-            qkv(VISION, (fused,), kind=kind, groups=vision.num_attention_heads, count=count),
+            mlp_norm(layer, f"{their_layer}norm2.{kind}", kind=kind, width=hidden, count=count),
+            qkv(layer, (fused,), kind=kind, groups=vision.num_attention_heads, count=count),
         ]
-    for ours, theirs, split, shape in (
+    for own, other, split, shape in (
         ("self_attention.linear_proj", "attn.proj", Split.ROW, (hidden, hidden)),
         ("mlp.linear_fc1", "mlp.linear_fc1", Split.COLUMN, (ffn, hidden)),
         ("mlp.linear_fc2", "mlp.linear_fc2", Split.ROW, (hidden, ffn)),
     ):
         rows += linear(
-            f"{VISION}{ours}", f"{VISION_HF}{theirs}", shape=shape, split=split, count=count
+            f"{layer}{own}", f"{their_layer}{other}", shape=shape, split=split, count=count
         )
     return rows
 
 
-def projector_rows(vision: Qwen3VisionConfig, *, out: int) -> list[Row]:
-    """The merger and the deepstack mergers, into the decoder's width ``out``."""
+def _projector_rows(vision: VisionArchitecture, *, out: int, ours: str, theirs: str) -> list[Row]:
     single = vision.hidden_size
     merged = single * vision.spatial_merge_size**2
-    taps = len(vision.deepstack_layers)
     rows: list[Row] = []
     # A deepstack merger norms merged patches, the last layer's merger single ones.
-    for ours, theirs, norm, count in (
-        ("image_projector.merger", "model.visual.merger", single, None),
-        ("image_projector.deepstack.{}", "model.visual.deepstack_merger_list.{}", merged, taps),
+    for own, other, norm, count in (
+        (f"{ours}.merger", f"{theirs}.merger", single, None),
+        (
+            f"{ours}.deepstack.{{}}",
+            f"{theirs}.deepstack_merger_list.{{}}",
+            merged,
+            len(vision.taps()),
+        ),
     ):
         for kind in ("weight", "bias"):
-            names = f"{ours}.norm.{kind}", f"{theirs}.norm.{kind}"
+            names = f"{own}.norm.{kind}", f"{other}.norm.{kind}"
             rows.append(row(*names, shape=(norm,), count=count))
         for layer, split, shape in (
             ("linear_fc1", Split.COLUMN, (merged, merged)),
             ("linear_fc2", Split.ROW, (out, merged)),
         ):
-            rows += linear(
-                f"{ours}.{layer}", f"{theirs}.{layer}", shape=shape, split=split, count=count
-            )
+            names = f"{own}.{layer}", f"{other}.{layer}"
+            rows += linear(*names, shape=shape, split=split, count=count)
     return rows
-
-
-def vision_section(vision: Qwen3VisionConfig, *, out: int) -> dict[str, Any]:
-    """config.json's ``vision_config``."""
-    return {
-        "depth": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_hidden_size,
-        "num_heads": vision.num_attention_heads,
-        "hidden_act": "gelu_pytorch_tanh",
-        "in_channels": vision.in_channels,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.spatial_merge_size,
-        "num_position_embeddings": vision.num_position_embeddings,
-        "deepstack_visual_indexes": list(vision.deepstack_layers),
-        "out_hidden_size": out,
-        "initializer_range": vision.initializer_range,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
-    }

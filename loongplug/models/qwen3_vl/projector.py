@@ -8,6 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
 from loongplug.models.features import VisionFeatures
 from loongplug.models.patch_merger import PatchMerger
 
@@ -69,3 +70,22 @@ class Qwen3VisionProjector(MegatronModule):
             embeddings=self.merger(states),
             deepstack=tuple(merger(tap) for merger, tap in zip(self.deepstack, taps, strict=True)),
         )
+
+
+def build_projector(
+    architecture: ProjectorArchitecture,
+    *,
+    vision: VisionArchitecture,
+    config: TransformerConfig,
+    output_size: int,
+    groups: ProcessGroupCollection,
+) -> Qwen3VisionProjector:
+    """The projector behind an encoder of ``vision`` and ``config``."""
+    return Qwen3VisionProjector(
+        config,
+        block_patches=vision.spatial_merge_size**2,
+        output_size=output_size,
+        deepstack=len(vision.taps()),
+        epsilon=architecture.layernorm_epsilon,
+        pg_collection=groups,
+    )

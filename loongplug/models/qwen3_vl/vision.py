@@ -1,5 +1,7 @@
 """The Qwen3-VL image encoder: patches in, patch states and deepstack taps out."""
 
+from functools import partial
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -7,15 +9,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from loongplug.data.microbatch import VisionInput
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
+from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
-from loongplug.models.vision_encoder import blank_unit, patch_values
+from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
 
 
@@ -97,3 +101,27 @@ class Qwen3VisionEncoder(MegatronModule):
         """The rope table of all patches, [patches, 1, 1, 2 * head_dim] float32."""
         angles = self._geometry.rotary_angles(grid_thw)
         return rope_table(to_device(angles, device)[:, None, None, :], dtype=torch.float32)
+
+
+def build_encoder(
+    architecture: Qwen3VisionConfig,
+    *,
+    decoder: TransformerConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> Qwen3VisionEncoder:
+    """The encoder with the decoder's precision, over ``groups``."""
+    config = vision_transformer_config(
+        architecture,
+        decoder=decoder,
+        tp=groups.tp.size(),
+        normalization="LayerNorm",
+        activation_func=partial(F.gelu, approximate="tanh"),
+        bias_activation_fusion=False,  # the fused kernel is for the exact GELU
+    )
+    return Qwen3VisionEncoder(
+        config,
+        architecture,
+        layer_spec=vision_layer_spec(config, backend=backend),
+        pg_collection=groups,
+    )

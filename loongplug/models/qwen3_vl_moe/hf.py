@@ -1,53 +1,30 @@
-"""Qwen3-VL-MoE on the Hugging Face side: tensor names of router and experts, config.json."""
+"""Qwen3-VL-MoE's decoder on the Hugging Face side: router, experts, its part of config.json."""
 
-from loongplug.models.hf_mapping import Mapping, Row, Source, Split
-from loongplug.models.hf_model import HuggingFaceModel
-from loongplug.models.hf_rows import (
-    TEXT,
-    TEXT_HF,
-    decoder_rows,
-    inexpressible,
-    row,
-    swiglu_rows,
-    text_section,
-    top_level,
-    twins,
-)
-from loongplug.models.qwen3_vl.hf import encoder_rows, projector_rows, vision_section
-from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig, Qwen3VLMoeConfig
+from loongplug.models.hf_mapping import Row, Source, Split
+from loongplug.models.hf_model import HuggingFacePart
+from loongplug.models.hf_rows import decoder_layer, row, swiglu_rows, twins
+from loongplug.models.qwen3_vl.hf import attention_rows, text_values
+from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig
 
 
-def hugging_face(config: Qwen3VLMoeConfig) -> HuggingFaceModel:
-    """The model's tensors and config.json in ``transformers``."""
-    text = config.foundation
-    rows = [
-        *encoder_rows(config.image_encoder),
-        *projector_rows(config.image_encoder, out=text.hidden_size),
-        *decoder_rows(text, qkv_bias=False, qk_norm=True),
-        *expert_rows(text),
-        *_shared_expert_rows(text),
-    ]
-    return HuggingFaceModel(
-        mapping=Mapping(rows, twins=twins(text)),
-        config_class="Qwen3VLMoeConfig",
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        sections={
-            "text_config": text_section(
-                text,
-                mrope={"mrope_interleaved": True},
-                more={
-                    "head_dim": text.kv_channels,
-                    "num_experts": text.num_experts,
-                    "num_experts_per_tok": text.experts_per_token,
-                    "moe_intermediate_size": text.expert_ffn_hidden_size,
-                    "decoder_sparse_step": 1,
-                    "mlp_only_layers": [],
-                },
-            ),
-            "vision_config": vision_section(config.image_encoder, out=text.hidden_size),
-        },
-        top=top_level(config),
-        inexpressible=(*inexpressible(config), *_ambiguous(text)),
+def decoder(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+    """The text decoder."""
+    return HuggingFacePart(
+        rows=[
+            *attention_rows(text, ours=ours, theirs=theirs),
+            *expert_rows(text, ours=ours, theirs=theirs),
+            *_shared_expert_rows(text, ours=ours, theirs=theirs),
+        ],
+        values=text_values(
+            text,
+            num_experts=text.num_experts,
+            num_experts_per_tok=text.experts_per_token,
+            moe_intermediate_size=text.expert_ffn_hidden_size,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        twins=twins(text, theirs=theirs),
+        inexpressible=_ambiguous(text),
         unread=_unread(text),
     )
 
@@ -74,39 +51,37 @@ def _unread(text: Qwen3MoeDecoderConfig) -> tuple[str, ...]:
     )
 
 
-def expert_rows(text: Qwen3MoeDecoderConfig) -> list[Row]:
+def expert_rows(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) -> list[Row]:
     """Router and experts; the latter's tensors hold all experts, each as (inputs, outputs)."""
     experts, hidden, ffn = text.num_experts, text.hidden_size, text.expert_ffn_hidden_size
-    theirs = f"{TEXT_HF}mlp."
+    layer, mlp = decoder_layer(ours), f"{theirs}.layers.{{}}.mlp."
     gate_up = Source(
-        f"{theirs}experts.gate_up_proj",
+        f"{mlp}experts.gate_up_proj",
         (experts, hidden, 2 * ffn),
         parts=2,
         experts=True,
         transposed=True,
     )
-    down = Source(
-        f"{theirs}experts.down_proj", (experts, ffn, hidden), experts=True, transposed=True
-    )
+    down = Source(f"{mlp}experts.down_proj", (experts, ffn, hidden), experts=True, transposed=True)
     return [
         row(
-            f"{TEXT}mlp.router.weight",
-            f"{theirs}gate.weight",
+            f"{layer}mlp.router.weight",
+            f"{mlp}gate.weight",
             shape=(experts, hidden),
             count=text.num_layers,
         ),
-        _experts("linear_fc1", gate_up, Split.COLUMN, text),
-        _experts("linear_fc2", down, Split.ROW, text),
+        _experts(f"{layer}mlp.experts", "linear_fc1", gate_up, Split.COLUMN, text),
+        _experts(f"{layer}mlp.experts", "linear_fc2", down, Split.ROW, text),
     ]
 
 
-def _shared_expert_rows(text: Qwen3MoeDecoderConfig) -> list[Row]:
+def _shared_expert_rows(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) -> list[Row]:
     """By the names that transformers' other Qwen models have: no folder of this family has them."""
     if text.shared_expert_ffn_hidden_size is None:
         return []
     return swiglu_rows(
-        TEXT,
-        f"{TEXT_HF}mlp.shared_expert",
+        decoder_layer(ours),
+        f"{theirs}.layers.{{}}.mlp.shared_expert",
         hidden=text.hidden_size,
         ffn=text.shared_expert_ffn_hidden_size,
         count=text.num_layers,
@@ -115,9 +90,11 @@ def _shared_expert_rows(text: Qwen3MoeDecoderConfig) -> list[Row]:
     )
 
 
-def _experts(linear: str, source: Source, split: Split, text: Qwen3MoeDecoderConfig) -> Row:
+def _experts(
+    ours: str, linear: str, source: Source, split: Split, text: Qwen3MoeDecoderConfig
+) -> Row:
     names = (
-        f"{TEXT}mlp.experts.local_experts.{{expert}}.{linear}.weight",  # one after the other
-        f"{TEXT}mlp.experts.{linear}.weight{{expert}}",  # TransformerEngine's grouped GEMM
+        f"{ours}.local_experts.{{expert}}.{linear}.weight",  # one after the other
+        f"{ours}.{linear}.weight{{expert}}",  # TransformerEngine's grouped GEMM
     )
     return Row(names, (source,), split, count=text.num_layers, experts=text.num_experts)

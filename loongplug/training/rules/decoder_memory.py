@@ -4,7 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.schedule.tensor_names import RECOMPUTED
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import FUSED_ACCUMULATION, excludes, flag, rule
 
 _FLAG = "--fine-grained-activation-offloading"
 _EXPERTS = ("dispatched_input",)
@@ -37,19 +37,18 @@ def which(args: Namespace, model: Any) -> str | None:
     return f"{names[0]} without {_FLAG}" if "--offload-tensors" in names else None
 
 
-@rule(
+nothing_saved = excludes(
+    flag("--offload-tensors"),
+    flag("--recompute-granularity full"),
     name="decoder-offload-recompute",
     reason="layers that are recomputed as a whole keep their inputs only",
     cure="drop one of them",
 )
-def nothing_saved(args: Namespace, model: Any) -> str | None:
-    """`--offload-tensors` with `--recompute-granularity full`"""
-    if args.offload_tensors and args.recompute_granularity == "full":
-        return "--offload-tensors with --recompute-granularity full"
-    return None
 
 
-@rule(
+fused_accumulation = excludes(
+    flag("--offload-tensors"),
+    FUSED_ACCUMULATION,
     name="decoder-offload-fusion",
     reason=(
         "what a backward finds are new objects, in which the fused kernel does not find a "
@@ -57,11 +56,6 @@ def nothing_saved(args: Namespace, model: Any) -> str | None:
     ),
     cure="add --no-gradient-accumulation-fusion",
 )
-def fused_accumulation(args: Namespace, model: Any) -> str | None:
-    """`--offload-tensors` with fused gradient accumulation (on with Apex)"""
-    if args.offload_tensors and args.gradient_accumulation_fusion:
-        return "--offload-tensors with Megatron's fused gradient accumulation"
-    return None
 
 
 @rule(

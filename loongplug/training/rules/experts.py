@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from loongplug.training.rules.rule import indivisible, rule
+from loongplug.training.rules.rule import Choice, excludes, flag, indivisible, rule
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 DISPATCHERS = ("alltoall", "allgather")
@@ -140,18 +140,18 @@ def balancing(args: Namespace, model: Any) -> str | None:
     return None
 
 
-@rule(
+balancing_by_sample = excludes(
+    flag("--packing"),
+    Choice(
+        said="--moe-router-load-balancing-type seq_aux_loss",
+        asked=lambda args: (
+            args.num_experts and "seq_aux_loss" in _listed(args.moe_router_load_balancing_type)
+        ),
+    ),
     name="packing-balancing",
     reason="it balances row by row, and would take a pack for one sample",
     cure="use aux_loss or global_aux_loss, or drop --packing",
 )
-def balancing_by_sample(args: Namespace, model: Any) -> str | None:
-    """`--packing` with `--moe-router-load-balancing-type seq_aux_loss`"""
-    kinds = args.moe_router_load_balancing_type
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if not args.packing or not args.num_experts or "seq_aux_loss" not in kinds:
-        return None
-    return "--packing with --moe-router-load-balancing-type seq_aux_loss"
 
 
 @rule(

@@ -7,7 +7,7 @@ from loongplug.hetero.modes import mode_of
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import FUSED_ACCUMULATION, Choice, excludes, flag, rule
 
 _OFFLOAD = {
     f"--{name.replace('_', '-')}": name
@@ -99,14 +99,13 @@ def encoder_sizes(args: Namespace, model: Any) -> str | None:
     return "; ".join(problems) or None
 
 
-@rule(
+one_mode = excludes(
+    flag("--enable-encoder-hetero-dp"),
+    flag("--enable-full-hetero-dp"),
+    name="one-mode",
     reason="they are two ways to spread the same work",
     cure="drop one; full separation is the faster one with a pipeline",
 )
-def one_mode(args: Namespace, model: Any) -> str | None:
-    """`--enable-encoder-hetero-dp` with `--enable-full-hetero-dp`"""
-    both = args.enable_encoder_hetero_dp and args.enable_full_hetero_dp
-    return "--enable-encoder-hetero-dp with --enable-full-hetero-dp" if both else None
 
 
 @rule(
@@ -152,7 +151,9 @@ def offload(args: Namespace, model: Any) -> str | None:
     return f"{', '.join(given)} in the mode {mode_of(args).name}"
 
 
-@rule(
+offload_and_fusion = excludes(
+    flag("--offload-encoder-activations"),
+    FUSED_ACCUMULATION,
     name="offload-fusion",
     reason=(
         "what comes back to a backward are new objects, in which the fused kernel does not "
@@ -162,26 +163,20 @@ def offload(args: Namespace, model: Any) -> str | None:
         "add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead"
     ),
 )
-def offload_and_fusion(args: Namespace, model: Any) -> str | None:
-    """`--offload-encoder-activations` with fused gradient accumulation (on with Apex)"""
-    if not (args.offload_encoder_activations and args.gradient_accumulation_fusion):
-        return None
-    return "--offload-encoder-activations with Megatron's fused gradient accumulation"
 
 
-@rule(
+offload_and_registration = excludes(
+    flag("--offload-encoder-state"),
+    Choice(said="--use-nccl-ub", asked=lambda args: args.nccl_ub),
     name="offload-nccl",
     reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
     cure="drop one of them",
 )
-def offload_and_registration(args: Namespace, model: Any) -> str | None:
-    """`--offload-encoder-state` with `--use-nccl-ub`"""
-    if not (args.offload_encoder_state and args.nccl_ub):
-        return None
-    return "--offload-encoder-state with --use-nccl-ub"
 
 
-@rule(
+offload_and_hybrid_optimizer = excludes(
+    flag("--offload-encoder-state"),
+    flag("--optimizer-cpu-offload"),
     name="offload-optimizer",
     reason=(
         "that optimizer has copies of weights of its own, and keeps its state on the host already"
@@ -192,8 +187,3 @@ def offload_and_registration(args: Namespace, model: Any) -> str | None:
         "optimizer's state is on the host"
     ),
 )
-def offload_and_hybrid_optimizer(args: Namespace, model: Any) -> str | None:
-    """`--offload-encoder-state` with `--optimizer-cpu-offload`"""
-    if not (args.offload_encoder_state and args.optimizer_cpu_offload):
-        return None
-    return "--offload-encoder-state with --optimizer-cpu-offload"

@@ -4,7 +4,7 @@ import importlib.util
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import excludes, flag, rule
 
 
 @rule(
@@ -18,14 +18,13 @@ def optimizer(args: Namespace, model: Any) -> str | None:
     return None if args.optimizer in ("adam", "sgd") else f"--optimizer {args.optimizer}"
 
 
-@rule(
+sharded_optimizer = excludes(
+    flag("--optimizer sgd"),
+    flag("--use-distributed-optimizer"),
+    name="sharded-optimizer",
     reason="Megatron shards the state of Adam only",
     cure="drop one of the two",
 )
-def sharded_optimizer(args: Namespace, model: Any) -> str | None:
-    """`--optimizer sgd` with `--use-distributed-optimizer`"""
-    sharded = args.use_distributed_optimizer and args.optimizer == "sgd"
-    return "--optimizer sgd with --use-distributed-optimizer" if sharded else None
 
 
 @rule(

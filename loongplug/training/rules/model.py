@@ -63,7 +63,7 @@ def deepstack(args: Namespace, model: Any) -> str | None:
     """`deepstack_layers` out of range, unsorted, or more than there are decoder layers"""
     if not isinstance(model, VisionLanguageArchitecture):
         return None
-    taps = getattr(model.vision, "deepstack_layers", ())
+    taps = model.vision.taps()
     layers = model.vision.num_layers
     if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
         return f"deepstack_layers {list(taps)} of an encoder of {layers} layers"

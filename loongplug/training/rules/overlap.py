@@ -4,7 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.training.rules.pipeline import wants_virtual
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import excludes, flag, rule
 
 _FLAG = "--overlap-moe-expert-parallel-comm"
 
@@ -52,17 +52,13 @@ def overlap_precision(args: Namespace, model: Any) -> str | None:
     return f"{_FLAG} in fp32" if _overlaps(args) and not (args.bf16 or args.fp16) else None
 
 
-@rule(
+overlap_dispatcher = excludes(
+    flag(_FLAG),
+    flag("--moe-token-dispatcher-type allgather"),
     name="moe-overlap-dispatcher",
-    refuses=f"`{_FLAG}` with `--moe-token-dispatcher-type allgather`",
     reason="the schedule's nodes are those of an all-to-all",
     cure="use the alltoall dispatcher",
 )
-def overlap_dispatcher(args: Namespace, model: Any) -> str | None:
-    """Tokens travel in an exchange that can be taken apart from what comes before and behind."""
-    if not _overlaps(args) or args.moe_token_dispatcher_type != "allgather":
-        return None
-    return f"{_FLAG} with --moe-token-dispatcher-type allgather"
 
 
 @rule(

@@ -3,7 +3,8 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.batch import eval_batch, global_batch, known_sizes
+from loongplug.training.rules import batch as batches
+from loongplug.training.rules.batch import known_sizes
 from loongplug.training.rules.rule import data_parallel_size, rule
 from loongplug.training.step_sizes import eval_sizes
 
@@ -70,7 +71,7 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
     pp, dp = args.pipeline_model_parallel_size, data_parallel_size(args)
     if pp < 2 or not wants_virtual(args) or not dp or not args.micro_batch_size:
         return None
-    if global_batch(args, model) is not None or eval_batch(args, model) is not None:
+    if any(each(args, model) for each in (batches.global_batch, batches.eval_batch)):
         return None
     sizes = known_sizes(args)
     each = args.micro_batch_size * dp

@@ -59,10 +59,55 @@ def rule(
     return made
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What flags ask for: what an error calls it, and whether they do.
+
+    ``in_docs`` is what the docs call it, where that is not the flag that ``said`` is.
+    """
+
+    said: str
+    asked: Callable[[Namespace], object]
+    in_docs: str | None = None
+
+
+FUSED_ACCUMULATION = Choice(
+    said="Megatron's fused gradient accumulation",
+    asked=lambda args: args.gradient_accumulation_fusion,
+    in_docs="fused gradient accumulation (on with Apex)",
+)
+
+
+def flag(said: str) -> Choice:
+    """A switch, such as ``--packing``, or a flag with its value, such as ``--optimizer sgd``."""
+    name, _, value = said.removeprefix("--").partition(" ")
+
+    def asked(args: Namespace) -> bool:
+        given = getattr(args, name.replace("-", "_"))
+        return bool(given == value if value else given)
+
+    return Choice(said=said, asked=asked)
+
+
+def excludes(one: Choice, other: Choice, *, name: str, reason: str, cure: str) -> Rule:
+    """The rule that two choices do not go together."""
+
+    def check(args: Namespace, model: Any) -> str | None:
+        both = one.asked(args) and other.asked(args)
+        return f"{one.said} with {other.said}" if both else None
+
+    return Rule(
+        name=name,
+        refuses=" with ".join(each.in_docs or f"`{each.said}`" for each in (one, other)),
+        check=check,
+        reason=reason,
+        cure=cure,
+    )
+
+
 def rules_of(module: ModuleType) -> tuple[Rule, ...]:
-    """The rules of a file, in its order."""
-    found = (each for each in vars(module).values() if isinstance(each, Rule))
-    return tuple(each for each in found if each.check.__module__ == module.__name__)
+    """The rules of a file, in its order. A file that asks another's rule imports that file."""
+    return tuple(each for each in vars(module).values() if isinstance(each, Rule))
 
 
 def indivisible(what: str, value: int, *, args: Namespace) -> str | None:

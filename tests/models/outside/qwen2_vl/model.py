@@ -1,6 +1,4 @@
-"""Qwen2-VL's modules, the Megatron arguments it decides, and the builder of a pipeline stage."""
-
-from collections.abc import Mapping
+"""Qwen2-VL's image encoder and projector, and what builds them."""
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -11,80 +9,54 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import VisionInput
-from loongplug.models.decoder import DecoderConfig
-from loongplug.models.decoder_arguments import decoder_arguments
+from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
 from loongplug.models.features import VisionFeatures
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import rope_table
-from loongplug.models.layers.specs import Backend, decoder_layer_spec, vision_layer_spec
-from loongplug.models.mrope import sectioned_axes
-from loongplug.models.multimodal import MultimodalModel
+from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths, frame_rotary_angles, frame_sizes
 from loongplug.models.patch_merger import PatchMerger
-from loongplug.models.registry import ArchitectureArgument
-from loongplug.models.stage import EncoderAndProjector, build_stage, start_like_the_family
 from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
-from loongplug.parallel.module_state import ModuleState
 from loongplug.platform.transfers import to_device
-from qwen2_vl.config import Qwen2VisionConfig, Qwen2VLConfig
+from qwen2_vl.config import Qwen2VisionConfig
 
 
-def megatron_arguments(model: Qwen2VLConfig) -> dict[str, ArchitectureArgument]:
-    """The decoder's architecture under the names of Megatron's namespace."""
-    return decoder_arguments(model.foundation, fixed={"qk_layernorm": False, "add_qkv_bias": True})
-
-
-def build_model(
-    model: Qwen2VLConfig,
-    config: DecoderConfig,
+def build_encoder(
+    architecture: Qwen2VisionConfig,
     *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-    pg_collection: ProcessGroupCollection,
-    backend: Backend,
-    states: Mapping[str, ModuleState] | None = None,
-) -> MultimodalModel:
-    """One stage (or virtual chunk), as :func:`~loongplug.models.stage.build_stage` gives it."""
-    start_like_the_family(config)
-    return build_stage(
-        model,
-        config,
-        layer_spec=decoder_layer_spec(config, backend=backend),
-        rope_axes=sectioned_axes(model.foundation.mrope_section),
-        build_encoder=lambda groups: _encoder_and_projector(
-            model, config, groups=groups, backend=backend
-        ),
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-        states=states,
-        backend=backend,
-    )
-
-
-def _encoder_and_projector(
-    model: Qwen2VLConfig,
-    config: DecoderConfig,
-    *,
+    decoder: TransformerConfig,
     groups: ProcessGroupCollection,
     backend: Backend,
-) -> EncoderAndProjector:
-    vision_config = vision_transformer_config(
-        model.image_encoder,
-        decoder=config,
+) -> "Qwen2VisionEncoder":
+    """The encoder with the decoder's precision, over ``groups``."""
+    config = vision_transformer_config(
+        architecture,
+        decoder=decoder,
         tp=groups.tp.size(),
         normalization="LayerNorm",
         activation_func=quick_gelu,
         bias_activation_fusion=False,  # the fused kernel is for another GELU
     )
-    encoder = Qwen2VisionEncoder(
-        vision_config, model.image_encoder, backend=backend, pg_collection=groups
+    return Qwen2VisionEncoder(config, architecture, backend=backend, pg_collection=groups)
+
+
+def build_projector(
+    architecture: ProjectorArchitecture,
+    *,
+    vision: VisionArchitecture,
+    config: TransformerConfig,
+    output_size: int,
+    groups: ProcessGroupCollection,
+) -> "Qwen2VisionProjector":
+    """The projector behind an encoder of ``vision`` and ``config``."""
+    return Qwen2VisionProjector(
+        config,
+        epsilon=architecture.layernorm_epsilon,
+        block_patches=vision.spatial_merge_size**2,
+        output_size=output_size,
+        pg_collection=groups,
     )
-    projector = Qwen2VisionProjector(vision_config, model, pg_collection=groups)
-    return encoder, projector
 
 
 class Qwen2VisionEncoder(MegatronModule):
@@ -152,18 +124,19 @@ class Qwen2VisionProjector(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        model: Qwen2VLConfig,
         *,
+        epsilon: float,
+        block_patches: int,
+        output_size: int,
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
-        epsilon = model.image_projector.layernorm_epsilon
         self.merger = PatchMerger(
             config,
             norm=LayerNorm(config, config.hidden_size, eps=epsilon),
             norm_blocks=False,
-            block_patches=model.image_encoder.spatial_merge_size**2,
-            output_size=model.foundation.hidden_size,
+            block_patches=block_patches,
+            output_size=output_size,
             tp_group=pg_collection.tp,
         )
 

@@ -1,0 +1,134 @@
+"""Parts: the encoders, projectors and decoders that families join, each known by a name."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loongplug.models.architecture import TextArchitecture
+
+# The same in all decoders; most differ from Megatron's defaults or can be switched by a flag.
+_FIXED: dict[str, object] = {
+    "group_query_attention": True,
+    "qk_l2_norm": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "swiglu": True,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "openai_gelu": False,
+    "add_bias_linear": False,
+    "attention_output_gate": False,
+    "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "position_embedding_type": "mrope",
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": False,
+    "use_rope_scaling": False,
+    "no_rope_freq": None,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "experimental_attention_variant": None,
+    "encoder_num_layers": None,
+    "decoder_num_layers": None,
+    "hybrid_layer_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "num_experts": None,
+    "mtp_num_layers": None,
+    "use_mup": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchitectureArgument:
+    """The value of one Megatron argument that the model's YAML decides.
+
+    ``key`` is the YAML key, below ``model``, that an override would set; None where the decoder
+    fixes the value.
+    """
+
+    value: object
+    key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One encoder, projector or decoder, for any family. Functions are named as "module:function".
+
+    ``config_class`` is the frozen dataclass that its YAML fills, of which ``build`` makes the
+    module, and ``hugging_face`` a :class:`~loongplug.models.hf_model.HuggingFacePart`. What each
+    is called with is in docs/adding_a_model.md.
+    """
+
+    name: str
+    config_class: type
+    build: str
+    hugging_face: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderPart(Part):
+    """A decoder; its config decides Megatron's arguments for the model.
+
+    ``fixed`` are values of arguments that all its configs have in common. ``keys`` has, by the
+    name of an argument, the field of the config that gives it, besides those that every
+    :class:`~loongplug.models.architecture.TextArchitecture` has; it wins over ``fixed``.
+    """
+
+    build: str = "loongplug.models.decoder:build_decoder"
+    fixed: Mapping[str, object]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self, decoder: TextArchitecture, *, key: str) -> dict[str, ArchitectureArgument]:
+        """The decoder's architecture under the names of Megatron's namespace.
+
+        ``key`` is that of the decoder in the model's YAML. The vocabulary is exactly the config's:
+        padding would change the checkpoint's shapes.
+        """
+        values = {
+            "num_layers": ("num_layers", decoder.num_layers),
+            "hidden_size": ("hidden_size", decoder.hidden_size),
+            "ffn_hidden_size": ("ffn_hidden_size", decoder.ffn_hidden_size),
+            "num_attention_heads": ("num_attention_heads", decoder.num_attention_heads),
+            "num_query_groups": ("num_query_groups", decoder.num_query_groups),
+            "kv_channels": ("kv_channels", decoder.kv_channels),
+            "vocab_size": ("vocab_size", decoder.vocab_size),
+            "padded_vocab_size": ("vocab_size", decoder.vocab_size),
+            "mrope_section": ("mrope_section", list(decoder.mrope_section)),
+            "rotary_base": ("rotary_base", decoder.rotary_base),
+            "layernorm_epsilon": ("layernorm_epsilon", decoder.layernorm_epsilon),
+            "init_method_std": ("initializer_range", decoder.initializer_range),
+            "max_position_embeddings": ("max_position_embeddings", decoder.max_position_embeddings),
+            "untie_embeddings_and_output_weights": (
+                "tie_word_embeddings",
+                not decoder.tie_word_embeddings,
+            ),
+            **{name: (each, getattr(decoder, each)) for name, each in self.keys.items()},
+        }
+        return {
+            name: ArchitectureArgument(value=value)
+            for name, value in {**_FIXED, **self.fixed}.items()
+        } | {
+            name: ArchitectureArgument(value=value, key=f"{key}.{each}")
+            for name, (each, value) in values.items()
+        }
+
+
+def load(path: str) -> Any:
+    """What ``path`` names, as "module:attribute".
+
+    Raises:
+        ValueError: it is not there.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{path}, which a part of a model names, cannot be loaded ({error}); it is written "
+            "module:attribute"
+        ) from error
