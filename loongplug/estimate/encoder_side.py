@@ -10,7 +10,7 @@ from loongplug.estimate.trace import ENCODER, Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.group_ahead import GroupAhead
 from loongplug.hetero.modes import Mode
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 from loongplug.hetero.three_phases import ThreePhases
 
@@ -41,7 +41,7 @@ class Encoding:
     ``blank_pixels`` those that the backward of a unit without images keeps.
     """
 
-    placement: Placement
+    edge: Edge
     rank: int
     group: int | None
     units: Sequence[UnitSize]
@@ -68,17 +68,17 @@ class Encoding:
     def consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
         shares = self.units[unit].shares
-        if self.rank not in self.placement.consumers:
+        if self.rank not in self.edge.consumers:
             return 0
         if shares is None:
             return self.features(unit)
-        return shares[self.placement.consumers.index(self.rank)] * self.payload
+        return shares[self.edge.consumers.index(self.rank)] * self.payload
 
     def moved(self, transfers: Callable[..., Sequence[Transfer]], members: range) -> "Moved":
         """What an exchange of these units sends from here, and what comes here."""
         owners = self.owners[members.start : members.stop]
         sent = received = 0
-        for each in transfers(self.placement, owners, shared=self.shared):
+        for each in transfers(self.edge, owners, shared=self.shared):
             unit = members.start + each.unit  # transfers count units from 0
             shares = self.units[unit].shares
             nbytes = self.features(unit)
@@ -282,7 +282,7 @@ class Ahead:
 
     def __init__(self, encoding: Encoding) -> None:
         self._of = encoding
-        self._size = len(encoding.placement.groups)
+        self._size = len(encoding.edge.replicas)
         self._pending: dict[int, int] = {}  # by group, the passes that are left
 
     def begin(self, ledger: Ledger) -> None:

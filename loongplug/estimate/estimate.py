@@ -252,15 +252,15 @@ class _Step:
         if not self._apart:
             return NoSide()
         model, place = self._model, self._rank.place
-        groups = place.placement.groups
+        edge = place.edge
         config = self._rank.chunks[0].text_decoder.config
         pixels = patch_values(model.vision) * _PIXEL_BYTES
         encoding = Encoding(
-            placement=place.placement,
+            edge=edge,
             rank=rank,
-            group=next((number for number, ranks in enumerate(groups) if rank in ranks), None),
+            group=edge.replica_of(rank),
             units=self._units,
-            owners=owners_of(self._units, self._args, model, groups=len(groups)),
+            owners=owners_of(self._units, self._args, model, groups=len(edge.replicas)),
             merge=self._merge,
             cost=self._encoder,
             blank=self._blank,

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from loongplug.hetero.encoder_state import StateAway
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.modes import Mode
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.stepped import Schedule, stepped
 from loongplug.hetero.timing import Timing
 from loongplug.models.entries import Entry
@@ -27,11 +27,11 @@ from loongplug.platform import current_platform
 class EncoderPlace:
     """What is known once the process groups are there.
 
-    ``group`` is the one of the placement's groups that this rank encodes with, None for none,
-    and ``group_ranks`` its process group.
+    ``edge`` is the encoder's in this rank's model replica, ``group`` the encoder replica that
+    this rank encodes with, None for none, and ``group_ranks`` its process group.
     """
 
-    placement: Placement
+    edge: Edge
     state: ModuleState
     group: int | None
     group_ranks: dist.ProcessGroup | None
@@ -109,13 +109,13 @@ class Engine:
             place = self.place
             groups = ProcessGroupCollection.use_mpu_process_groups()
             exchange = Exchange(
-                place.placement,
-                groups.mp if place.placement.on_every_stage else groups.tp,
+                place.edge,
+                groups.mp if self._mode.on_every_stage else groups.tp,
                 device=current_platform().device,
                 recorder=self.recorder,
             )
             self._timing = self._mode.timing(
-                place.placement,
+                place.edge,
                 exchange,
                 group=place.group,
                 patches_per_token=self._block,
@@ -126,40 +126,41 @@ class Engine:
         return self._timing
 
     def _build_groups(self) -> EncoderPlace:
-        decoder, rank = live_layout(), dist.get_rank()
+        name, decoder, rank = self._entry.name, live_layout(), dist.get_rank()
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        placement = self._mode.place(decoder, tp=self._encoder_tp or decoder.tp, rank=rank)
-        mine = [number for number, ranks in enumerate(placement.groups) if rank in ranks]
-        encoder = placement.layout
+        placement = self._mode.place(decoder, entry=self._entry, tp=self._encoder_tp or decoder.tp)
+        edge = placement.edge(name, rank=rank)
+        mine = edge.replica_of(rank)
+        encoder = placement.entry(name).layout
         if (encoder.tp, encoder.pp, encoder.dp) == (decoder.tp, decoder.pp, decoder.dp):
             state = ModuleState(groups=groups)
         else:
             adopt_parallel_state()
             create_parallel_state(
-                self._entry.name,
+                name,
                 encoder,
                 seed=self._seed,
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
             state = ModuleState(
-                groups=process_groups(self._entry.name),
-                state=self._entry.name,
-                gradient_factor=placement.gradient_factor,
-                on_every_stage=placement.on_every_stage,
+                groups=process_groups(name),
+                state=name,
+                gradient_factor=placement.gradient_factor(name),
             )
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
         together = next(
             (
                 each
                 for each in (groups.tp, state.groups.tp)
-                if mine and tuple(dist.get_process_group_ranks(each)) == placement.groups[mine[0]]
+                if mine is not None
+                and tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
             ),
             None,
         )
         return EncoderPlace(
-            placement=placement,
+            edge=edge,
             state=state,
-            group=mine[0] if mine else None,
+            group=mine,
             group_ranks=together,
         )

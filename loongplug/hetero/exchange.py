@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 from loongplug.hetero.sequence_shares import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -38,19 +38,19 @@ class ExchangeSpec:
 class Exchange:
     """Moves payloads within one model replica: exactly the rows that a rank needs, once.
 
-    ``group`` has all ranks of the placement's groups and consumers. Every rank of it enters every
-    call; one without rows takes part with none.
+    ``group`` has all ranks of the edge. Every rank of it enters every call; one without rows takes
+    part with none.
     """
 
     def __init__(
         self,
-        placement: Placement,
+        edge: Edge,
         group: dist.ProcessGroup,
         *,
         device: torch.device,
         recorder: Recorder = NOTHING,
     ) -> None:
-        self._placement = placement
+        self._edge = edge
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
@@ -69,9 +69,7 @@ class Exchange:
             on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
             elsewhere.
         """
-        transfers = feature_transfers(
-            self._placement, units.owners, shared=units.shares is not None
-        )
+        transfers = feature_transfers(self._edge, units.owners, shared=units.shares is not None)
         out = {
             each: _taken(payloads[each.unit], units.rows(each))
             for each in transfers
@@ -90,9 +88,7 @@ class Exchange:
         Returns:
             the gradient of each unit that this rank encoded, [tokens, width].
         """
-        transfers = gradient_transfers(
-            self._placement, units.owners, shared=units.shares is not None
-        )
+        transfers = gradient_transfers(self._edge, units.owners, shared=units.shares is not None)
         out = {each: gradients[each.unit] for each in transfers if each.source == self._rank}
         arrived = self._move(out, transfers, units)
         if units.shares is None:

@@ -9,7 +9,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.store import KeptOnDevice, from_store
 from loongplug.hetero.timing import EncoderOfStep, units_of
 from loongplug.models.features import VisionFeatures
@@ -69,10 +69,10 @@ class GroupAhead:
     """
 
     def __init__(
-        self, placement: Placement, exchange: Exchange, *, group: int | None, patches_per_token: int
+        self, edge: Edge, exchange: Exchange, *, group: int | None, patches_per_token: int
     ) -> None:
-        """``group``: the one of the placement's groups that this rank is of, None for none."""
-        self._placement = placement
+        """``group``: the edge's encoder replica that this rank is of, None for none."""
+        self._edge = edge
         self._exchange = exchange
         self._mine = group
         self._block = patches_per_token
@@ -94,7 +94,7 @@ class GroupAhead:
 
     def features(self, number: int) -> VisionFeatures:
         """Encodes the microbatch's group where it is the first to ask."""
-        size = len(self._placement.groups)
+        size = len(self._edge.replicas)
         if number // size not in self._groups:
             self._groups[number // size] = self._encoded(number // size * size)
         group = self._groups[number // size]
@@ -116,7 +116,7 @@ class GroupAhead:
     def _encoded(self, first: int) -> _Group:
         assert self._encoder is not None
         assert self._model is not None
-        microbatches = self._microbatches[first : first + len(self._placement.groups)]
+        microbatches = self._microbatches[first : first + len(self._edge.replicas)]
         units = units_of(microbatches, model=self._model, patches_per_token=self._block)
         mine = units.owners.index(self._mine) if self._mine in units.owners else None
         payload = self._encoder.payload(None if mine is None else microbatches[mine])
@@ -135,7 +135,7 @@ class GroupAhead:
     def _on_all_gradients(self, group: _Group) -> None:
         """All of a group's units have their gradients, which go to their owners."""
         assert self._encoder is not None
-        size = len(self._placement.groups)
+        size = len(self._edge.replicas)
         gradients = self._exchange.scatter_variable_shape_embeddings(group.gradients(), group.units)
         own = group.own
         assert own.root is not None

@@ -17,22 +17,25 @@ from loongplug.models.architecture import VisionArchitecture
 class Mode:
     """The strategies of a run.
 
-    ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``timing``
+    ``place`` is called with the decoder's layout, the encoder's entry and its ``tp``; ``timing``
     makes what is put around the decoder's schedule, None where each forward encodes its own unit.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
-    for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
-    ``any_owner``, every group may encode any units of a step, and as many as it likes. With
-    ``offload_state``, the encoder's parameters, gradients and optimizer state are on the host while
-    the decoder works.
+    for the decoder's. With ``any_owner``, every replica may encode any units of a step, and as
+    many as it likes. With ``offload_state``, the encoder's parameters, gradients and optimizer
+    state are on the host while the decoder works.
     """
 
     name: str
     place: Callable[..., Placement]
     timing: Callable[..., Timing] | None = None
     encoder_tp: int | None = None
-    on_every_stage: bool = False
     any_owner: bool = False
     offload_state: bool = False
+
+    @property
+    def on_every_stage(self) -> bool:
+        """Whether the encoder lies on all of the decoder's stages."""
+        return self.place is all_ranks_dp
 
 
 UNIFORM = Mode(name="uniform", place=first_stage_tp)
@@ -44,7 +47,6 @@ FULL_HETERO_DP = Mode(
     place=all_ranks_dp,
     timing=ThreePhases,
     encoder_tp=1,
-    on_every_stage=True,
     any_owner=True,
 )
 

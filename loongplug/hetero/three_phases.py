@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.activations import SavedOnHost
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.store import FeatureStore, KeptOnDevice, KeptOnHost, from_store
 from loongplug.hetero.timing import EncoderOfStep, units_of
 from loongplug.models.features import VisionFeatures
@@ -28,7 +28,7 @@ class ThreePhases:
 
     def __init__(
         self,
-        placement: Placement,
+        edge: Edge,
         exchange: Exchange,
         *,
         group: int,
@@ -36,7 +36,7 @@ class ThreePhases:
         features_on_host: bool = False,
         activations_on_host: bool = False,
     ) -> None:
-        """``group``: the one of the ``placement``'s groups that this rank is of.
+        """``group``: the ``edge``'s encoder replica that this rank is of.
 
         On the host, in phase 2, are features and their gradients (``features_on_host``), and
         what the encoder's backward needs (``activations_on_host``).

@@ -39,8 +39,8 @@ def build_stage(
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
-    ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every stage
-    where the encoder's state says so, in that state and with its groups, and what it gives always
+    ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every rank
+    that a state of its own has for it, in that state and with its groups, and what it gives always
     runs in it. ``states`` are those of encoders by the names of entries; an encoder that is not
     among them has the decoder's groups, ``pg_collection``. ``layer_spec`` is every decoder
     layer's, ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
@@ -70,7 +70,9 @@ def build_stage(
     encoding: dict[str, MegatronModule] = {}
     entry = only_encoder(entries)
     state = states[entry.name]
-    if pre_process or (state.on_every_stage and not vp_stage):
+    # In a state of its own it lies on the first chunk of each rank of the first of its stages.
+    own = state.state is not None and get_pg_rank(state.groups.pp) == 0 and not vp_stage
+    if pre_process or own:
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         with state.entered():
             encoding = dict(zip(entry.modules, build_encoder(state.groups), strict=True))

@@ -25,7 +25,6 @@ class ModuleState:
     groups: ProcessGroupCollection
     state: str | None = None
     gradient_factor: float = 1.0
-    on_every_stage: bool = False  # of the decoder's pipeline, on a rank's first chunk
 
     def entered(self) -> AbstractContextManager[None]:
         """Inside, Megatron's globals are those of this state."""

@@ -61,11 +61,11 @@ class AssignedUnits:
         return units
 
     def owners(self, units: Sequence[MediaBatch]) -> Sequence[int]:
-        """The placement's group of each."""
-        placement = self._place.placement
+        """Which encoder replica encodes each."""
+        edge = self._place.edge
         if self._balance is None:
-            return [placement.owner(self._steps.place(unit.index)[0]) for unit in units]
-        return self._balance.owners([unit.grids for unit in units], replicas=len(placement.groups))
+            return [edge.owner(self._steps.place(unit.index)[0]) for unit in units]
+        return self._balance.owners([unit.grids for unit in units], replicas=len(edge.replicas))
 
     def loads(self, unit: MediaBatch) -> bool:
         """Whether this rank is the first of the unit's group."""
@@ -82,7 +82,7 @@ class AssignedUnits:
         return (self._pixels(unit, loaded) if encodes else None), bad
 
     def _ranks(self, unit: MediaBatch) -> tuple[int, ...]:
-        return self._place.placement.groups[unit.owner]
+        return self._place.edge.replicas[unit.owner]
 
     def _told(self, unit: MediaBatch, bad: set[int], replica: dist.ProcessGroup) -> set[int]:
         """What the loading rank knows."""

@@ -90,7 +90,7 @@ def microbatches_of(here: Rank, args: Any, model: Any) -> list[Microbatch]:
                 vision=vision,
                 number=number,
                 patches=len(vision.pixels),
-                owner=here.place.placement.owner(number),
+                owner=here.place.edge.owner(number),
             )
         )
     return made

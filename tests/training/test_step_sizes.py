@@ -12,8 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from loongplug.checkpoint.same_rates import checked_rates
 from loongplug.data.units import MediaBatch
 from loongplug.hetero.balance import Balance, EncoderWork
-from loongplug.hetero.placement import Placement
-from loongplug.parallel.layout import Layout
+from loongplug.hetero.placement import Edge
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.assigned_units import AssignedUnits
 from loongplug.training.rates import _count_samples
@@ -72,18 +71,12 @@ def test_a_ramp_has_equal_parts(start: int, increment: int, samples: int, end: i
 
 def test_units_are_assigned_step_by_step() -> None:
     """In turn from each step's first on; by cost, all units of a step together."""
-    encoders = Placement(
-        layout=Layout(dp=3),
-        groups=((0,), (1,), (2,)),
-        consumers=(0,),
-        on_every_stage=True,
-        gradient_factor=1.0,
-    )
+    edge = Edge(replicas=((0,), (1,), (2,)), consumers=(0,))
     steps = UnitSteps.of(StepSizes(sizes=((0, 4), (5, 8))), consumed=4, each=2)
     work = EncoderWork(linear=1, attention=(), merge=2)
 
     def roles(balance: Balance | None) -> AssignedUnits:
-        place = Namespace(placement=encoders)
+        place = Namespace(edge=edge)
         more = {"patch_dim": 1, "device": lambda: None, "replica": None, "channel": 0}
         return AssignedUnits(place, balance=balance, steps=steps, **more)
 
