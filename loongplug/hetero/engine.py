@@ -19,7 +19,12 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.module_state import ModuleState
-from loongplug.parallel.states import adopt_parallel_state, create_parallel_state, process_groups
+from loongplug.parallel.states import (
+    adopt_parallel_state,
+    create_exchange_group,
+    create_parallel_state,
+    process_groups,
+)
 from loongplug.platform import current_platform
 
 
@@ -29,12 +34,14 @@ class EncoderPlace:
 
     ``edge`` is the encoder's in this rank's model replica, ``group`` the encoder replica that
     this rank encodes with, None for none, and ``group_ranks`` its process group.
+    ``exchange_group`` has the edge's ranks; None on other ranks, and where nothing is exchanged.
     """
 
     edge: Edge
     state: ModuleState
     group: int | None
     group_ranks: dist.ProcessGroup | None
+    exchange_group: dist.ProcessGroup | None
 
 
 class Engine:
@@ -107,10 +114,9 @@ class Engine:
         """The step's timing, one for the run; None in a mode without one."""
         if self._timing is None and self._mode.timing is not None:
             place = self.place
-            groups = ProcessGroupCollection.use_mpu_process_groups()
             exchange = Exchange(
                 place.edge,
-                groups.mp if self._mode.on_every_stage else groups.tp,
+                place.exchange_group,
                 device=current_platform().device,
                 recorder=self.recorder,
             )
@@ -148,6 +154,15 @@ class Engine:
                 state=name,
                 gradient_factor=placement.gradient_factor(name),
             )
+        exchange_group = None
+        if self._mode.timing is not None:
+            exchange_group = create_exchange_group(
+                name,
+                placement.exchange_groups(name),
+                options_of="mp" if placement.on_every_stage(name) else "tp",
+                timeout_minutes=self._timeout,
+                nccl_config_path=self._nccl_config_path,
+            )
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
         together = next(
             (
@@ -163,4 +178,5 @@ class Engine:
             state=state,
             group=mine,
             group_ranks=together,
+            exchange_group=exchange_group,
         )

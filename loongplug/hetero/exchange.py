@@ -39,20 +39,22 @@ class Exchange:
     """Moves payloads within one model replica: exactly the rows that a rank needs, once.
 
     ``group`` has all ranks of the edge. Every rank of it enters every call; one without rows takes
-    part with none.
+    part with none. Ranks that are not of the edge have no group and enter none.
     """
 
     def __init__(
         self,
         edge: Edge,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *,
         device: torch.device,
         recorder: Recorder = NOTHING,
     ) -> None:
+        of_group = () if group is None else dist.get_process_group_ranks(group)
+        assert not of_group or tuple(of_group) == edge.ranks, (of_group, edge)
         self._edge = edge
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = edge.ranks
         self._rank = dist.get_rank()
         self._device = device
         self._recorder = recorder
@@ -109,6 +111,7 @@ class Exchange:
 
         Returns what is due here, with what is here already.
         """
+        assert self._group is not None, "this rank is of no edge"
         sent: list[list[Transfer]] = [[] for _ in self._ranks]
         due: list[list[Transfer]] = [[] for _ in self._ranks]
         kept = {}

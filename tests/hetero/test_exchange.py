@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
@@ -14,6 +13,7 @@ from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
 from loongplug.hetero.sequence_shares import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
+from loongplug.parallel.states import create_exchange_group
 
 WIDTH = 3
 ROUNDS = 12
@@ -65,12 +65,12 @@ def there_and_back(
     events = []
     recorder = TraceRecorder(events.extend)
     place = all_ranks_dp if everywhere else first_stage_dp
-    edge = place(decoder, entry=ENCODER, tp=tp).edge(ENCODER.name, rank=rank)
-    group = None
-    for ranks in decoder.groups("tp_cp_pp" if everywhere else "tp"):
-        made = dist.new_group(ranks)
-        group = made if rank in ranks else group
-    assert group is not None
+    placement = place(decoder, entry=ENCODER, tp=tp)
+    edge = placement.edge(ENCODER.name, rank=rank)
+    group = create_exchange_group(
+        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+    )
+    assert (group is None) == (rank not in edge.ranks)
     exchange = Exchange(edge, group, device=torch.device("cpu"), recorder=recorder)
     encodes = any(rank in each for each in edge.replicas)
     consumes = rank in edge.consumers
