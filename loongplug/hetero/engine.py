@@ -32,13 +32,14 @@ from loongplug.platform import current_platform
 class EncoderPlace:
     """What is known once the process groups are there.
 
-    ``edge`` is the encoder's in this rank's model replica, ``group`` the encoder replica that
+    ``edge`` is the encoder's in this rank's model replica, ``state`` the one that the encoder
+    trains in, None where it lies on other ranks. ``group`` is the encoder replica that
     this rank encodes with, None for none, and ``group_ranks`` its process group.
     ``exchange_group`` has the edge's ranks; None on other ranks, and where nothing is exchanged.
     """
 
     edge: Edge
-    state: ModuleState
+    state: ModuleState | None
     group: int | None
     group_ranks: dist.ProcessGroup | None
     exchange_group: dist.ProcessGroup | None
@@ -79,8 +80,11 @@ class Engine:
         return self._place
 
     @property
-    def states(self) -> dict[str, ModuleState]:
-        """The encoder's state by its entry's name. Collective like :attr:`place`."""
+    def states(self) -> dict[str, ModuleState | None]:
+        """The encoder's state by its entry's name, None where it lies on other ranks.
+
+        Collective like :attr:`place`.
+        """
         return {self._entry.name: self.place.state}
 
     @property
@@ -138,7 +142,8 @@ class Engine:
         edge = placement.edge(name, rank=rank)
         mine = edge.replica_of(rank)
         encoder = placement.entry(name).layout
-        if (encoder.tp, encoder.pp, encoder.dp) == (decoder.tp, decoder.pp, decoder.dp):
+        state: ModuleState | None = None
+        if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp):
             state = ModuleState(groups=groups)
         else:
             adopt_parallel_state()
@@ -149,11 +154,12 @@ class Engine:
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
-            state = ModuleState(
-                groups=process_groups(name),
-                state=name,
-                gradient_factor=placement.gradient_factor(name),
-            )
+            if rank in encoder.ranks:
+                state = ModuleState(
+                    groups=process_groups(name),
+                    state=name,
+                    gradient_factor=placement.gradient_factor(name),
+                )
         exchange_group = None
         if self._mode.timing is not None:
             exchange_group = create_exchange_group(
@@ -164,15 +170,14 @@ class Engine:
                 nccl_config_path=self._nccl_config_path,
             )
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
-        together = next(
-            (
+        together = None
+        if mine is not None:
+            assert state is not None, "a rank that encodes is of the encoder"
+            together = next(
                 each
                 for each in (groups.tp, state.groups.tp)
-                if mine is not None
-                and tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
-            ),
-            None,
-        )
+                if tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
+            )
         return EncoderPlace(
             edge=edge,
             state=state,

@@ -35,21 +35,22 @@ def build_stage(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    states: Mapping[str, ModuleState] | None = None,
+    states: Mapping[str, ModuleState | None] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
     ``build_encoder`` is called where ``pre_process`` is set, or on the first chunk of every rank
     that a state of its own has for it, in that state and with its groups, and what it gives always
     runs in it. ``states`` are those of encoders by the names of entries; an encoder that is not
-    among them has the decoder's groups, ``pg_collection``. ``layer_spec`` is every decoder
+    among them has the decoder's groups, ``pg_collection``, and one whose state is None lies on
+    other ranks. ``layer_spec`` is every decoder
     layer's, ``rope_axes`` as in :class:`~loongplug.models.mrope.MultimodalRotary`.
     """
     foundation = model.foundation
     entries = model.entries()
     states = {
-        entry.name: (states or {}).get(entry.name) or ModuleState(groups=pg_collection)
-        for entry in entries
+        **{entry.name: ModuleState(groups=pg_collection) for entry in entries},
+        **(states or {}),
     }
     num_layers = get_num_layers_to_build(config, vp_stage, get_pg_rank(pg_collection.pp))
     decoder = TextDecoder(
@@ -70,9 +71,10 @@ def build_stage(
     encoding: dict[str, MegatronModule] = {}
     entry = only_encoder(entries)
     state = states[entry.name]
-    # In a state of its own it lies on the first chunk of each rank of the first of its stages.
-    own = state.state is not None and get_pg_rank(state.groups.pp) == 0 and not vp_stage
+    # In a state of its own it lies on the first chunk of each of that state's ranks.
+    own = state is not None and state.state is not None and not vp_stage
     if pre_process or own:
+        assert state is not None, "the first stage has the encoder"
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         with state.entered():
             encoding = dict(zip(entry.modules, build_encoder(state.groups), strict=True))

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-import yaml
+import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as tensor_parallel_random

@@ -29,7 +29,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    states: Mapping[str, ModuleState] | None = None,
+    states: Mapping[str, ModuleState | None] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; see :func:`~loongplug.models.stage.build_stage`.
 

@@ -44,7 +44,7 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    states: Mapping[str, ModuleState] | None = None,
+    states: Mapping[str, ModuleState | None] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk), as :func:`~loongplug.models.stage.build_stage` gives it."""
     start_like_the_family(config)
