@@ -26,7 +26,7 @@ from loongplug.hetero.operations import (
     TakeFeatures,
     When,
 )
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 
 PIXELS = "pixels"
@@ -56,7 +56,7 @@ class Encoding:
     ``blank_pixels`` those that the backward of a unit without images keeps.
     """
 
-    placement: Placement
+    edge: Edge
     rank: int
     group: int | None
     units: Sequence[UnitSize]
@@ -82,17 +82,17 @@ class Encoding:
     def consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
         shares = self.units[unit].shares
-        if self.rank not in self.placement.consumers:
+        if self.rank not in self.edge.consumers:
             return 0
         if shares is None:
             return self.features(unit)
-        return shares[self.placement.consumers.index(self.rank)] * self.payload
+        return shares[self.edge.consumers.index(self.rank)] * self.payload
 
     def moved(self, transfers: Callable[..., Sequence[Transfer]], members: range) -> "Moved":
         """What an exchange of these units sends from here, and what comes here."""
         owners = self.owners[members.start : members.stop]
         sent = received = 0
-        for each in transfers(self.placement, owners, shared=self.shared):
+        for each in transfers(self.edge, owners, shared=self.shared):
             unit = members.start + each.unit  # transfers count units from 0
             shares = self.units[unit].shares
             nbytes = self.features(unit)

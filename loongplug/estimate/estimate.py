@@ -248,15 +248,14 @@ class _Step:
 
     def _side(self, rank: int) -> EncoderSide:
         model, engine = self._model, self._rank.engine
-        placement = engine.place.placement
-        groups = placement.groups
+        edge = engine.place.edge
         config = self._rank.chunks[0].text_decoder.config
         pixels = patch_values(model.vision) * _PIXEL_BYTES
-        owners = owners_of(self._units, self._args, model, groups=len(groups))
+        owners = owners_of(self._units, self._args, model, groups=len(edge.replicas))
         encoding = Encoding(
-            placement=placement,
+            edge=edge,
             rank=rank,
-            group=next((number for number, ranks in enumerate(groups) if rank in ranks), None),
+            group=edge.replica_of(rank),
             units=self._units,
             owners=owners,
             merge=self._merge,

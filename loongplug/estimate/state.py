@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 from torch import nn
 
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.parallel.module_state import ModulePart
 
 _WIDE = torch.float32.itemsize
 
@@ -85,8 +85,12 @@ def rank_state(
             trained = [each for each in tensors if each.requires_grad]
             unchanged = sum(each.nbytes for each in tensors if not each.requires_grad)
             frozen[part.name] = frozen.get(part.name, 0) + unchanged
+            if part.state is None:
+                continue
             with part.state.entered():
-                buffers[part.name] += _buffers(part, trained, args, first_chunk=number == 0)
+                buffers[part.name] += _buffers(
+                    part.state.groups, trained, args, first_chunk=number == 0
+                )
     return {
         name: State(weights=nbytes) + _trained(buffers[name], args, stepping=stepping)
         for name, nbytes in frozen.items()
@@ -117,9 +121,13 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _buffers(
-    part: ModulePart, trained: list[torch.Tensor], args: Namespace, *, first_chunk: bool
+    groups: ProcessGroupCollection,
+    trained: list[torch.Tensor],
+    args: Namespace,
+    *,
+    first_chunk: bool,
 ) -> Iterator[_Buffer]:
-    config, groups = get_megatron_ddp_config(args), part.state.groups
+    config = get_megatron_ddp_config(args)
     if not args.use_distributed_optimizer:
         for key, (params, _) in group_params_for_buffers(
             trained, config.grad_reduce_in_fp32

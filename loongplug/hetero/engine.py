@@ -13,14 +13,19 @@ from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.live_layout import live_layout
 from loongplug.parallel.module_state import ModuleState
-from loongplug.parallel.states import adopt_parallel_state, create_parallel_state, process_groups
+from loongplug.parallel.states import (
+    adopt_parallel_state,
+    create_exchange_group,
+    create_parallel_state,
+    process_groups,
+)
 from loongplug.platform import current_platform
 
 
@@ -28,14 +33,17 @@ from loongplug.platform import current_platform
 class EncoderPlace:
     """What is known once the process groups are there.
 
-    ``group`` is the one of the placement's groups that this rank encodes with, None for none,
-    and ``group_ranks`` its process group.
+    ``edge`` is the encoder's in this rank's model replica, ``state`` the one that the encoder
+    trains in, None where it lies on other ranks. ``group`` is the encoder replica that
+    this rank encodes with, None for none, and ``group_ranks`` its process group.
+    ``exchange_group`` has the edge's ranks; None on other ranks, and where nothing is exchanged.
     """
 
-    placement: Placement
-    state: ModuleState
+    edge: Edge
+    state: ModuleState | None
     group: int | None
     group_ranks: dist.ProcessGroup | None
+    exchange_group: dist.ProcessGroup | None
 
 
 class Engine:
@@ -73,8 +81,11 @@ class Engine:
         return self._place
 
     @property
-    def states(self) -> dict[str, ModuleState]:
-        """The encoder's state by its entry's name. Collective like :attr:`place`."""
+    def states(self) -> dict[str, ModuleState | None]:
+        """The encoder's state by its entry's name, None where it lies on other ranks.
+
+        Collective like :attr:`place`.
+        """
         return {self._entry.name: self.place.state}
 
     @property
@@ -110,14 +121,13 @@ class Engine:
         ``owners``: which encoder replica encodes each microbatch's unit; ``trains``: the encoder
         has gradients in this step, which is one of ``training``.
         """
-        placement, me = self.place.placement, dist.get_rank() if rank is None else rank
-        groups = enumerate(placement.groups)
+        edge, me = self.place.edge, dist.get_rank() if rank is None else rank
         return self._mode.policy(
             EncoderStep(
                 owners=owners,
-                replicas=len(placement.groups),
-                replica=next((number for number, ranks in groups if me in ranks), None),
-                consumes=me in placement.consumers,
+                replicas=len(edge.replicas),
+                replica=edge.replica_of(me),
+                consumes=me in edge.consumers,
                 training=training,
                 trains=trains,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
@@ -130,10 +140,9 @@ class Engine:
         if self._executor is None:
             assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
             place = self.place
-            groups = ProcessGroupCollection.use_mpu_process_groups()
             exchange = Exchange(
-                place.placement,
-                groups.mp if place.placement.on_every_stage else groups.tp,
+                place.edge,
+                place.exchange_group,
                 device=current_platform().device,
                 recorder=self.recorder,
             )
@@ -148,40 +157,52 @@ class Engine:
         return self._executor
 
     def _build_groups(self) -> EncoderPlace:
-        decoder, rank = live_layout(), dist.get_rank()
+        name, decoder, rank = self._entry.name, live_layout(), dist.get_rank()
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        placement = self._mode.place(decoder, tp=self._encoder_tp or decoder.tp, rank=rank)
-        mine = [number for number, ranks in enumerate(placement.groups) if rank in ranks]
-        encoder = placement.layout
-        if (encoder.tp, encoder.pp, encoder.dp) == (decoder.tp, decoder.pp, decoder.dp):
+        placement = self._mode.place(decoder, entry=self._entry, tp=self._encoder_tp or decoder.tp)
+        edge = placement.edge(name, rank=rank)
+        mine = edge.replica_of(rank)
+        encoder = placement.entry(name).layout
+        state: ModuleState | None = None
+        if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp):
             state = ModuleState(groups=groups)
         else:
             adopt_parallel_state()
             create_parallel_state(
-                self._entry.name,
+                name,
                 encoder,
                 seed=self._seed,
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
-            state = ModuleState(
-                groups=process_groups(self._entry.name),
-                state=self._entry.name,
-                gradient_factor=placement.gradient_factor,
-                on_every_stage=placement.on_every_stage,
+            if rank in encoder.ranks:
+                state = ModuleState(
+                    groups=process_groups(name),
+                    state=name,
+                    gradient_factor=placement.gradient_factor(name),
+                )
+        exchange_group = None
+        if self._mode.around_schedule:
+            exchange_group = create_exchange_group(
+                name,
+                placement.exchange_groups(name),
+                options_of="mp" if placement.on_every_stage(name) else "tp",
+                timeout_minutes=self._timeout,
+                nccl_config_path=self._nccl_config_path,
             )
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
-        together = next(
-            (
+        together = None
+        if mine is not None:
+            assert state is not None, "a rank that encodes is of the encoder"
+            together = next(
                 each
                 for each in (groups.tp, state.groups.tp)
-                if mine and tuple(dist.get_process_group_ranks(each)) == placement.groups[mine[0]]
-            ),
-            None,
-        )
+                if tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
+            )
         return EncoderPlace(
-            placement=placement,
+            edge=edge,
             state=state,
-            group=mine[0] if mine else None,
+            group=mine,
             group_ranks=together,
+            exchange_group=exchange_group,
         )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 from loongplug.hetero.sequence_shares import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -38,21 +38,23 @@ class ExchangeSpec:
 class Exchange:
     """Moves payloads within one model replica: exactly the rows that a rank needs, once.
 
-    ``group`` has all ranks of the placement's groups and consumers. Every rank of it enters every
-    call; one without rows takes part with none.
+    ``group`` has all ranks of the edge. Every rank of it enters every call; one without rows takes
+    part with none. Ranks that are not of the edge have no group and enter none.
     """
 
     def __init__(
         self,
-        placement: Placement,
-        group: dist.ProcessGroup,
+        edge: Edge,
+        group: dist.ProcessGroup | None,
         *,
         device: torch.device,
         recorder: Recorder = NOTHING,
     ) -> None:
-        self._placement = placement
+        of_group = () if group is None else dist.get_process_group_ranks(group)
+        assert not of_group or tuple(of_group) == edge.ranks, (of_group, edge)
+        self._edge = edge
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = edge.ranks
         self._rank = dist.get_rank()
         self._device = device
         self._recorder = recorder
@@ -60,7 +62,7 @@ class Exchange:
     @property
     def consumes(self) -> bool:
         """Whether features come to this rank."""
-        return self._rank in self._placement.consumers
+        return self._rank in self._edge.consumers
 
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
@@ -74,9 +76,7 @@ class Exchange:
             on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
             elsewhere.
         """
-        transfers = feature_transfers(
-            self._placement, units.owners, shared=units.shares is not None
-        )
+        transfers = feature_transfers(self._edge, units.owners, shared=units.shares is not None)
         out = {
             each: _taken(payloads[each.unit], units.rows(each))
             for each in transfers
@@ -95,9 +95,7 @@ class Exchange:
         Returns:
             the gradient of each unit that this rank encoded, [tokens, width].
         """
-        transfers = gradient_transfers(
-            self._placement, units.owners, shared=units.shares is not None
-        )
+        transfers = gradient_transfers(self._edge, units.owners, shared=units.shares is not None)
         out = {each: gradients[each.unit] for each in transfers if each.source == self._rank}
         arrived = self._move(out, transfers, units)
         if units.shares is None:
@@ -118,6 +116,7 @@ class Exchange:
 
         Returns what is due here, with what is here already.
         """
+        assert self._group is not None, "this rank is of no edge"
         sent: list[list[Transfer]] = [[] for _ in self._ranks]
         due: list[list[Transfer]] = [[] for _ in self._ranks]
         kept = {}

@@ -15,13 +15,12 @@ from loongplug.models.architecture import VisionArchitecture
 class Mode:
     """The strategies of a run.
 
-    ``place`` is called with the decoder's layout, the encoder's ``tp`` and the rank; ``policy``
+    ``place`` is called with the decoder's layout, the encoder's entry and its ``tp``; ``policy``
     says when units are encoded. With ``around_schedule`` its operations are done around and within
     Megatron's schedule, by an executor; else the decoder's forward does all there is.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
-    for the decoder's. ``on_every_stage`` says whether it is on all of the decoder's. With
-    ``any_owner``, every group may encode any units of a step, and as many as it likes.
-    ``on_host`` is what is there while the decoder works.
+    for the decoder's. With ``any_owner``, every replica may encode any units of a step, and as
+    many as it likes. ``on_host`` is what is there while the decoder works.
     """
 
     name: str
@@ -29,9 +28,13 @@ class Mode:
     policy: Policy
     around_schedule: bool = True
     encoder_tp: int | None = 1
-    on_every_stage: bool = False
     any_owner: bool = False
     on_host: frozenset[Kept] = frozenset()
+
+    @property
+    def on_every_stage(self) -> bool:
+        """Whether the encoder lies on all of the decoder's stages."""
+        return self.place is all_ranks_dp
 
 
 UNIFORM = Mode(
@@ -42,7 +45,6 @@ FULL_HETERO_DP = Mode(
     name="full separation",
     place=all_ranks_dp,
     policy=separated,
-    on_every_stage=True,
     any_owner=True,
 )
 _OFFLOADS = {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from loongplug.hetero.placement import Placement
+from loongplug.hetero.placement import Edge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,43 +19,43 @@ class Transfer:
 
 
 def feature_transfers(
-    placement: Placement, owners: tuple[int, ...], *, shared: bool = False
+    edge: Edge, owners: tuple[int, ...], *, shared: bool = False
 ) -> list[Transfer]:
-    """Each unit to every consumer, from a rank of the group that made it.
+    """Each unit to every consumer, from a rank of the replica that made it.
 
-    All ranks of a group have the whole features; a consumer that is of the group keeps its own,
-    and the others are served in turn by all ranks of the group. With ``shared``, each consumer
-    gets only its own rows.
+    All ranks of a replica have the whole features; a consumer that is of the replica keeps its
+    own, and the others are served in turn by all ranks of the replica. With ``shared``, each
+    consumer gets only its own rows.
     """
     transfers = []
     for unit, owner in enumerate(owners):
-        group = placement.groups[owner]
-        for index, consumer in enumerate(placement.consumers):
-            source = consumer if consumer in group else group[index % len(group)]
+        replica = edge.replicas[owner]
+        for index, consumer in enumerate(edge.consumers):
+            source = consumer if consumer in replica else replica[index % len(replica)]
             share = index if shared else None
             transfers.append(Transfer(unit=unit, source=source, target=consumer, share=share))
     return transfers
 
 
 def gradient_transfers(
-    placement: Placement, owners: tuple[int, ...], *, shared: bool = False
+    edge: Edge, owners: tuple[int, ...], *, shared: bool = False
 ) -> list[Transfer]:
-    """Each unit's gradient to every rank of the group that made it.
+    """Each unit's gradient to every rank of the replica that made it.
 
     All consumers have the whole gradient and one of them sends it, each in turn. With ``shared``,
     each has that of its own rows, and all send.
     """
     transfers = []
     for unit, owner in enumerate(owners):
-        group = placement.groups[owner]
-        for index, target in enumerate(group):
+        replica = edge.replicas[owner]
+        for index, target in enumerate(replica):
             if shared:
                 transfers += [
                     Transfer(unit=unit, source=source, target=target, share=share)
-                    for share, source in enumerate(placement.consumers)
+                    for share, source in enumerate(edge.consumers)
                 ]
                 continue
-            turn = placement.consumers[(unit * len(group) + index) % len(placement.consumers)]
-            source = target if target in placement.consumers else turn
+            turn = edge.consumers[(unit * len(replica) + index) % len(edge.consumers)]
+            source = target if target in edge.consumers else turn
             transfers.append(Transfer(unit=unit, source=source, target=target))
     return transfers

@@ -36,12 +36,13 @@ class MultimodalModel(MegatronModule):
         entries: Sequence[Entry],
         encoding: Mapping[str, MegatronModule],
         pg_collection: ProcessGroupCollection,
-        states: Mapping[str, ModuleState],
+        states: Mapping[str, ModuleState | None],
         lr_mults: dict[str, float] | None = None,
     ) -> None:
         """``encoding``: encoders and projectors by name, where this chunk has them.
 
-        ``states`` are the entries', by name, ``pg_collection`` the decoder's groups, and
+        ``states`` are the entries', by name, None where this rank has no part in one;
+        ``pg_collection`` the decoder's groups, and
         ``lr_mults`` multiples of the learning rate by the names of modules.
         """
         super().__init__(config=text_decoder.config)
@@ -92,6 +93,8 @@ class MultimodalModel(MegatronModule):
         """As Megatron's, each part with the data parallel group of its own replicas."""
         sharded: dict[str, Any] = {}
         for part in self.parallel_parts():
+            if part.state is None:
+                continue
             of_part = {**(metadata or {}), "dp_cp_group": part.state.groups.dp_cp}
             with part.state.entered():
                 for name, module in part.modules.items():

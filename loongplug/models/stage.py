@@ -26,23 +26,23 @@ def build_model(
     vp_stage: int | None,
     pg_collection: ProcessGroupCollection,
     backend: Backend,
-    states: Mapping[str, ModuleState] | None = None,
+    states: Mapping[str, ModuleState | None] | None = None,
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
     ``parts`` are those of the modules, by name. Encoder and projector are built where
-    ``pre_process`` is set, or on the first chunk of every stage where the encoder's state says so,
-    in that state and with its groups, and always run in it. ``states`` are those of encoders by
-    the names of entries; an encoder that is not among them has the decoder's groups,
-    ``pg_collection``.
+    ``pre_process`` is set, or on the first chunk of every rank that a state of its own has for the
+    encoder, in that state and with its groups, and always run in it. ``states`` are those of
+    encoders by the names of entries; an encoder that is not among them has the decoder's groups,
+    ``pg_collection``, and one whose state is None lies on other ranks.
     """
     # All weights start with one deviation; Megatron would start the output projections smaller.
     config.output_layer_init_method = config.init_method
     carry_deepstack(config, features=len(model.vision.taps()))
     entries = model.entries()
     states = {
-        entry.name: (states or {}).get(entry.name) or ModuleState(groups=pg_collection)
-        for entry in entries
+        **{entry.name: ModuleState(groups=pg_collection) for entry in entries},
+        **(states or {}),
     }
     architectures = model.modules()
     decoder = only_decoder(entries).name
@@ -58,7 +58,10 @@ def build_model(
     encoding: dict[str, MegatronModule] = {}
     entry = only_encoder(entries)
     state = states[entry.name]
-    if pre_process or (state.on_every_stage and not vp_stage):
+    # In a state of its own it lies on the first chunk of each of that state's ranks.
+    own = state is not None and state.state is not None and not vp_stage
+    if pre_process or own:
+        assert state is not None, "the first stage has the encoder"
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         with state.entered():
             encoding = _build_encoder(

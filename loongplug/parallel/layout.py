@@ -157,11 +157,10 @@ class Layout:
 def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
     """The layout of an encoder with a tensor parallel size of its own beside ``decoder``.
 
-    Without context or expert parallelism: what ``tp`` leaves of the ranks is data parallel. With
-    ``on_first_stage`` it has the decoder's stages, so that every rank is of it and what is summed
-    over its model parallel group (the gradient norm) is known to later stages too, which hold
-    none of it. Else its replicas lie on all of the decoder's ranks, and one of them may lie on
-    several whole stages.
+    Without stages, context or expert parallelism: what ``tp`` leaves of the ranks is data
+    parallel. With ``on_first_stage`` these are the ranks of the decoder's first stage alone. Else
+    its replicas lie on all of the decoder's ranks, and one of them may lie on several whole
+    stages.
 
     Raises:
         ValueError: ``tp`` is none of :func:`encoder_sizes`.
@@ -173,9 +172,9 @@ def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
             f"which is {decoder.tp}{'' if on_first_stage else ', or to fill whole stages'}. Set "
             f"tensor_model_parallel_size in the encoder's YAML to {_one_of(allowed)}."
         )
-    pp = decoder.pp if on_first_stage else 1
+    ranks = decoder.stage_size if on_first_stage else decoder.world_size
     order: tuple[int, ...] = ()
-    if tp > decoder.tp:
+    if tp > decoder.tp and not on_first_stage:
         # What is one behind the other in a grid is one replica, and the ranks of a replica of the
         # decoder that are one behind the other are of neighbouring stages.
         replicas = decoder.groups("tp_cp_pp")
@@ -183,13 +182,7 @@ def encoder_layout(decoder: Layout, *, tp: int, on_first_stage: bool) -> Layout:
         order = tuple(
             rank for start in starts for ranks in replicas for rank in ranks[start : start + tp]
         )
-    return Layout(
-        tp=tp,
-        dp=decoder.world_size // pp // tp,
-        pp=pp,
-        first_rank=decoder.first_rank,
-        order=order,
-    )
+    return Layout(tp=tp, dp=ranks // tp, first_rank=decoder.first_rank, order=order)
 
 
 def encoder_sizes(decoder: Layout, *, on_first_stage: bool) -> list[int]:

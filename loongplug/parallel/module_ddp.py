@@ -13,15 +13,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
-from loongplug.parallel.module_state import ModulePart
+from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
 class ModuleDataParallel(DistributedDataParallel):
     """Megatron's data parallel wrapper of a chunk, made of one wrapper per :class:`ModulePart`.
 
     The chunk tells its parts (``parallel_parts()``). Each part's wrapper is built in its parallel
-    state and so reduces over its groups; this one holds all their buffers and bucket groups in
-    one list each, so that whatever Megatron does to a chunk is done to all of them in one order.
+    state and so reduces over its groups; a rank that has no part in one has no wrapper of it. This
+    one holds all their buffers and bucket groups in one list each, so that whatever Megatron does
+    to a chunk is done to all of them in one order.
     Unlike ``megatron.core.models.mimo``, there may be several chunks (virtual stages).
 
     Collective, in what Megatron makes collective, over each part's groups.
@@ -49,11 +50,12 @@ class ModuleDataParallel(DistributedDataParallel):
         }
         self.parts = {
             part.name: _wrapped(
-                part, config, ddp_config=ddp_config, disable_bucketing=disable_bucketing
+                part, part.state, config, ddp_config=ddp_config, single=disable_bucketing
             )
             for part in parts
+            if part.state is not None
         }
-        assert len(self.parts) == len(parts), "two parts of one name"
+        assert len(self.states) == len(parts), "two parts of one name"
         self.buffers: Any = self._all("buffers")  # Megatron's name for them; torch's is a method
         self.expert_parallel_buffers = self._all("expert_parallel_buffers")
         self.bucket_groups = self._all("bucket_groups")
@@ -112,6 +114,13 @@ class ModuleDataParallel(DistributedDataParallel):
             part.broadcast_params()
 
 
+def wrapper_of_nothing(chunk: ModuleDataParallel) -> DistributedDataParallel:
+    """As that of a part without modules, in Megatron's state as it is now."""
+    state = ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
+    nothing = ModulePart(name="nothing", state=state, modules={})
+    return _wrapped(nothing, state, chunk.config, ddp_config=chunk.ddp_config, single=True)
+
+
 def bucket_groups_of(wrapped: DistributedDataParallel) -> list[Any]:
     """All groups of gradient buckets of a chunk or a part, those of experts last."""
     return [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
@@ -119,28 +128,29 @@ def bucket_groups_of(wrapped: DistributedDataParallel) -> list[Any]:
 
 def _wrapped(
     part: ModulePart,
+    state: ModuleState,
     config: TransformerConfig,
     *,
     ddp_config: DistributedDataParallelConfig,
-    disable_bucketing: bool,
+    single: bool,
 ) -> DistributedDataParallel:
     """Megatron's wrapper around a part; the modules are called by the chunk, not through it."""
     holder = nn.Module()
     for name, module in part.modules.items():
         holder.add_module(name, module)
-    with part.state.entered():
+    with state.entered():
         wrapped = DistributedDataParallel(
             config,
             ddp_config,
             holder,
-            disable_bucketing=disable_bucketing,
+            disable_bucketing=single,
             full_param_layout=_layout(
-                holder, ddp_config=ddp_config, groups=part.state.groups, single=disable_bucketing
+                holder, ddp_config=ddp_config, groups=state.groups, single=single
             ),
         )
     for group in bucket_groups_of(wrapped):
         for bucket in group.buckets:
-            bucket.gradient_scaling_factor *= part.state.gradient_factor
+            bucket.gradient_scaling_factor *= state.gradient_factor
     return wrapped
 
 

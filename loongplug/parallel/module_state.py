@@ -25,7 +25,6 @@ class ModuleState:
     groups: ProcessGroupCollection
     state: str | None = None
     gradient_factor: float = 1.0
-    on_every_stage: bool = False  # of the decoder's pipeline, on a rank's first chunk
 
     def entered(self) -> AbstractContextManager[None]:
         """Inside, Megatron's globals are those of this state."""
@@ -41,12 +40,13 @@ class ModuleState:
 class ModulePart:
     """What of one model chunk trains in one state: ``modules`` by their names in the chunk.
 
-    Every chunk of every rank has parts of the same names in the same order; a part without
-    modules takes part in what all ranks do together. ``lr_mults`` are multiples of the learning
+    Every chunk of every rank has parts of the same names in the same order. ``state`` is None
+    where this rank has no part in it; a part that has a state and no modules takes part in what
+    all ranks of the state do together. ``lr_mults`` are multiples of the learning
     rate by the names of modules; a module that is not among them has the rate itself.
     """
 
     name: str
-    state: ModuleState
+    state: ModuleState | None
     modules: dict[str, nn.Module]
     lr_mults: dict[str, float] = field(default_factory=dict)

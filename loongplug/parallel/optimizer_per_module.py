@@ -1,6 +1,7 @@
 """One optimizer per module, chained; what checkpoints have of each."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,12 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from loongplug.parallel.layout import Layout
 from loongplug.parallel.learning_rates import rate_overrides
+from loongplug.parallel.module_ddp import wrapper_of_nothing
 from loongplug.parallel.parameter_groups import SavedRates, groups_to_load
+from loongplug.parallel.states import layout_of
+from loongplug.platform import current_platform
 
 # The fp32 copies of bf16 parameters: by their places in groups, and as Megatron lists them.
 _MAIN, _LISTED = "main_params", "fp32_from_fp16_params"
@@ -28,6 +33,18 @@ class _Step:
     of_tensors: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnRanks:
+    """A part that lies on some ranks alone, as all ranks know it.
+
+    The first of its ranks, its number of optimizers, and whether any of them has a state.
+    """
+
+    first_rank: int
+    optimizers: int
+    trains: bool
+
+
 class OptimizerPerModule(ChainedOptimizer):
     """The optimizers of all parts, of which those where every rank is frozen have no state.
 
@@ -37,22 +54,86 @@ class OptimizerPerModule(ChainedOptimizer):
     ``saved_rates`` has the learning rates of all groups here and in the checkpoint that was
     loaded. Groups keep this run's; whoever loads the scheduler knows which are to be taken.
 
+    A part can lie on some ranks alone. What the others have to know of its optimizers, the first of
+    these ranks tells them by a sum over the world, to which nobody else adds: so that it is exact,
+    and also told where it is no number. Ranks of the part know it already, and do not wait.
+
     ``before_update`` is called with the norm of all gradients, before any weight changes. The host
     has just waited for that norm, so that what it asks the device for is there.
     """
 
-    def __init__(self, of_part: dict[str, list[Any]]) -> None:
+    def __init__(
+        self, of_part: dict[str, list[Any]], *, not_everywhere: Mapping[str, "OnRanks"]
+    ) -> None:
+        """``of_part``: by the part's name, those of this rank; none where the part lies elsewhere.
+
+        ``not_everywhere`` are the parts that lie on some ranks alone, the same on every rank.
+        """
         super().__init__([each for optimizers in of_part.values() for each in optimizers])
         self.of_part = of_part
+        # Megatron asks it before it saves and loads, which all ranks do together.
+        self.is_stub_optimizer &= not any(part.trains for part in not_everywhere.values())
+        self._tells: set[int] = set()
+        self._told = bool(not_everywhere)
+        self._numbered: dict[int, Any] = {}  # those of this rank, as checkpoints number them
+        self._count = 0
+        for name, optimizers in of_part.items():
+            own = dict(enumerate(optimizers, start=self._count))
+            self._numbered |= own
+            if name not in not_everywhere:
+                self._count += len(own)
+                continue
+            part = not_everywhere[name]
+            assert len(own) in (0, part.optimizers), (name, part)
+            self._count += part.optimizers
+            if dist.get_rank() == part.first_rank:
+                self._tells |= own.keys()
         self.saved_rates: list[SavedRates] = []
         self.before_update: Callable[[float], None] | None = None
 
     def get_grad_norm(self) -> float:
         """As upstream's, which each step asks for, and told to ``before_update``."""
-        norm: float = super().get_grad_norm()
+        norm: float = self._norm_over_the_world() if self._told else super().get_grad_norm()
         if self.before_update is not None:
             self.before_update(norm)
         return norm
+
+    def prepare_grads(self) -> bool:
+        """As upstream's; what is not finite in any part is found on every rank."""
+        found: bool = super().prepare_grads()
+        # Without a scale, none of them looks.
+        if self._told and (self.config.fp16 or self.config.loss_scale):
+            told = self._told_to_all({number: float(found) for number in self._numbered})
+            found = found or any(told)
+        return found
+
+    def _norm_over_the_world(self) -> float:
+        """The root of the sum of the squares of all optimizers' norms, those of other ranks too."""
+        own = {number: float(each.get_grad_norm()) for number, each in self._numbered.items()}
+        return math.sqrt(sum(norm**2 for norm in self._told_to_all(own)))
+
+    def _told_to_all(self, own: Mapping[int, float]) -> list[float]:
+        """What is known of each optimizer, by its number, from the ranks that have it.
+
+        Collective over the world; all ranks that have an optimizer know the same of it. On a rank
+        that has all of them, the host does not wait.
+        """
+        told = torch.zeros(self._count, dtype=torch.float64, device=current_platform().device)
+        for number in self._tells:
+            told[number].fill_(own[number])
+        dist.all_reduce(told)
+        if len(own) == self._count:
+            return [own[number] for number in range(self._count)]
+        return [own.get(number, value) for number, value in enumerate(told.tolist())]
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """As upstream's, without those that have no state: only who clips asks, which they do not.
+
+        Where an encoder trains beside a frozen decoder, these are ranks of the first stage alone.
+        """
+        return any(
+            each.has_grad_norm_group(grad_norm_group) for each in self._with_state().values()
+        )
 
     def largest_rate(self) -> float | None:
         """The largest learning rate of the groups of this rank; None where nothing trains."""
@@ -62,7 +143,7 @@ class OptimizerPerModule(ChainedOptimizer):
     def _with_state(self) -> dict[int, Any]:
         return {
             number: optimizer
-            for number, optimizer in enumerate(self.chained_optimizers)
+            for number, optimizer in self._numbered.items()
             if not optimizer.is_stub_optimizer
         }
 
@@ -175,26 +256,48 @@ def _listed(by_place: dict[str, Any], like: Sequence[Sequence[Any]]) -> list[lis
 def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's ``get_megatron_optimizer``: one chain of the optimizers of all parts.
 
-    Each part's optimizers are built in its state, so that they shard over its groups. Every
-    rank has the same optimizers in the same order, also where a part has no module, since
-    checkpoints number them. The chain's gradient norm is the root of the sum of the squares of
-    all parts; each is reduced over its own model parallel group (over all ranks with the
-    distributed optimizer), where a parameter that several ranks hold counts once, so it is the
-    same on every rank.
+    Each part's optimizers are built in its state, so that they shard over its groups. Every rank
+    of a part has the same ones in the same order, also where it has no module, and every rank
+    numbers all of them alike, since checkpoints do. The chain's gradient norm is the root of the
+    sum of the squares of all parts; each is reduced over its own model parallel group (over all
+    of its ranks with the distributed optimizer), where a parameter that several ranks hold counts
+    once, and told to the ranks that the part has not, so it is the same on every rank.
+
+    Collective over the world.
     """
 
     def get_megatron_optimizer(config: Any, model_chunks: Any, **kwargs: Any) -> Any:
         of_part: dict[str, list[Any]] = {}
+        not_everywhere: dict[str, OnRanks] = {}
         for name, state in model_chunks[0].states.items():
             overrides = {
                 **(kwargs.get("config_overrides") or get_standard_config_overrides(config)),
                 **rate_overrides(config, model_chunks[0].lr_mults[name]),
             }
             rated = {**kwargs, "config_overrides": overrides}
-            with state.entered():
-                chain = original(config, [chunk.parts[name] for chunk in model_chunks], **rated)
+            if state is None:
+                # Megatron asks all ranks of the world for the settings of groups of parameters.
+                chain = original(
+                    config, [wrapper_of_nothing(each) for each in model_chunks], **rated
+                )
+            else:
+                with state.entered():
+                    chain = original(config, [each.parts[name] for each in model_chunks], **rated)
             assert type(chain) is ChainedOptimizer, type(chain)
-            of_part[name] = chain.chained_optimizers
-        return OptimizerPerModule(of_part)
+            of_part[name] = [] if state is None else chain.chained_optimizers
+            # A state that this rank has no part in has the name of the part that trains in it.
+            layout = _layout(name if state is None else state.state)
+            if layout is not None and layout.world_size < dist.get_world_size():
+                not_everywhere[name] = OnRanks(
+                    first_rank=layout.first_rank,
+                    optimizers=len(chain.chained_optimizers),
+                    trains=not chain.is_stub_optimizer,
+                )
+        return OptimizerPerModule(of_part, not_everywhere=not_everywhere)
 
     return get_megatron_optimizer
+
+
+def _layout(state: str | None) -> Layout | None:
+    """A state's layout; None where it is Megatron's own, which all ranks have."""
+    return None if state is None else layout_of(state)

@@ -7,12 +7,15 @@ of encoders are made beside it (:func:`create_parallel_state`), and
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
+import yaml  # type: ignore[import-untyped]
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -175,6 +178,38 @@ def create_parallel_state(
         in_order.undo()
         kept.load()
     PARALLEL_STATES[name] = _State(layout, snapshot)
+
+
+def create_exchange_group(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    *,
+    options_of: str,
+    timeout_minutes: float = 30,
+    nccl_config_path: str | None = None,
+) -> dist.ProcessGroup | None:
+    """A process group for what ``name`` exchanges; None on a rank that is of none of ``groups``.
+
+    Collective over the world: every rank calls this in the same order with the same arguments.
+    ``groups`` have no rank in common. NCCL's options are those of the groups that Megatron calls
+    ``options_of``. Like the groups of a state, this one lives as long as the default group, and
+    Megatron's change of the timeout after the first step reaches it.
+    """
+    options = None
+    if nccl_config_path is not None:
+        configured = yaml.safe_load(Path(nccl_config_path).read_text())
+        options = parallel_state.get_nccl_options(options_of, configured)
+    mine = None
+    for ranks in groups:
+        made = parallel_state.create_group(
+            list(ranks),
+            timeout=timedelta(minutes=timeout_minutes),
+            pg_options=options,
+            group_desc=f"EXCHANGE_OF_{name.upper()}_GROUP",
+        )
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
 
 
 def change_parallel_state(name: str) -> None:

@@ -177,7 +177,7 @@ class DatasetProvider:
     def _source(self, dataset: ChatDataset, **options: Any) -> LocalSource:
         """The steps of this rank's model replica; ``options`` are training's or validation's."""
         args, balance = self._args, self._balance
-        replicas = self._engine.place.placement.groups
+        replicas = self._engine.place.edge.replicas
         return LocalSource(
             dataset,
             dp_rank=parallel_state.get_data_parallel_rank(),
@@ -208,7 +208,7 @@ class DatasetProvider:
             seq_length=self._args.seq_length,
             packed=self._args.packing,
             deliver=ReplicaDelivery(
-                place.placement.groups,
+                place.edge.replicas,
                 place.group_ranks,
                 patch_dim=processor.patch_dim,
                 device=platform.device,

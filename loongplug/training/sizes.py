@@ -62,7 +62,7 @@ def build_on_meta(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    states: Mapping[str, ModuleState] | None = None,
+    states: Mapping[str, ModuleState | None] | None = None,
 ) -> nn.Module:
     """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
 

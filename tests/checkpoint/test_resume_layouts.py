@@ -124,9 +124,11 @@ def test_another_layout_has_the_same_state(run_flags, tmp_path, name):
             timeout=120.0,
         )
         last = found[-1]  # the last rank has trained parameters in all journeys
-        assert all(each.rates == last.rates for each in found)
+        # The first rank has all groups, others those of the modules whose layout has them.
+        rates = found[0].rates
+        assert all(each.rates.items() <= rates.items() for each in found)
         assert all(each.steps in ([], last.steps) for each in found)
-        return last
+        return last._replace(rates=rates)
 
     expected, first, load = None, None, ()
     for number, layout in enumerate(journey.layouts):

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from hypothesis import strategies as st
 
 from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
+from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout, encoder_sizes
 
+ENCODER = Entry(name="image_encoder", role=Role.ENCODER, into="text_decoder")
 PLACES = (first_stage_tp, first_stage_dp, all_ranks_dp)
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -23,7 +25,7 @@ def decoders(draw: st.DrawFn) -> tuple[Layout, int]:
 def placements(
     draw: st.DrawFn, places: Sequence[Callable[..., Placement]] = PLACES
 ) -> tuple[Placement, Layout, int]:
-    """A placement as some rank has it, with its decoder's layout and that rank.
+    """A placement, with its decoder's layout and one of its ranks.
 
     An encoder that lies on all stages may be sharded over several of them.
     """
@@ -32,4 +34,4 @@ def placements(
     place = draw(st.sampled_from(places))
     if place is all_ranks_dp:
         tp = draw(st.sampled_from(encoder_sizes(decoder, on_first_stage=False)))
-    return place(decoder, tp=tp, rank=rank), decoder, rank
+    return place(decoder, entry=ENCODER, tp=tp), decoder, rank

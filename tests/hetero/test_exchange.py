@@ -4,15 +4,16 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
+from placed import ENCODER
 from ranks import RankError, run_ranks
 
 from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
-from loongplug.hetero.placement import all_ranks_dp, first_stage_dp
+from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
 from loongplug.hetero.sequence_shares import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
+from loongplug.parallel.states import create_exchange_group
 
 WIDTH = 3
 ROUNDS = 12
@@ -64,29 +65,27 @@ def there_and_back(
     events = []
     recorder = TraceRecorder(events.extend)
     place = all_ranks_dp if everywhere else first_stage_dp
-    placement = place(decoder, tp=tp, rank=rank)
-    group = None
-    for ranks in decoder.groups("tp_cp_pp" if everywhere else "tp"):
-        made = dist.new_group(ranks)
-        group = made if rank in ranks else group
-    assert group is not None
-    exchange = Exchange(placement, group, device=torch.device("cpu"), recorder=recorder)
-    encodes = any(rank in each for each in placement.groups)
-    consumes = rank in placement.consumers
+    placement = place(decoder, entry=ENCODER, tp=tp)
+    edge = placement.edge(ENCODER.name, rank=rank)
+    group = create_exchange_group(
+        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+    )
+    assert (group is None) == (rank not in edge.ranks)
+    exchange = Exchange(edge, group, device=torch.device("cpu"), recorder=recorder)
+    encodes = any(rank in each for each in edge.replicas)
+    consumes = rank in edge.consumers
     if not encodes and not consumes:
         return 0, 0
     chance = random.Random(decoder.group("tp_cp_pp", rank)[0])  # the same within a replica
     needed = 0
     for _ in range(ROUNDS):
-        units = made_up(
-            chance, len(placement.groups), consumers=len(placement.consumers), split=split
-        )
-        owned = [n for n, owner in enumerate(units.owners) if rank in placement.groups[owner]]
+        units = made_up(chance, len(edge.replicas), consumers=len(edge.consumers), split=split)
+        owned = [n for n, owner in enumerate(units.owners) if rank in edge.replicas[owner]]
         mine = {unit: payload(unit, units.tokens[unit]).requires_grad_() for unit in owned}
         arrived = exchange.gather_variable_shape_embeddings(mine, units)
         assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
         for unit, rows in arrived.items():
-            here = placement.consumers.index(rank)
+            here = edge.consumers.index(rank)
             assert torch.equal(rows, needed_of(units, unit, here)), unit
             assert not rows.requires_grad
         gradients = exchange.scatter_variable_shape_embeddings(
@@ -95,20 +94,20 @@ def there_and_back(
         assert sorted(gradients) == owned
         for unit, rows in gradients.items():
             assert torch.equal(rows, -payload(unit, units.tokens[unit])), unit
-        needed += received_by(units, placement, rank)
+        needed += received_by(units, edge, rank)
     recorder.close()
     assert len(events) == 2 * ROUNDS
     assert {event.phase for event in events} == {"exchange"}
     return sum(event.details["bytes"] for event in events), needed
 
 
-def received_by(units: ExchangeSpec, placement, rank: int) -> int:
+def received_by(units: ExchangeSpec, edge: Edge, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
-    consumer = placement.consumers.index(rank) if rank in placement.consumers else None
+    consumer = edge.consumers.index(rank) if rank in edge.consumers else None
     rows = 0
     for unit, (tokens, owner) in enumerate(zip(units.tokens, units.owners, strict=True)):
         here = 0 if consumer is None else len(needed_of(units, unit, consumer))
-        if rank not in placement.groups[owner]:
+        if rank not in edge.replicas[owner]:
             rows += here  # features
         elif units.shares is not None:
             rows += tokens - here  # gradients, all but those of its own part of the sequence

@@ -1,14 +1,26 @@
-"""Which ranks encode: every rank of a replica has the same view, and it fits the groups made."""
+"""Which ranks encode and consume, from the layouts of the whole world alone."""
+
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from placed import PLACES, decoders, placements
+from hypothesis import strategies as st
+from placed import ENCODER, PLACES, decoders, placements
 
-from loongplug.hetero.placement import all_ranks_dp, first_stage_dp, first_stage_tp
+from loongplug.hetero.placement import (
+    Edge,
+    PlacedEntry,
+    Placement,
+    all_ranks_dp,
+    first_stage_dp,
+    first_stage_tp,
+)
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
 FEW = settings(max_examples=30, deadline=None)
+NAME = ENCODER.name
 
 
 @FEW
@@ -16,81 +28,153 @@ FEW = settings(max_examples=30, deadline=None)
 def test_consumers_are_the_first_stage_s_tensor_parallel_group(made):
     placement, decoder, rank = made
     mine = decoder.coordinates(rank)
-    coordinates = [decoder.coordinates(each) for each in placement.consumers]
+    consumers = placement.edge(NAME, rank=rank).consumers
+    coordinates = [decoder.coordinates(each) for each in consumers]
     assert [each.tp for each in coordinates] == list(range(decoder.tp))
     assert {(each.pp, each.dp, each.cp) for each in coordinates} == {(0, mine.dp, mine.cp)}
 
 
 @FEW
 @given(placements())
-def test_all_ranks_of_a_replica_have_the_same_view(made):
-    placement, decoder, rank = made
-    places = (all_ranks_dp,) if placement.on_every_stage else (first_stage_tp, first_stage_dp)
-    place = next(
-        each for each in places if each(decoder, tp=placement.layout.tp, rank=rank) == placement
-    )
-    for other in decoder.group("tp_cp_pp", rank):
-        assert place(decoder, tp=placement.layout.tp, rank=other) == placement
+def test_every_rank_of_a_model_replica_has_its_edge(made):
+    placement, decoder, _ = made
+    edges = placement.edges(NAME)
+    assert len(edges) == decoder.dp
+    for number, ranks in enumerate(decoder.groups("tp_cp_pp")):
+        assert {placement.edge(NAME, rank=each) for each in ranks} == {edges[number]}
+        assert set(edges[number].ranks) <= set(ranks)
 
 
 @FEW
 @given(decoders())
-def test_groups_of_the_modes(made):
-    """Together: one group of all; in turn: the first stage's ranks; on all: the replica's."""
+def test_encoder_replicas_of_the_modes(made):
+    """TP: one of the first stage's ranks; DP: these apart; on all ranks: the whole replica's."""
     decoder, tp = made
     for rank in decoder.ranks:
-        replica = decoder.group("tp_cp_pp", rank)
-        first = [each for each in replica if decoder.coordinates(each).pp == 0]
-        assert first_stage_tp(decoder, tp=tp, rank=rank).groups == (tuple(first),)
-        for place, encoding in ((first_stage_dp, first), (all_ranks_dp, replica)):
-            groups = place(decoder, tp=tp, rank=rank).groups
-            assert sorted(each for group in groups for each in group) == sorted(encoding)
-            assert {len(group) for group in groups} == {tp}
+        whole = decoder.group("tp_cp_pp", rank)
+        first = [each for each in whole if decoder.coordinates(each).pp == 0]
+        together = first_stage_tp(decoder, entry=ENCODER, tp=tp).edge(NAME, rank=rank)
+        assert together == Edge(replicas=(tuple(first),), consumers=tuple(first))
+        for place, encoding in ((first_stage_dp, first), (all_ranks_dp, whole)):
+            replicas = place(decoder, entry=ENCODER, tp=tp).edge(NAME, rank=rank).replicas
+            assert [each for ranks in replicas for each in ranks] == encoding
+            assert {len(ranks) for ranks in replicas} == {tp}
 
 
 @FEW
-@given(decoders())
-def test_a_group_is_one_replica_in_the_encoder_s_layout(made):
+@given(placements())
+def test_a_replica_is_a_tensor_parallel_group_of_the_encoder_s_layout(made):
     """It differs in the tensor parallel coordinate only, from 0 on, as Megatron's group does."""
-    decoder, tp = made
-    for place in (first_stage_dp, all_ranks_dp):
-        for rank in decoder.ranks:
-            placement = place(decoder, tp=tp, rank=rank)
-            for group in placement.groups:
-                assert list(group) == placement.layout.group("tp", group[0])
+    placement, _, rank = made
+    entry = placement.entry(NAME)
+    for ranks in placement.edge(NAME, rank=rank).replicas:
+        for each in ranks:
+            group = entry.layout.group("tp", each)
+            assert set(group) <= set(ranks)
+            assert entry.same_units or tuple(group) == ranks
+
+
+@FEW
+@given(placements())
+def test_every_rank_of_the_encoder_is_of_one_replica_of_one_edge(made):
+    """No rank encodes for two model replicas, and none is idle because nobody counts it."""
+    placement, decoder, _ = made
+    entry, edges = placement.entry(NAME), placement.edges(NAME)
+    encoding = Counter(rank for edge in edges for ranks in edge.replicas for rank in ranks)
+    assert set(encoding.values()) == {1}
+    assert sorted(encoding) == [rank for rank in decoder.ranks if entry.holds(rank)]
+    for rank in decoder.ranks:
+        edge = placement.edge(NAME, rank=rank)
+        number = edge.replica_of(rank)
+        assert (number is not None) == entry.holds(rank)
+        assert number is None or rank in edge.replicas[number]
+
+
+@FEW
+@given(placements())
+def test_process_groups_of_an_exchange_part_the_ranks_that_take_part(made):
+    placement, decoder, _ = made
+    groups = placement.exchange_groups(NAME)
+    entry = placement.entry(NAME)
+    everyone = [rank for ranks in groups for rank in ranks]
+    assert len(everyone) == len(set(everyone))
+    first = {rank for rank in decoder.ranks if decoder.coordinates(rank).pp == 0}
+    assert set(everyone) == first | {rank for rank in decoder.ranks if entry.holds(rank)}
+    for ranks, edge in zip(groups, placement.edges(NAME), strict=True):
+        assert {*edge.consumers, *(each for them in edge.replicas for each in them)} == set(ranks)
+
+
+@FEW
+@given(placements(), st.integers(1, 9))
+def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
+    """Each tensor parallel group of the layout is one copy of the encoder, and adds its gradient
+    of whatever it encodes: of each unit, copies x factor is 1."""
+    placement, decoder, _ = made
+    layout = placement.entry(NAME).layout
+    factor = placement.gradient_factor(NAME)
+    for edge in placement.edges(NAME):
+        for number in range(units):
+            encoding = edge.replicas[edge.owner(number)]
+            copies = {tuple(layout.group("tp", rank)) for rank in encoding}
+            assert set(encoding) == {rank for copy in copies for rank in copy}
+            assert len(copies) * factor == 1.0
+    assert len(placement.edges(NAME)) == decoder.dp
 
 
 @FEW
 @given(decoders())
-def test_every_encoder_replica_belongs_to_one_model_replica(made):
-    """Nobody's unit is encoded by two, and no replica is idle because nobody counts it."""
-    decoder, tp = made
-    for place in (first_stage_dp, all_ranks_dp):
-        of_ranks = [place(decoder, tp=tp, rank=rank) for rank in decoder.ranks]
-        layout = of_ranks[0].layout
-        assert all(each.layout == layout for each in of_ranks)
-        assert layout.world_size == decoder.world_size
-        distinct = {group for each in of_ranks for group in each.groups}
-        encoding = [rank for group in distinct for rank in group]
-        assert len(encoding) == len(set(encoding))
-        on_first = [rank for rank in layout.ranks if layout.coordinates(rank).pp == 0]
-        assert sorted(encoding) == on_first
-
-
-@FEW
-@given(decoders())
-def test_the_sum_over_replicas_counts_each_unit_once(made):
-    """``gradient_factor`` undoes how many replicas encode one unit, and nothing else."""
+def test_only_all_ranks_are_on_every_stage(made):
     decoder, tp = made
     for place in PLACES:
-        placement = place(decoder, tp=tp, rank=0)
-        replicas_of_a_unit = len(placement.groups[0]) / placement.layout.tp
-        assert placement.gradient_factor * replicas_of_a_unit == 1.0
-        assert placement.on_every_stage == (placement.layout.pp == 1 and place is all_ranks_dp)
+        everywhere = place(decoder, entry=ENCODER, tp=tp).on_every_stage(NAME)
+        assert everywhere == (place is all_ranks_dp or decoder.pp == 1)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tp", [0, 3, 12])
 def test_a_size_that_does_not_divide(place, tp):
     with pytest.raises(ValueError, match=f"is {tp}: it has to divide the decoder's, which is 4"):
-        place(Layout(tp=4, pp=2), tp=tp, rank=0)
+        place(Layout(tp=4, pp=2), entry=ENCODER, tp=tp)
+
+
+DECODER = PlacedEntry(name="text_decoder", layout=Layout(tp=2, dp=2, pp=2))
+ON_FIRST = PlacedEntry(name=NAME, layout=Layout(tp=2, dp=2), into="text_decoder")
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ((ON_FIRST, ON_FIRST, DECODER), "two entries are called 'image_encoder': rename one"),
+        (
+            (replace(ON_FIRST, into="decoder"), DECODER),
+            "goes into 'decoder', which is no entry: expected one of image_encoder, text_decoder",
+        ),
+        (
+            (replace(ON_FIRST, layout=Layout(dp=3, first_rank=1)), DECODER),
+            "'image_encoder' lies on ranks 1 to 3, .* of that, 0 to 7, or .* stage, 0 to 3",
+        ),
+        (
+            (replace(ON_FIRST, layout=Layout(dp=4, first_rank=6)), DECODER),
+            "lies on ranks 6 to 9, .* of that, 0 to 7, or .* stage, 0 to 3",
+        ),
+        (
+            (replace(ON_FIRST, layout=Layout(tp=4)), DECODER),
+            "ranks 0 to 3 hold one replica of 'image_encoder' and several of 'text_decoder'",
+        ),
+    ],
+    ids=["one name", "no entry", "partly", "beyond", "two model replicas"],
+)
+def test_what_cannot_be_placed_is_one_sentence(entries, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        Placement(entries=entries)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_placement_is_asked_for_and_has_not():
+    placement = Placement(entries=(ON_FIRST, DECODER))
+    with pytest.raises(ValueError, match="no entry 'audio': expected one of image_encoder, text"):
+        placement.edge("audio", rank=0)
+    with pytest.raises(ValueError, match="nothing comes out of 'text_decoder'"):
+        placement.edge("text_decoder", rank=0)
+    with pytest.raises(ValueError, match="rank 8 is none of this layout's"):
+        placement.edge(NAME, rank=8)

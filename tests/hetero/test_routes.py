@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed import placements
+from placed import ENCODER, placements
 
 from loongplug.hetero.placement import all_ranks_dp
 from loongplug.hetero.routes import feature_transfers, gradient_transfers
@@ -16,57 +16,56 @@ FEW = settings(max_examples=30, deadline=None)
 
 @st.composite
 def routed(draw):
-    """A placement, and owners of some units."""
-    placement, _, _ = draw(placements())
-    owner = st.integers(0, len(placement.groups) - 1)
-    return placement, tuple(draw(st.lists(owner, max_size=9)))
+    """An edge, and owners of some units."""
+    placement, _, rank = draw(placements())
+    edge = placement.edge(ENCODER.name, rank=rank)
+    owner = st.integers(0, len(edge.replicas) - 1)
+    return edge, tuple(draw(st.lists(owner, max_size=9)))
 
 
 @FEW
 @given(routed())
 def test_every_consumer_gets_every_unit_once(made):
-    placement, owners = made
-    transfers = feature_transfers(placement, owners)
-    expected = [(unit, rank) for unit in range(len(owners)) for rank in placement.consumers]
+    edge, owners = made
+    transfers = feature_transfers(edge, owners)
+    expected = [(unit, rank) for unit in range(len(owners)) for rank in edge.consumers]
     assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
-    assert all(each.source in placement.groups[owners[each.unit]] for each in transfers)
+    assert all(each.source in edge.replicas[owners[each.unit]] for each in transfers)
 
 
 @FEW
 @given(routed())
 def test_every_rank_of_the_owning_group_gets_the_gradient_once(made):
-    placement, owners = made
-    transfers = gradient_transfers(placement, owners)
-    expected = [
-        (unit, rank) for unit, owner in enumerate(owners) for rank in placement.groups[owner]
-    ]
+    edge, owners = made
+    transfers = gradient_transfers(edge, owners)
+    expected = [(unit, rank) for unit, owner in enumerate(owners) for rank in edge.replicas[owner]]
     assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
-    assert all(each.source in placement.consumers for each in transfers)
+    assert all(each.source in edge.consumers for each in transfers)
 
 
 @FEW
 @given(routed())
 def test_a_rank_that_has_it_sends_to_itself(made):
-    placement, owners = made
-    for each in feature_transfers(placement, owners):
-        has = each.target in placement.groups[owners[each.unit]]
+    edge, owners = made
+    for each in feature_transfers(edge, owners):
+        has = each.target in edge.replicas[owners[each.unit]]
         assert (each.source == each.target) == has
-    for each in gradient_transfers(placement, owners):
-        assert (each.source == each.target) == (each.target in placement.consumers)
+    for each in gradient_transfers(edge, owners):
+        assert (each.source == each.target) == (each.target in edge.consumers)
 
 
 @FEW
 @given(routed())
 def test_the_ranks_of_a_group_share_the_sending(made):
     """Of one unit, no rank of the owning group serves more than one other rank above another."""
-    placement, owners = made
-    transfers = feature_transfers(placement, owners)
+    edge, owners = made
+    transfers = feature_transfers(edge, owners)
     for unit, owner in enumerate(owners):
-        group = placement.groups[owner]
-        if set(group) & set(placement.consumers):
+        replica = edge.replicas[owner]
+        if set(replica) & set(edge.consumers):
             continue
         sent = Counter(each.source for each in transfers if each.unit == unit)
-        counts = [sent[rank] for rank in group]
+        counts = [sent[rank] for rank in replica]
         assert max(counts) - min(counts) <= 1
 
 
@@ -75,12 +74,13 @@ def test_the_ranks_of_a_group_share_the_sending(made):
 def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     """With as many units for each group: each consumer sends as many as another, but for one
     a round."""
-    placement, decoder, _ = made
-    owners = tuple(range(len(placement.groups))) * rounds
+    placement, decoder, rank = made
+    edge = placement.edge(ENCODER.name, rank=rank)
+    owners = tuple(range(len(edge.replicas))) * rounds
     sent = Counter(
-        each.source for each in gradient_transfers(placement, owners) if each.source != each.target
+        each.source for each in gradient_transfers(edge, owners) if each.source != each.target
     )
-    counts = [sent[rank] for rank in placement.consumers]
+    counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= rounds
     assert sum(counts) == rounds * decoder.tp * (decoder.pp - 1)
 
@@ -88,16 +88,16 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
 @FEW
 @given(routed())
 def test_split_sequences_take_each_consumers_rows_there_and_back(made):
-    placement, owners = made
-    for each in feature_transfers(placement, owners, shared=True):
-        assert placement.consumers[each.share] == each.target
-    back = gradient_transfers(placement, owners, shared=True)
-    assert all(placement.consumers[each.share] == each.source for each in back)
+    edge, owners = made
+    for each in feature_transfers(edge, owners, shared=True):
+        assert edge.consumers[each.share] == each.target
+    back = gradient_transfers(edge, owners, shared=True)
+    assert all(edge.consumers[each.share] == each.source for each in back)
     expected = [
         (unit, rank, share)
         for unit, owner in enumerate(owners)
-        for rank in placement.groups[owner]
-        for share in range(len(placement.consumers))
+        for rank in edge.replicas[owner]
+        for share in range(len(edge.consumers))
     ]
     assert sorted((each.unit, each.target, each.share) for each in back) == sorted(expected)
 
@@ -106,15 +106,16 @@ def test_split_sequences_take_each_consumers_rows_there_and_back(made):
 @given(placements(), st.integers(0, 3), st.integers(1, 12))
 def test_whatever_the_owners_the_consumers_share_the_gradients(made, owner, units):
     """As with balanced units: many in a row can be of one owner, here one of a later stage."""
-    placement, _, _ = made
+    placement, _, rank = made
+    edge = placement.edge(ENCODER.name, rank=rank)
     later = [
         number
-        for number, group in enumerate(placement.groups)
-        if not set(group) & set(placement.consumers)
+        for number, replica in enumerate(edge.replicas)
+        if not set(replica) & set(edge.consumers)
     ]
     if not later:
         return
     owner = later[owner % len(later)]
-    sent = Counter(each.source for each in gradient_transfers(placement, (owner,) * units))
-    counts = [sent[rank] for rank in placement.consumers]
+    sent = Counter(each.source for each in gradient_transfers(edge, (owner,) * units))
+    counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= 1

@@ -1,13 +1,14 @@
 """One wrapper of several: groups, factors, hooks and optimizers of each part are its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,7 +19,7 @@ from torch import nn
 from loongplug.parallel.layout import encoder_layout
 from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.module_state import ModulePart, ModuleState
-from loongplug.parallel.optimizer_per_module import optimizer_per_module
+from loongplug.parallel.optimizer_per_module import OptimizerPerModule, optimizer_per_module
 from loongplug.parallel.states import TEXT_DECODER, create_parallel_state, layout_of, process_groups
 
 pytestmark = pytest.mark.quick
@@ -29,10 +30,10 @@ FACTOR = 0.5
 class Chunk(MegatronModule):
     """An encoder of one weight, where there is one, and a decoder of one weight."""
 
-    def __init__(self, config: TransformerConfig, encoder: ModuleState, *, with_encoder: bool):
+    def __init__(self, config: TransformerConfig, encoder: ModuleState | None):
         super().__init__(config)
         self.encoder_state = encoder
-        self.image_encoder = nn.Linear(1, 1, bias=False) if with_encoder else None
+        self.image_encoder = nn.Linear(1, 1, bias=False) if encoder is not None else None
         self.text_decoder = nn.Linear(1, 1, bias=False)
 
     def parallel_parts(self) -> tuple[ModulePart, ...]:
@@ -46,16 +47,22 @@ class Chunk(MegatronModule):
         )
 
 
-def wrapped(rank: int, *, overlap: bool = False, distributed: bool = False) -> ModuleDataParallel:
+def wrapped(
+    rank: int, *, overlap: bool = False, distributed: bool = False, frozen: str | None = None
+) -> ModuleDataParallel:
     """Decoder TP 2 x PP 2 on 4 ranks; the encoder, of TP 1, has two replicas in the first stage."""
     create_parallel_state(
         ENCODER, encoder_layout(layout_of(TEXT_DECODER), tp=1, on_first_stage=True), seed=1
     )
-    state = ModuleState(groups=process_groups(ENCODER), state=ENCODER, gradient_factor=FACTOR)
+    state = None
+    if rank < 2:
+        state = ModuleState(groups=process_groups(ENCODER), state=ENCODER, gradient_factor=FACTOR)
     config = TransformerConfig(
         num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True
     )
-    chunk = Chunk(config, state, with_encoder=rank < 2)
+    chunk = Chunk(config, state)
+    for name, module in chunk.named_children():
+        module.requires_grad_(name != frozen)
     chunk.text_decoder.weight.tensor_model_parallel = True  # each rank has another slice
     return ModuleDataParallel(
         config,
@@ -109,42 +116,153 @@ def apart(rank: int) -> tuple[bool, bool, list[bool]]:
         }
         ddp.force_all_reduce = True
         return (
-            any(started["image_encoder"]),
+            any(started.get("image_encoder", ())),
             all(started["text_decoder"]),
             [part.force_all_reduce for part in ddp.parts.values()],
         )
 
 
 def test_a_part_that_runs_apart_is_left_to_itself():
-    for encoder, decoder, forced in run_ranks(apart, 4):
+    found = run_ranks(apart, 4)
+    for encoder, decoder, _ in found:
         assert not encoder
         assert decoder
-        assert forced == [True, True]
+    assert [forced for _, _, forced in found] == [[True, True]] * 2 + [[True]] * 2
 
 
-def optimizers(rank: int, *, distributed: bool) -> tuple[list[int], float]:
+def chain_of(ddp: ModuleDataParallel, **settings: Any) -> OptimizerPerModule:
+    """The optimizers of a chunk, with the encoder's gradients 3 and the decoder's rank + 1."""
+    config = OptimizerConfig(optimizer="adam", lr=0.1, **settings)
+    chain = optimizer_per_module(get_megatron_optimizer)(
+        config, [ddp], use_gloo_process_groups=True
+    )
+    assert isinstance(chain, OptimizerPerModule)
+    encoder = ddp.module.image_encoder
+    for parameter in ddp.parameters():
+        ours = encoder is not None and parameter is encoder.weight
+        if parameter.requires_grad:
+            parameter.main_grad.fill_(3.0 if ours else dist.get_rank() + 1.0)
+    ddp.finish_grad_sync()
+    return chain
+
+
+# One encoder weight, whose gradient of 3 is the same on both replicas, and four of the decoder.
+NORM = (3.0**2 + 1 + 4 + 9 + 16) ** 0.5
+
+
+def nobody_tells(chain: OptimizerPerModule) -> None:
+    """Later stages miss the encoder."""
+    chain._tells.clear()
+
+
+def both_replicas_tell(chain: OptimizerPerModule) -> None:
+    """Later stages count the encoder twice."""
+    if chain.of_part["image_encoder"]:
+        chain._tells.add(0)
+
+
+def optimizers(
+    rank: int, *, distributed: bool, fault: Callable[[OptimizerPerModule], None] | None = None
+) -> tuple[list[int], float]:
+    """This rank's optimizers by number, and the norm."""
     with adopted(tp=2, pp=2):
-        ddp = wrapped(rank, distributed=distributed)
-        config = OptimizerConfig(
-            optimizer="adam", lr=0.1, use_distributed_optimizer=distributed, clip_grad=0.0
+        chain = chain_of(
+            wrapped(rank, distributed=distributed), use_distributed_optimizer=distributed
         )
-        chain: Any = optimizer_per_module(get_megatron_optimizer)(
-            config, [ddp], use_gloo_process_groups=True
-        )
-        assert isinstance(chain, ChainedOptimizer)
-        for parameter in ddp.parameters():
-            parameter.main_grad.fill_(1.0)
-        ddp.finish_grad_sync()
-        chain.prepare_grads()
+        if fault is not None:
+            fault(chain)
+        assert not chain.prepare_grads()
         norm = chain.get_grad_norm()
         dist.barrier()
-        return [len(each.get_parameters()) for each in chain.chained_optimizers], norm
+        return sorted(chain._with_state()), norm
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_every_rank_has_the_same_optimizers_and_one_norm(distributed):
+def test_every_rank_numbers_optimizers_alike_and_has_one_norm(distributed: bool) -> None:
     found = run_ranks(optimizers, 4, distributed=distributed)
-    assert [len(counts) for counts, _ in found] == [2] * 4
-    assert [counts[1] for counts, _ in found] == [1] * 4
-    # One encoder weight, whose gradient of 1 is the same on both replicas, and four of the decoder.
-    assert [norm for _, norm in found] == [pytest.approx(5**0.5)] * 4
+    assert [numbers for numbers, _ in found] == [[0, 1]] * 2 + [[1]] * 2
+    assert [norm for _, norm in found] == [pytest.approx(NORM)] * 4
+    assert len({norm for _, norm in found}) == 1  # bit for bit
+
+
+@pytest.mark.parametrize(
+    ("fault", "squares"), [(nobody_tells, 0.0), (both_replicas_tell, 6.0**2)], ids=["0", "2"]
+)
+def test_an_encoder_that_later_stages_miss_or_count_twice_shows(
+    fault: Callable[[OptimizerPerModule], None], squares: float
+) -> None:
+    norms = [norm for _, norm in run_ranks(optimizers, 4, distributed=False, fault=fault)]
+    wrong = (squares + 30.0) ** 0.5
+    assert norms == [pytest.approx(NORM)] * 2 + [pytest.approx(wrong)] * 2
+
+
+def frozen(rank: int, *, name: str) -> tuple[bool, int]:
+    """With one module frozen: what Megatron asks before it saves, and how many states there are."""
+    with adopted(tp=2, pp=2):
+        ddp = wrapped(rank, frozen=name)
+        chain = chain_of(ddp, use_distributed_optimizer=False, clip_grad=1.0)
+        updated, norm, _ = chain.step()
+        assert updated
+        assert norm == pytest.approx(3.0 if name == "text_decoder" else 30**0.5)
+        dist.barrier(parallel_state.get_model_parallel_group())  # nobody is behind in it
+        return chain.is_stub_optimizer, len(chain._with_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "states"), [("text_decoder", [1, 1, 0, 0]), ("image_encoder", [1] * 4)]
+)
+def test_all_ranks_save_what_some_of_them_train(name: str, states: list[int]) -> None:
+    assert run_ranks(frozen, 4, name=name) == [(False, each) for each in states]
+
+
+def clipped(rank: int, *, distributed: bool) -> tuple[float | None, list[float]]:
+    """The norm that a step tells, and this rank's gradients after it."""
+    with adopted(tp=2, pp=2):
+        ddp = wrapped(rank, distributed=distributed)
+        chain = chain_of(ddp, use_distributed_optimizer=distributed, clip_grad=1.0)
+        updated, norm, _ = chain.step()
+        assert updated
+        gradients = [each.grad for each in chain.get_parameters() if each.grad is not None]
+        return norm, [value for each in gradients for value in each.flatten().tolist()]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_one_factor_clips_all_gradients(distributed: bool) -> None:
+    found = run_ranks(clipped, 4, distributed=distributed)
+    factor = 1.0 / (NORM + 1e-6)
+    assert [norm for norm, _ in found] == [pytest.approx(NORM)] * 4
+    decoder = [gradients[-1] for _, gradients in found]
+    assert decoder == [pytest.approx((rank + 1) * factor) for rank in range(4)]
+    # With the distributed optimizer, one of the replicas has the encoder's one element.
+    encoder = [value for _, gradients in found for value in gradients[:-1]]
+    assert encoder == [pytest.approx(3.0 * factor)] * (1 if distributed else 2)
+
+
+def not_finite(rank: int, *, value: float, of_encoder: bool) -> tuple[bool, float, list[Any]]:
+    """Whether a scaled step finds it, the norm of one that does not look, and what a step says."""
+    with adopted(tp=2, pp=2):
+        ddp = wrapped(rank, distributed=True)
+        found = []
+        for scale in (1.0, None):
+            chain = chain_of(ddp, use_distributed_optimizer=True, loss_scale=scale)
+            broken = ddp.module.image_encoder if of_encoder else ddp.module.text_decoder
+            if broken is not None and (of_encoder or rank == 3):
+                broken.weight.main_grad.fill_(value)
+            found.append(chain.prepare_grads())
+            if scale is None:
+                norm = chain.get_grad_norm()
+            else:
+                stepped = list(chain.step())
+        assert found[1] is False
+        return found[0], norm, stepped
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("of_encoder", [True, False], ids=["encoder", "decoder"])
+def test_what_is_not_finite_in_one_entry_is_found_on_every_rank(
+    value: float, of_encoder: bool
+) -> None:
+    for found, norm, stepped in run_ranks(not_finite, 4, value=value, of_encoder=of_encoder):
+        assert found
+        assert str(norm) == str(value)
+        assert stepped == [False, None, None]

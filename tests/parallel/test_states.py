@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from loongplug.parallel.states import (
     PARALLEL_STATES,
     adopt_parallel_state,
     change_parallel_state,
+    create_exchange_group,
     create_parallel_state,
     current_parallel_state,
     destroy_parallel_states,
@@ -164,6 +166,43 @@ def _timeouts(rank: int) -> list[float]:
 
 def test_timeouts_are_set_and_later_changed_for_all_groups() -> None:
     assert run_ranks(_timeouts, 2) == [[30.0, 7.0]] * 2
+
+
+def _exchange_group(rank: int, folder: str) -> tuple[list[int] | None, list[float]]:
+    """The ranks of the group for an exchange, and its timeouts; None on a rank outside."""
+    config = Path(folder) / f"nccl-{rank}.yaml"
+    config.write_text("mp:\n  max_ctas: 8\n")  # options of other groups
+    with adopted(tp=2):
+        group = create_exchange_group(
+            ENCODER,
+            ((0, 1), (3,)),
+            options_of="tp",
+            timeout_minutes=0.5,
+            nccl_config_path=str(config),
+        )
+        tp = parallel_state.get_tensor_model_parallel_group()
+        if group is not None:
+            assert group is not tp
+            dist.barrier(group)
+
+        def timeouts() -> list[float]:
+            options = [] if group is None else [group._get_backend(torch.device("cpu")).options]
+            return [each._timeout.total_seconds() for each in options]
+
+        before = timeouts()
+        parallel_state.update_pg_timeout(timedelta(seconds=7))
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        return ranks, before + timeouts()
+
+
+def test_an_exchange_has_a_group_of_its_own(tmp_path: Path) -> None:
+    inside = [30.0, 7.0]
+    assert run_ranks(_exchange_group, 4, folder=str(tmp_path)) == [
+        ([0, 1], inside),
+        ([0, 1], inside),
+        (None, []),
+        ([3], inside),
+    ]
 
 
 # What is kept

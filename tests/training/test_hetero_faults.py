@@ -129,12 +129,15 @@ def divide_by_the_replicas(rank: int) -> None:
     """Gradients are averaged over the encoder's replicas in a model replica."""
     mode_of = provider.mode_of
 
+    class Averaged(placement.Placement):
+        def gradient_factor(self, name: str) -> float:
+            return 1 / len(self.edge(name, rank=0).replicas)
+
     def changed(args: Any) -> Any:
         mode = mode_of(args)
 
         def place(*args: Any, **kwargs: Any) -> placement.Placement:
-            right = mode.place(*args, **kwargs)
-            return replace(right, gradient_factor=1 / len(right.groups))
+            return Averaged(entries=mode.place(*args, **kwargs).entries)
 
         return replace(mode, place=place)
 

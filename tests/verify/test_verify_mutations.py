@@ -145,8 +145,9 @@ def norm_by_the_decoders_group(rank):
     @functools.wraps(original)
     def setup(*args, **kwargs):
         model, optimizer, scheduler = original(*args, **kwargs)
-        encoder, decoder = optimizer.chained_optimizers
-        encoder.tp_group = decoder.tp_group
+        (decoder,) = optimizer.of_part["text_decoder"]
+        for encoder in optimizer.of_part["image_encoder"]:
+            encoder.tp_group = decoder.tp_group
         return model, optimizer, scheduler
 
     training.setup_model_and_optimizer = setup
