@@ -35,8 +35,10 @@ from megatron.core.tensor_parallel.random import (
 from loongplug.verify.ranks import own_thread_pool
 
 # After a rank failed, how long the others may take to end by themselves. What they say then
-# is shown too; a gloo peer of a dead rank fails at once.
-GRACE_SECONDS = 2.0
+# is shown too. A gloo peer of a dead rank fails at once, but beside other work it takes its time to
+# say so; only ranks that hang take all of this.
+GRACE_SECONDS = 10.0
+STACKS_SECONDS = 20.0  # for ranks that hang to write where they are
 OUTPUT_LINES = 40
 
 
@@ -111,7 +113,7 @@ class _Rank:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *, timeout: float = 60.0, **kwargs: Any
+    function: Callable[..., Any], world_size: int, *, timeout: float = 120.0, **kwargs: Any
 ) -> list[Any]:
     """``[function(rank, **kwargs) for rank in range(world_size)]``, each in its own process.
 
@@ -171,10 +173,13 @@ def _stacks_of(alive: list[_Rank]) -> list[_Rank]:
     """Have each rank write its stacks (see ``_run_rank``), and wait a little for that."""
     for rank in alive:
         rank.signal(signal.SIGUSR1)
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until and not all(rank.read("stacks") for rank in alive):
-        time.sleep(0.05)
-    time.sleep(0.05)
+    until, before = time.monotonic() + STACKS_SECONDS, [""]
+    while time.monotonic() < until:
+        stacks = [rank.read("stacks") for rank in alive]
+        if all(stacks) and stacks == before:  # whole: none of them grows any more
+            break
+        before = stacks
+        time.sleep(0.1)
     return alive
 
 
