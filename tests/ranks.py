@@ -30,8 +30,10 @@ from megatron.core.tensor_parallel.random import (
 from loongplug.verify.ranks import OnEvent, Rank, fork_ranks
 
 # After a rank failed, how long the others may take to end by themselves. What they say then
-# is shown too; a gloo peer of a dead rank fails at once.
-GRACE_SECONDS = 2.0
+# is shown too. A gloo peer of a dead rank fails at once, but beside other work it takes its time to
+# say so; only ranks that hang take all of this.
+GRACE_SECONDS = 10.0
+STACKS_SECONDS = 20.0  # for ranks that hang to write where they are
 OUTPUT_LINES = 40
 
 
@@ -45,7 +47,7 @@ class RankError(Exception):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *, timeout: float = 60.0, **kwargs: Any
+    function: Callable[..., Any], world_size: int, *, timeout: float = 120.0, **kwargs: Any
 ) -> list[Any]:
     """``[function(rank, **kwargs) for rank in range(world_size)]``, each in its own process.
 
@@ -126,15 +128,18 @@ def _stacks_of(alive: list[Rank]) -> dict[int, str]:
     for rank in alive:
         with suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGUSR1)
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until and not all(
-        file.exists() and file.stat().st_size for file in files.values()
-    ):
-        time.sleep(0.05)
-    time.sleep(0.05)
+    until, before = time.monotonic() + STACKS_SECONDS, [""]
+    while time.monotonic() < until:
+        stacks = [
+            file.read_text(errors="replace") if file.exists() else "" for file in files.values()
+        ]
+        if all(stacks) and stacks == before:  # whole: none of them grows any more
+            break
+        before = stacks
+        time.sleep(0.1)
     return {
-        number: "was stopped here:\n" + (file.read_text(errors="replace") if file.exists() else "")
-        for number, file in files.items()
+        number: f"was stopped here:\n{written}"
+        for number, written in zip(files, stacks, strict=True)
     }
 
 

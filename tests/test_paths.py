@@ -59,7 +59,7 @@ def test_wheel_carries_the_configs_and_finds_them(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         cwd=tmp_path / "site",
         check=True,
-        timeout=60,
+        timeout=120,
         capture_output=True,
         text=True,
     ).stdout.split()

@@ -23,7 +23,7 @@ def test_the_run_before_is_kept(tmp_path: Path) -> None:
     ended = subprocess.run(
         ["bash", "scripts/quickstart.sh"],
         cwd=tmp_path,
-        timeout=20,
+        timeout=120,
         capture_output=True,
         text=True,
         check=False,

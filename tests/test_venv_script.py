@@ -33,7 +33,7 @@ def enter(checkout: Path, extras: str) -> bool:
         ["bash", "-c", command + "command -v python"],
         cwd=checkout,
         check=True,
-        timeout=20,
+        timeout=120,
         capture_output=True,
         text=True,
     ).stdout.splitlines()[-1]

@@ -1,7 +1,10 @@
 """The switch benchmark: what it reports, what it leaves behind, and the target."""
 
 import json
+from array import array
 from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
 
 import pytest
 import torch.distributed as dist
@@ -57,14 +60,23 @@ def test_too_few_calls_are_refused() -> None:
     assert result.output == "loongplug: error: --switches is 99: expected at least 100.\n"
 
 
-def _measured(rank: int) -> SwitchFigures:
-    return min((measure(switches=4000) for _ in range(5)), key=lambda each: each.switch.median)
+def _measured(rank: int) -> tuple[SwitchFigures, float]:
+    """The figures, and the microseconds in which all that a switch exchanges is copied plainly."""
+    state, found = vars(parallel_state), []
+    for _ in range(5):
+        figures, copies = measure(switches=4000), array("d")
+        for _ in range(4000):
+            start = perf_counter_ns()
+            dict(state)
+            copies.append((perf_counter_ns() - start) / 1e3)
+        found.append((figures, median(copies)))
+    return min(found, key=lambda each: each[0].switch.median / each[1])
 
 
 @pytest.mark.quick
-def test_a_switch_takes_less_than_ten_microseconds() -> None:
+def test_a_switch_takes_some_four_microseconds() -> None:
     # Measured: 3.8 to 4 on 2 busy cores, and 0.12 to the state in use.
-    (figures,) = run_ranks(_measured, 1)
-    assert figures.switch.median < 10
+    ((figures, copy),) = run_ranks(_measured, 1)
+    assert figures.switch.median < 18 * copy  # measured: 7
     assert figures.to_the_same.median < figures.switch.median / 2
     assert isinstance(figures.switch, Times)

@@ -114,7 +114,7 @@ def attempt(flags: list[str], save: Path, kill: Kill = Kill()) -> tuple[Steps, b
         file.unlink()
     flags = [*flags, "--save", str(save), "--load", str(save)]
     try:
-        found = run_ranks(one_step, RANKS, flags=flags, save=save, kill=kill, timeout=60.0)
+        found = run_ranks(one_step, RANKS, flags=flags, save=save, kill=kill, timeout=120.0)
     except RankError as error:
         if "SIGKILL" not in str(error):
             raise

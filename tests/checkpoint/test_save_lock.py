@@ -19,21 +19,22 @@ from loongplug.checkpoint.save_lock import LOCK_FILE, save_lock
 pytestmark = pytest.mark.quick
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from loongplug.checkpoint.save_lock import save_lock
 try:
     with save_lock(Path(sys.argv[1]), rank=0):
         print("held", flush=True)
-        time.sleep(float(sys.argv[2]))
+        sys.stdin.read()  # until it is told to end
 except ValueError as error:
     print(error, flush=True)
 """
 
 
-def start(folder: Path, *, seconds: float = 60.0, **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
@@ -63,7 +64,7 @@ def test_a_second_run_is_refused_with_who_has_the_lock(tmp_path):
             pass
     finally:
         first.send_signal(signal.SIGKILL)
-        first.wait(10)
+        first.wait(60)
     assert (tmp_path / LOCK_FILE).exists()
     take(tmp_path)  # a dead process has nothing
     assert not (tmp_path / LOCK_FILE).exists()
@@ -71,9 +72,11 @@ def test_a_second_run_is_refused_with_who_has_the_lock(tmp_path):
 
 def test_of_runs_that_start_together_one_wins(tmp_path):
     for attempt in range(2):
-        runs = [start(tmp_path / str(attempt), seconds=1.5) for _ in range(3)]
-        told = [said(run) for run in runs]
-        assert [run.wait(20) for run in runs] == [0] * 3
+        runs = [start(tmp_path / str(attempt)) for _ in range(3)]
+        told = [said(run) for run in runs]  # the winner has the lock until all have tried
+        for run in runs:
+            run.communicate(timeout=60)
+        assert [run.returncode for run in runs] == [0] * 3
         assert told.count("held") == 1
         winner = runs[told.index("held")].pid
         assert sum(f"process {winner} on" in text for text in told) == 2
@@ -86,7 +89,7 @@ def test_processes_that_a_run_forks_do_not_keep_its_lock(tmp_path):
         with save_lock(tmp_path, rank=0):
             writer = os.fork()
             if writer == 0:
-                time.sleep(30)
+                time.sleep(600)
             else:
                 (tmp_path / "writer").write_text(str(writer))
             os._exit(0)  # as if killed

@@ -125,7 +125,7 @@ def test_an_image_is_no_video(tmp_path: Path) -> None:
         video_header(path, where=WHERE)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):

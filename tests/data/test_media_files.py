@@ -1,5 +1,6 @@
 """A member of an archive as a file: its bytes, no others, and no more of them than asked for."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def test_its_head_ends_where_it_ends(member: TarMember, tmp_path: Path) -> None:
 
 
 def test_files_are_closed(member: TarMember) -> None:
+    gc.collect()  # files of tests before
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         read_head(member, 5)

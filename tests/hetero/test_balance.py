@@ -1,7 +1,7 @@
 """Which replica encodes which unit: the planner and its costs."""
 
-import time
 from dataclasses import replace
+from heapq import heapreplace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import times_slower
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.positions import Grid
@@ -138,10 +139,11 @@ def test_a_video_costs_less_than_an_image_of_as_many_patches() -> None:
     assert work.of_unit([(1, 40, 40)]) > 1.05 * work.of_unit([(4, 20, 20)])
 
 
-def test_a_step_of_1024_units_over_256_replicas_is_planned_in_5_ms(
+def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With the costs; up to four images of different sizes to a unit."""
+    """With the costs; up to four images of different sizes to a unit. On a quiet core: the bound
+    is in what it takes to count each image and to do longest first, written out plainly."""
     random = Random(0)
     sides = range(8, 50, 2)
     units = [
@@ -149,19 +151,23 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_5_ms(
         for _ in range(1024)
     ]
     balance = Balance(work=EncoderWork.of(encoder("qwen3_vl_8b")))
-    took = []
-    for _ in range(7):
-        start = time.process_time()
-        owners = balance.owners(units, replicas=256)
-        took.append(time.process_time() - start)
+
+    def plainly() -> None:
+        counted = sorted(sum(h * w + (h * w) ** 2 for _, h, w in grids) for grids in units)
+        of_replica = [0] * 256
+        for cost in reversed(counted):
+            heapreplace(of_replica, of_replica[0] + cost)
+
+    slower = times_slower(lambda: balance.owners(units, replicas=256), plainly)
+    owners = balance.owners(units, replicas=256)
     costs = [balance.work.of_unit(grids) for grids in units]
     with capsys.disabled():
         print(
-            f"\n1,024 units over 256 replicas: {min(took) * 1000:.2f} ms, slowest over mean"
+            f"\n1,024 units over 256 replicas: {slower:.1f} times plain work, slowest over mean"
             f" {1 + imbalance(costs, in_turn(costs, 256), replicas=256):.2f} in turn,"
             f" {1 + imbalance(costs, owners, replicas=256):.2f} balanced"
         )
-    assert min(took) < 0.005
+    assert slower < 8  # measured: 3.4
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_units_come_and_gradients_return(name, split):
         tp=tp,
         everywhere=everywhere,
         split=split,
-        timeout=30.0,
+        timeout=120.0,
     )
     sent, needed = (sum(column) for column in zip(*counted, strict=True))
     assert sent == needed > 0
@@ -165,5 +165,5 @@ def test_swapped_units_are_seen():
             tp=1,
             everywhere=False,
             split=False,
-            timeout=30.0,
+            timeout=120.0,
         )

@@ -45,7 +45,7 @@ def take(rank: int, *, tokens: int) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
 def test_each_rank_takes_its_rows_and_all_get_the_whole_gradient(tokens):
-    run_ranks(take, 3, tokens=tokens, timeout=30.0)
+    run_ranks(take, 3, tokens=tokens)
 
 
 @pytest.mark.quick

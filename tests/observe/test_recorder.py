@@ -1,5 +1,7 @@
 """The recorder, and the device's clock by stand-ins for CUDA events."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -67,8 +69,6 @@ def test_ending_twice_is_ending_once():
 
 
 def test_the_host_clock_tells_the_wall_clock():
-    import time
-
     before = time.time_ns()
     now = HostClock().now()
     assert before - 1e6 < now < time.time_ns() + 1e6
@@ -178,10 +178,12 @@ def test_events_of_the_device_are_used_again(device):
 
 def test_the_hosts_work_is_timed_on_the_host(device):
     recorder, written = on(device)
+    before = time.perf_counter_ns()
     with recorder.in_step(1), recorder.span("data", "next"):
         device.given += 5000
+    most = time.perf_counter_ns() - before
     device.done = device.given
     recorder.close()
     data, step = written
     assert step.end - step.start == 5_000_000_000
-    assert data.end - data.start < 1_000_000_000
+    assert data.end - data.start <= most

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ def test_under_torchrun(tmp_path: Path, launcher: str) -> None:
             """
         )
     )
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node=3", str(script)],
         capture_output=True,
@@ -48,7 +46,6 @@ def test_under_torchrun(tmp_path: Path, launcher: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
     )
     assert done.returncode != 0
-    assert time.monotonic() - started < 180
     assert "loongplug: error [rank 1]: the second rank is unwell" in done.stderr
     assert done.stderr.count("the second rank is unwell") == 1
     assert "[rank 0]" not in done.stderr

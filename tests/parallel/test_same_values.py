@@ -21,7 +21,7 @@ FIRST = "ranks were started differently; give all of them one command line, one 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_values, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(same_values, "GRACE_SECONDS", 60.0)  # in vain where a rank never comes
     monkeypatch.setattr(same_values, "STEP_SECONDS", 0.1)
 
 
@@ -87,15 +87,14 @@ def test_the_first_rank_may_be_the_one_that_differs():
 
 def test_a_slow_rank_is_waited_for():
     started = time.monotonic()
-    assert compared([SAME, SAME, SAME], after=1.5) == [None] * 3
-    assert time.monotonic() - started >= 1.5
+    assert compared([SAME, SAME, SAME], after=0.5) == [None] * 3
+    assert time.monotonic() - started >= 0.5
 
 
-def test_a_difference_waits_for_nobody():
-    """A rank that loads for minutes is named as such."""
-    started = time.monotonic()
-    told = compared([SAME, OTHER, None], timeout=600.0)
-    assert time.monotonic() - started < 10
+def test_a_difference_waits_for_nobody(monkeypatch):
+    """A rank that loads for minutes is named as such; this test does not have so many."""
+    monkeypatch.setattr(same_values, "GRACE_SECONDS", 0.5)
+    told = compared([SAME, OTHER, None], timeout=3600.0)
     assert told[0] == told[1]
     assert told[0].splitlines()[1:] == [
         "  --lr: 0.001 on rank 0; 0.002 on rank 1",
@@ -104,13 +103,14 @@ def test_a_difference_waits_for_nobody():
 
 
 def test_a_rank_that_never_comes_is_named():
-    told = compared([SAME, SAME, None, SAME, None], timeout=0.5)
+    told = compared([SAME, SAME, None, SAME, None], timeout=2.0)
     assert told[0] == told[1] == told[3]
     assert told[0].startswith("ranks 2, 4 did not come within the time")
     assert "--distributed-timeout-minutes" in told[0]
 
 
-def test_a_rank_of_many_calls_the_store_a_few_times():
+def test_a_rank_of_many_calls_the_store_a_few_times(monkeypatch):
+    monkeypatch.setattr(same_values, "STEP_SECONDS", 1.0)
     many, store = 300, dist.HashStore()
     stores = [Counting(store) for _ in range(many)]
 

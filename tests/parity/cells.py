@@ -7,7 +7,7 @@ two axes meet somewhere.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
 SIZES = (1, 2, 4)
@@ -153,6 +153,7 @@ class Cell:
         return given
 
 
+Pair = tuple[int, object, int, object]  # an axis by its place, its value, and another
 AXES = tuple(field.name for field in fields(Cell))
 
 
@@ -201,27 +202,53 @@ def matrix(model: str) -> list[Cell]:
 
 def one_of_each[CellT: Cell](everything: Sequence[list[CellT]], *, seed: str) -> list[CellT]:
     """A cell of each list, and more until every two axis values have met that can."""
-    wanted = {pair for possible in everything for cell in possible for pair in pairs(cell)}
+    cover = Cover[CellT]()
+    lists = [[cover.candidate(cell) for cell in possible] for possible in everything]
     generator = random.Random(seed)
-    cells: list[CellT] = []
-    for possible in everything:
+    for possible in lists:
         generator.shuffle(possible)  # so that where nothing is wanted any more, options vary
-        cells.append(max(possible, key=lambda cell: len(pairs(cell) & wanted)))
-        wanted -= pairs(cells[-1])
-    while wanted:
-        possible = [cell for each in everything for cell in each]
-        cells.append(max(possible, key=lambda cell: len(pairs(cell) & wanted)))
-        wanted -= pairs(cells[-1])
-    return sorted(cells)
+        cover.take_best(possible)
+    while cover.wanted:
+        cover.take_best([candidate for possible in lists for candidate in possible])
+    return sorted(cover.cells)
 
 
-def pairs(cell: Cell) -> set[tuple[int, object, int, object]]:
+class Cover[CellT: Cell]:
+    """Cells that are taken one by one, each for the pairs of values that those before lack.
+
+    A pair is a bit, and a cell that may be taken an integer of them: a matrix looks at eighty
+    thousand cells, and each has up to a hundred pairs.
+    """
+
+    MOST_VALUES = 128  # of all axes
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, object], int] = {}  # of a value of an axis
+        self.wanted = 0
+        self.cells: list[CellT] = []
+
+    def candidate(self, cell: CellT) -> tuple[CellT, int]:
+        """The cell with its pairs, which are wanted from now on."""
+        found = met = 0
+        for value in [*enumerate(vars(cell).values())][1:]:
+            number = self._numbers.setdefault(value, len(self._numbers))
+            assert number < self.MOST_VALUES
+            found |= met << (number * self.MOST_VALUES)  # it meets those of the axes before
+            met |= 1 << number
+        self.wanted |= found
+        return cell, found
+
+    def take_best(self, candidates: Sequence[tuple[CellT, int]]) -> None:
+        """Take the first of those that have most of what is wanted."""
+        cell, found = max(candidates, key=lambda each: (each[1] & self.wanted).bit_count())
+        self.cells.append(cell)
+        self.wanted &= ~found
+
+
+def pairs(cell: Cell) -> set[Pair]:
     """Every two values of two axes that meet in the cell."""
-    values = astuple(cell)
-    return {
-        (first, values[first], second, values[second])
-        for first, second in combinations(range(1, len(values)), 2)
-    }
+    axes = [*enumerate(vars(cell).values())][1:]
+    return {(*one, *other) for one, other in combinations(axes, 2)}
 
 
 def layout_cells() -> list[Cell]:

@@ -15,7 +15,7 @@ from parity.cells import (
     MODES,
     MOST_RANKS,
     Cell,
-    pairs,
+    Cover,
     sequence_parallel_choices,
 )
 
@@ -146,14 +146,12 @@ def _layouts(model: str) -> list[SavingCell]:
 
 def _covering(model: str) -> list[SavingCell]:
     """Few cells in which every two axis values meet: always the best of some candidates."""
-    possible = possible_cells(model)
-    wanted = {pair for cell in possible for pair in pairs(cell)}
+    cover = Cover[SavingCell]()
+    possible = [cover.candidate(cell) for cell in possible_cells(model)]
     generator = random.Random(model)
-    cells: list[SavingCell] = []
-    while wanted:
+    while cover.wanted:
         candidates = generator.sample(possible, _CANDIDATES)
-        if not any(pairs(cell) & wanted for cell in candidates):
+        if not any(found & cover.wanted for _, found in candidates):
             candidates = possible
-        cells.append(max(candidates, key=lambda cell: len(pairs(cell) & wanted)))
-        wanted -= pairs(cells[-1])
-    return sorted(cells)
+        cover.take_best(candidates)
+    return sorted(cover.cells)

@@ -182,11 +182,13 @@ def test_events_take_time() -> None:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with pytest.raises(ValueError, match="recorded"):
         begin.elapsed_time(end)
+    first = time.perf_counter()
     begin.record()
     time.sleep(0.02)
     end.record(torch.cuda.current_stream())
+    most = 1e3 * (time.perf_counter() - first)
     assert isinstance(end, HostEvent)
-    assert 20 <= begin.elapsed_time(end) < 2000
+    assert 20 <= begin.elapsed_time(end) <= most
 
 
 def test_platform_as_others_see_it() -> None:

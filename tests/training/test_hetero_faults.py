@@ -76,7 +76,7 @@ def test_an_exception_in_one_rank_ends_all_with_its_message(flags, tmp_path, pha
             flags=[*flags, *PHASES[phase][0]],
             phase=phase,
             store=str(tmp_path / "store"),
-            timeout=40.0,
+            timeout=120.0,
         )
     text = str(raised.value)
     assert "still ran" not in text
@@ -239,7 +239,7 @@ def test_without_a_fault_they_agree(compared, mode):
 def test_a_fault_shows(compared, mode, mutation, loss_differs):
     flags, expected = compared
     flags = [*flags, *mode, "--micro-batch-size", "1"]
-    found = run_ranks(mutated, 2, flags=flags, mutation=mutation, timeout=60.0)
+    found = run_ranks(mutated, 2, flags=flags, mutation=mutation, timeout=120.0)
     ((loss, norm),) = found[0]
     ((expected_loss, expected_norm),) = expected
     assert (abs(loss / expected_loss - 1) > 1e-5) == loss_differs
@@ -250,4 +250,4 @@ def test_a_rank_without_units_that_skips_its_encoder_shows(compared):
     flags, _ = compared
     one_unit = (*FULL, "--micro-batch-size", "8", "--overlap-grad-reduce", "--train-iters", "2")
     with pytest.raises(RankError, match=r"(?s)Communication call has not been issued"):
-        run_ranks(mutated, 2, flags=[*flags, *one_unit], mutation=no_padding, timeout=60.0)
+        run_ranks(mutated, 2, flags=[*flags, *one_unit], mutation=no_padding, timeout=120.0)

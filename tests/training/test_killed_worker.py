@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 import torch.distributed as dist
@@ -45,7 +44,6 @@ def kill_one(rank: int, *, flags: list[str], store: str, killer: int, loads: boo
 )
 def test_it_is_one_sentence_and_no_hang(flags, tmp_path, killer, loads):
     workers = ("--num-workers", "2", "--train-iters", "200", *TP2_PP2)
-    started = time.monotonic()
     with pytest.raises(RankError) as raised:
         run_ranks(
             kill_one,
@@ -56,11 +54,10 @@ def test_it_is_one_sentence_and_no_hang(flags, tmp_path, killer, loads):
             loads=loads,
             timeout=200.0,
         )
-    # Of this, torch takes 5 s to look after its processes; the rest is the run until then.
-    assert time.monotonic() - started < 180
     errors = raised.value.errors
     assert len(errors) == 4
     text = str(raised.value)
+    assert "still ran" not in text
     assert "no report within" not in text
     assert text.count("loongplug: error") == 1, text
     assert f"loongplug: error [rank {killer}]: RuntimeError: {SENTENCE}" in text

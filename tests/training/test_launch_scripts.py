@@ -128,7 +128,7 @@ def launch(script: str, folder: Path, *more: str, **environment: str) -> Launch:
         check=True,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     ).stdout.splitlines()
     connections, *module = said[:3]
     assert module == ["-m", LAUNCHER]
@@ -183,7 +183,7 @@ def test_all_scripts_are_tested() -> None:
 @pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
 def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) -> None:
     file = SCRIPTS / f"{script.name}.sh"
-    subprocess.run(["bash", "-n", str(file)], check=True, timeout=20)
+    subprocess.run(["bash", "-n", str(file)], check=True, timeout=120)
     environment = {"PATH": os.environ["PATH"]}
     for name, value in (
         ("MODEL_DIR", "model"),
@@ -192,7 +192,7 @@ def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) 
         ("MASTER_ADDR", "node0"),
     ):
         ended = subprocess.run(
-            [file], env={**environment, "NNODES": "2"}, capture_output=True, text=True, timeout=20
+            [file], env={**environment, "NNODES": "2"}, capture_output=True, text=True, timeout=120
         )
         assert ended.returncode != 0
         assert f"set {name} to " in ended.stderr

@@ -195,7 +195,7 @@ def test_command_line_of_the_docs() -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert "_target_: qwen2_vl.config.Qwen2VLConfig" in ended.stdout

@@ -29,12 +29,12 @@ def report(iteration: int, *, loss=1.0, tokens=100, capacity=400, seconds=2.0) -
 
 def test_a_stream_that_is_no_terminal_gets_plain_lines():
     stream = io.StringIO()
-    sink = progress_sink(stream, total=3)
-    assert isinstance(sink, PlainLines)
+    assert isinstance(progress_sink(stream, total=3), PlainLines)
+    sink = PlainLines(stream, total=3, every_seconds=3600.0)
     for iteration in (1, 2, 3):
         sink.report(report(iteration))
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 2  # the first and the last; five seconds did not pass between
+    assert len(lines) == 2  # the first and the last; an hour did not pass between
     assert lines[0] == "iteration 1/3 | loss 1.0000 | 50 tokens/s | 25.0% full"
     assert lines[1].startswith("iteration 3/3 | loss 1.0000 | 50 tokens/s | 25.0% full | 0 s left")
 

@@ -69,7 +69,7 @@ def end(rank: int, *, flags: list[str], fault: Fault) -> str:
 def test_a_loss_that_is_nan_ends_the_run_without_a_save(flags: list[str]) -> None:
     """A step has four microbatches here; without ``--save`` Megatron's way out failed."""
     fault = spoilt_loss(lambda losses: losses * NAN, at=5)
-    (said,) = run_ranks(end, 1, flags=flags, fault=fault, timeout=60.0)
+    (said,) = run_ranks(end, 1, flags=flags, fault=fault, timeout=120.0)
     start = "Iteration 2, rank 0: the loss is not finite in 1 of 4 microbatches, and norms of "
     assert said.startswith(f"{start}gradients of ")
     assert f" are not finite. {AT_WORK} Lower --lr" in said
@@ -83,7 +83,7 @@ def test_a_run_all_of_whose_samples_are_bad_ends(
     data = tmp_path / "bad.jsonl"
     data.write_text("{}\n" * 16)
     flags = [*flags, "--train-data-path", str(data), "--bad-sample", "skip", *packing]
-    (said,) = run_ranks(end, 1, flags=flags, fault=lambda stack: None, timeout=60.0)
+    (said,) = run_ranks(end, 1, flags=flags, fault=lambda stack: None, timeout=120.0)
     assert said.startswith("Iteration 1 has no token to train on, on any rank: all of its samples")
 
 
@@ -99,7 +99,9 @@ def test_the_encoders_rank_is_named_in_full_separation(flags: list[str], tmp_pat
     flags = [*flags, "--enable-full-hetero-dp", "--pipeline-model-parallel-size", "2"]
     fault = spoilt_gradient("image_projector.merger.norm.weight", rank=1)
     with pytest.raises(RankError) as raised:
-        run_ranks(trained, 2, flags=flags, fault=fault, store=str(tmp_path / "store"), timeout=60.0)
+        run_ranks(
+            trained, 2, flags=flags, fault=fault, store=str(tmp_path / "store"), timeout=120.0
+        )
     text = str(raised.value)
     assert "still ran" not in text
     assert "Iteration 1, rank 1: norms of gradients of image_projector (1 tensors" in text

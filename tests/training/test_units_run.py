@@ -186,7 +186,7 @@ def test_a_truncated_image_is_one_error_when_fatal(flags, truncated, tmp_path):
     fatal = [*flags, "--train-data-path", str(bad), *TP2_PP2]
     with pytest.raises(RankError) as raised:
         run_ranks(
-            behind_board, 4, flags=fatal, store=str(tmp_path / "store"), board=4, timeout=60.0
+            behind_board, 4, flags=fatal, store=str(tmp_path / "store"), board=4, timeout=120.0
         )
     message = rf"bad.jsonl:{number + 1}: image {bad.parent / 'cut.png'} is damaged"
     text = str(raised.value)
