@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from eventually import eventually
 from megatron.core import parallel_state
 from ranks import RankError, model_parallel, run_ranks
+
+from loongplug.verify import ranks as forked_ranks
 
 pytestmark = pytest.mark.quick
 
@@ -153,13 +154,13 @@ def _hang(rank: int, *, folder: Path) -> int:
 def test_hang_shows_the_stack_of_each_rank_alive(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, wait = tmp_path_factory.mktemp("there"), ranks._wait
+    folder, wait = tmp_path_factory.mktemp("there"), forked_ranks._wait
 
-    def wait_when_all_are_there(*args: Any) -> Any:
+    def wait_when_all_are_there(*args: Any, deadline: float, **options: Any) -> Any:
         eventually(lambda: len(list(folder.iterdir())) == 3)
-        return wait(*args)
+        return wait(*args, deadline=time.monotonic() + 1.0, **options)
 
-    monkeypatch.setattr(ranks, "_wait", wait_when_all_are_there)
+    monkeypatch.setattr(forked_ranks, "_wait", wait_when_all_are_there)
     with pytest.raises(RankError, match="after 1 s these ranks still ran: 0, 1, 2") as caught:
         run_ranks(_hang, 3, timeout=1.0, folder=folder)
     assert "in barrier" in caught.value.errors[0]  # done, waiting for the others
