@@ -115,6 +115,7 @@ def apart(rank: int) -> tuple[bool, bool, list[bool]]:
         )
 
 
+@pytest.mark.not_quick
 def test_a_part_that_runs_apart_is_left_to_itself():
     for encoder, decoder, forced in run_ranks(apart, 4):
         assert not encoder
@@ -141,6 +142,7 @@ def optimizers(rank: int, *, distributed: bool) -> tuple[list[int], float]:
         return [len(each.get_parameters()) for each in chain.chained_optimizers], norm
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("distributed", [False, True])
 def test_every_rank_has_the_same_optimizers_and_one_norm(distributed):
     found = run_ranks(optimizers, 4, distributed=distributed)
