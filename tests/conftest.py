@@ -35,11 +35,21 @@ pytest_plugins = ["demo_fixtures", "shared_files"]
 SLOW_SECONDS = 1200.0  # of several whole runs, each of which has a bound of its own
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give slow tests more time, and skip what needs a GPU on a machine without one."""
+    if config.option.markexpr == "quick":
+        longer = [item for item in items if item.get_closest_marker("not_quick")]
+        config.hook.pytest_deselected(items=longer)
+        items[:] = [item for item in items if item not in {*longer}]
     for item in items:
         if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+    if "WHOLE_SWEEP" not in os.environ:
+        alike = pytest.mark.skip(reason="one of many alike; scripts/test.sh --all")
+        for item in items:
+            if "sweep" in item.keywords:
+                item.add_marker(alike)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -151,6 +151,7 @@ def _hang(rank: int, *, folder: Path) -> int:
     return rank
 
 
+@pytest.mark.not_quick
 def test_hang_shows_the_stack_of_each_rank_alive(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def _start_a_process(rank: int) -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
+@pytest.mark.not_quick
 def test_processes_of_a_rank_end_with_it() -> None:
     for pid in run_ranks(_start_a_process, 2):
         eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists())
@@ -233,5 +235,6 @@ def _states(rank: int) -> list[tuple[int, int]]:
     return sizes
 
 
+@pytest.mark.not_quick
 def test_model_parallel_leaves_no_state_behind() -> None:
     assert run_ranks(_states, 4) == [[(2, 1), (1, 2), (2, 2)]] * 4

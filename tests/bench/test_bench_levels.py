@@ -208,7 +208,6 @@ def test_traces_give_medians_of_the_steps_after_the_warm_up():
     assert measured[1].window == (2000 * MS, 2030 * MS)
 
 
-@pytest.mark.quick
 def test_the_encoders_share_is_of_the_models_work():
     nothing = dict.fromkeys(phases((0, 0), []), 0.0)
     first = nothing | {"encoder forward": 10, "encoder backward": 20, "waiting": 1000}

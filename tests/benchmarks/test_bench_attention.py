@@ -20,7 +20,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick
 def test_it_prints_and_writes_what_it_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +79,7 @@ def test_a_process_with_a_group_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_sdpa_is_well_ahead_at_two_thousand_tokens() -> None:
     # Measured: 4.8 to 5.2 times on 2 busy cores. Far below that, something has changed.
     figures = run(rounds=3)

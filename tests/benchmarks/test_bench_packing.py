@@ -21,6 +21,7 @@ def next_fit(lengths: list[int]) -> int:
     return packs
 
 
+@pytest.mark.not_quick
 def test_it_is_fast_and_full_and_says_so(tmp_path, capsys):
     path = tmp_path / "packing.json"
     lengths = skewed_lengths(100_000, seq_length=8192)

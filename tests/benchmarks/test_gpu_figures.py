@@ -56,6 +56,7 @@ def test_operations_of_a_tiny_sample_by_hand() -> None:
     assert sample_flops(trained, tokens=tokens, frames=[patches]) == by_hand + more
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("run", [FULL.frozen, FULL.trained, FULL.experts, TINY.experts])
 def test_matrices_are_those_of_transformers(run: ModelRun, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
@@ -169,6 +170,7 @@ def _accepted(bench: Bench, run: ModelRun, more: tuple[str, ...]) -> tuple[int, 
     return max(data.tokens_of_first(len(run.sides))), _flops_per_token(run=run, data=data)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("run", "more"),
     [

@@ -70,6 +70,7 @@ def test_a_second_run_is_refused_with_who_has_the_lock(tmp_path):
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+@pytest.mark.not_quick
 def test_of_runs_that_start_together_one_wins(tmp_path):
     for attempt in range(2):
         runs = [start(tmp_path / str(attempt)) for _ in range(3)]

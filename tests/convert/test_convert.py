@@ -274,7 +274,6 @@ def test_training_starts_from_a_converted_checkpoint(flags, folder, tmp_path):
     assert from_checkpoint == from_folder
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("ends", "message"),
     [

@@ -25,6 +25,7 @@ GROWS = "does more than|text or a list"
 NUMBER, WIDTH = "a number", "to a width"
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -118,6 +119,7 @@ def test_what_grows_without_end_is_refused(
     assert slower < 2500  # the slowest: 480
 
 
+@pytest.mark.not_quick
 def test_time_is_bounded_where_work_is_not_seen(
     processor: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

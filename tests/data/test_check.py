@@ -140,7 +140,6 @@ def test_the_command_prints_them_in_order_and_ends_with_1(
     assert "22 cannot be used (1 length, 7 media, 2 pixels, 13 row, 1 text)." in summary
 
 
-@pytest.mark.quick
 def test_limits_and_special_tokens_in_text(
     processor_folder: Path, write_rows: Callable[..., Path], row: Row
 ) -> None:
@@ -214,7 +213,6 @@ def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:
     return list(map_rows(task, count, processes=processes, console=console, title="test"))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("processes", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 200])
 def test_rows_come_in_order_whatever_the_number_of_processes(count: int, processes: int) -> None:
@@ -237,7 +235,6 @@ def test_an_exception_in_a_process_reaches_the_caller() -> None:
         gather(fail, 100, 2)
 
 
-@pytest.mark.quick
 def test_a_killed_process_is_an_error_and_no_hang() -> None:
     def die(row: int) -> int:
         if row == 70:

@@ -119,7 +119,6 @@ def test_images_are_the_scans(demo: Path) -> None:
     assert len(places) == 1 + 2 + 2 + 4  # the scan lies everywhere on the larger sheets
 
 
-@pytest.mark.quick
 def test_same_seed_same_files(demo: Path, tmp_path: Path) -> None:
     make_demo_data(tmp_path / "same", train=TRAIN, test=TEST, seed=5)
     make_demo_data(tmp_path / "other", train=TRAIN, test=TEST, seed=6)
@@ -133,7 +132,6 @@ def test_same_seed_same_files(demo: Path, tmp_path: Path) -> None:
     assert (tmp_path / "same" / "images" / image.name).read_bytes() == image.read_bytes()
 
 
-@pytest.mark.quick
 def test_every_sample_loads_within_the_demos_sequence_length(demo: Path) -> None:
     processor = load_processor(demo / "processor")
     for name in ("train.jsonl", "test.jsonl"):

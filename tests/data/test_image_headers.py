@@ -124,6 +124,7 @@ def reference(path: Path, processor: Processor) -> list[int]:
     return features["image_grid_thw"][0].tolist()
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_from_the_header_are_the_processors(
     processor: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -88,6 +88,7 @@ def sized(tmp_path: Path) -> Callable[..., JsonlIndex]:
     return write
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("end", [b"", b"\n", b"\n" * (MIB + 7)])
 def test_rows_up_to_the_limit_are_read_and_larger_ones_are_refused(
     sized: Callable[..., JsonlIndex], end: bytes

@@ -81,6 +81,7 @@ rates = st.one_of(
 )
 
 
+@pytest.mark.not_quick
 @settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(st.tuples(st.integers(1, 3), pictures, rates), max_size=5),

@@ -23,6 +23,7 @@ WHERE = "rows.jsonl:4"
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 9])
 @pytest.mark.parametrize(
     ("height", "width"),

@@ -72,7 +72,6 @@ def test_a_run_is_right_or_all_ranks_end_with_one_error(world, draw):
     world.check(draw)
 
 
-@pytest.mark.quick
 @given(draws())
 @settings(max_examples=300, deadline=None, database=None)
 def test_a_draw_is_read_as_it_was_written(draw):

@@ -129,7 +129,6 @@ CASES = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", CASES)
 def test_units_come_and_gradients_return(name, split):

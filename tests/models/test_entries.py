@@ -46,6 +46,7 @@ def test_a_model_has_one_decoder() -> None:
         checked(two)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("name", available_models())
 def test_every_model_describes_the_modules_of_its_entries(name: str) -> None:
     model = compose_model(model_name=name).config

@@ -16,7 +16,7 @@ from loongplug.models.qwen3_vl.config import (
 )
 
 LAYOUTS = [
-    Layout(),
+    pytest.param(Layout(), marks=pytest.mark.quick),
     Layout(micro_batch_size=4),
     Layout(tp=2),
     Layout(tp=2, sequence_parallel=True),

@@ -104,6 +104,7 @@ def _enter_with_something_to_tidy(rank: int, *, port: int, left: Path) -> None:
         _one_fails(rank)
 
 
+@pytest.mark.not_quick
 def test_what_another_rank_ends_tidies_up(port: int, tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"of rank {rank}").touch()
@@ -118,6 +119,7 @@ def _all_fail(rank: int) -> None:
     raise ValueError("no such file: model.yaml")
 
 
+@pytest.mark.not_quick
 def test_all_ranks_fail_alike(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "AGREEMENT_SECONDS", 60.0)  # until all have failed
     errors, printed = _failed_run(_all_fail, port=port)
@@ -132,6 +134,7 @@ def _two_messages(rank: int) -> None:
     raise ValueError("row 7") if rank == 3 else RuntimeError(f"peer {rank} is gone")
 
 
+@pytest.mark.not_quick
 def test_each_message_is_printed_by_the_lowest_rank_that_has_it(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +154,7 @@ def _one_fault_in_own_words(rank: int) -> None:
     raise SharedFaultError(text, fault="step 2", knows=1 if rank in (2, 3) else 0)
 
 
+@pytest.mark.not_quick
 def test_of_a_shared_fault_the_lowest_of_those_that_know_most_tells(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +176,7 @@ def _enter_without_a_store(rank: int) -> None:
         raise ValueError("nobody else can say it")
 
 
+@pytest.mark.not_quick
 def test_without_a_store_nothing_is_lost() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_enter_without_a_store, RANKS)
@@ -198,6 +203,7 @@ def _enter_late(rank: int, *, path: str) -> None:
         raise ValueError(f"of rank {rank}")
 
 
+@pytest.mark.not_quick
 def test_a_rank_that_dies_before_it_speaks_takes_no_other_message_with_it(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_enter_late, RANKS, path=str(tmp_path / "store"))
@@ -221,6 +227,7 @@ def _enter_interrupted(rank: int, *, port: int) -> None:
     _enter(rank, work=_interrupted, port=port)
 
 
+@pytest.mark.not_quick
 def test_ctrl_c_ends_all_in_one_line(port: int) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_enter_interrupted, RANKS, port=port)
@@ -244,6 +251,7 @@ def _signalled(rank: int) -> None:
     raise ValueError("said all the same")
 
 
+@pytest.mark.not_quick
 def test_sigterm_does_not_take_away_the_message(port: int) -> None:
     _, printed = _failed_run(_signalled, port=port)
     assert printed == {1: "loongplug: error [rank 1]: said all the same"}
@@ -260,6 +268,7 @@ def _sleep_in_python() -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.not_quick
 def test_unexpected_exceptions_keep_their_traceback(port: int) -> None:
     errors, printed = _failed_run(_unexpected, port=port)
     assert set(errors) == set(range(RANKS))
@@ -275,6 +284,7 @@ def _exits(rank: int) -> None:
     _sleep_in_python()
 
 
+@pytest.mark.not_quick
 def test_all_end_with_the_code_of_the_first(port: int) -> None:
     errors, printed = _failed_run(_exits, port=port)
     assert {r: "exited with code 7" in text for r, text in errors.items()} == dict.fromkeys(
@@ -303,6 +313,7 @@ def _enter_deaf(rank: int, *, path: str) -> None:
         _sleep_in_python()
 
 
+@pytest.mark.not_quick
 def test_a_rank_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_enter_deaf, RANKS, path=str(tmp_path / "store"))

@@ -122,6 +122,7 @@ def apart(rank: int) -> tuple[bool, bool, list[bool]]:
         )
 
 
+@pytest.mark.not_quick
 def test_a_part_that_runs_apart_is_left_to_itself():
     found = run_ranks(apart, 4)
     for encoder, decoder, _ in found:
@@ -177,6 +178,7 @@ def optimizers(
         return sorted(chain._with_state()), norm
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("distributed", [False, True])
 def test_every_rank_numbers_optimizers_alike_and_has_one_norm(distributed: bool) -> None:
     found = run_ranks(optimizers, 4, distributed=distributed)

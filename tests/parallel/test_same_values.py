@@ -102,6 +102,7 @@ def test_a_difference_waits_for_nobody(monkeypatch):
     ]
 
 
+@pytest.mark.not_quick
 def test_a_rank_that_never_comes_is_named():
     told = compared([SAME, SAME, None, SAME, None], timeout=2.0)
     assert told[0] == told[1] == told[3]

@@ -121,6 +121,7 @@ def test_flags_say_what_the_cell_is():
     ]
 
 
+@pytest.mark.not_quick
 def test_flags_of_the_modes():
     """With an encoder TP in any case: without one it would be 1."""
     for encoder_tp in (1, 2, 4):

@@ -156,6 +156,7 @@ class TestWithoutRuns:
         found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
         assert found == sorted([*mine, "results.jsonl", "shared/one/whole"])
 
+    @pytest.mark.not_quick
     def test_jobs_share_the_cells(self, tmp_path, monkeypatch):
         def run(self, cell, folder):
             (tmp_path / f"job-{os.getpid()}").touch()
@@ -190,6 +191,7 @@ class TestWithoutRuns:
         with pytest.raises(RankError, match="not foreseen"):
             run_cells([CELL], folder=tmp_path, console=Console(quiet=True), jobs=2)
 
+    @pytest.mark.not_quick
     def test_the_command_writes_pages_and_json_and_tells_of_what_differs(
         self, tmp_path, monkeypatch
     ):

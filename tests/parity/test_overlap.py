@@ -46,6 +46,7 @@ def with_another_rate(flags):
 
 @pytest.mark.quick
 class TestWithoutRuns:
+    @pytest.mark.not_quick
     def test_every_mode_pipeline_and_ep_meet(self):
         cells = overlap_cells()
         assert cells == overlap_cells()
@@ -60,6 +61,7 @@ class TestWithoutRuns:
         assert all(cell.possible for cell in cells)
         assert len({pair for cell in cells for pair in pairs(cell)}) > len(cells)
 
+    @pytest.mark.not_quick
     def test_flags_of_a_cell_and_of_its_twin(self):
         cell = replace(CELL, delayed=True, trained="all but the encoder")
         args = read_command_line(cell.flags()).args

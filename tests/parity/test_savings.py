@@ -15,6 +15,7 @@ def cells():
     return saving_cells()
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("model", MODELS)
 def test_every_saving_meets_every_mode_and_option(cells, model):
     mine = [cell for cell in cells if cell.model == model]
@@ -28,10 +29,12 @@ def test_every_saving_meets_every_mode_and_option(cells, model):
     assert met == {pair for cell in possible_cells(model) for pair in pairs(cell)}
 
 
+@pytest.mark.not_quick
 def test_what_is_away_is_so_in_full_separation_only(cells):
     assert {cell.mode for cell in cells if cell.away != "nothing"} == {FULL}
 
 
+@pytest.mark.not_quick
 def test_they_are_the_same_every_time_and_run_in_a_quarter_of_an_hour(cells):
     assert cells == saving_cells()
     assert len({cell.name for cell in cells}) == len(cells) <= 150

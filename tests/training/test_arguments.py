@@ -34,6 +34,7 @@ def parse(folder: Path, *more: str) -> ParsedArguments:
 # What Megatron gets.
 
 
+@pytest.mark.not_quick
 @pytest.mark.quick
 def test_model_s_architecture_reaches_megatron(tmp_path: Path) -> None:
     from megatron.training.argument_utils import core_transformer_config_from_args
@@ -61,6 +62,7 @@ def test_model_s_architecture_reaches_megatron(tmp_path: Path) -> None:
     assert not tied.untie_embeddings_and_output_weights
 
 
+@pytest.mark.not_quick
 @pytest.mark.quick
 def test_every_decided_argument_exists_in_megatron(tmp_path: Path) -> None:
     args = read_command_line(command_line(tmp_path)).args
@@ -272,6 +274,7 @@ def test_what_megatrons_optimizers_refuse_is_said_at_the_start(
         run(command_line(tmp_path, *flags))
 
 
+@pytest.mark.not_quick
 @pytest.mark.quick
 def test_steps_are_not_run_again_but_where_asked(tmp_path: Path) -> None:
     """Megatron's own default passes over what is not finite in the first step."""
@@ -330,6 +333,7 @@ def test_values_that_look_like_overrides_stay_values(tmp_path: Path) -> None:
 # Printing.
 
 
+@pytest.mark.not_quick
 @pytest.mark.quick
 def test_print_config_needs_no_other_flag_and_prints_on_rank_0_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -8,8 +8,6 @@ from loongplug.training.compatibility import Matrix, markdown, matrix, with_mark
 from loongplug.training.rules import RULES
 from loongplug.training.rules.modes import MODES, Mode
 
-pytestmark = pytest.mark.quick
-
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 
 

@@ -34,6 +34,7 @@ def test_flags_win_where_the_yaml_does_not_decide(tmp_path):
     assert args.moe_aux_loss_coeff == [0.1, 0.2]
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

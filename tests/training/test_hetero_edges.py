@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,8 +90,22 @@ def alone(flags, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("data", ROWS)
+# Every layout and every data set, each mode with text alone.
+FEW = (
+    *(("all-but-one-text", "dp-overlap"), ("all-but-one-text", "full-tp2-three-a-step")),
+    *(("all-but-one-text", "full-tp2-sp-pairs"), ("one-text", "dp-pp2-three-a-step")),
+    *(("one-text", "dp-sp"), ("one-text", "full-overlap"), ("all-text", "dp-overlap")),
+    ("all-text", "full-overlap"),
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        pytest.param(*each, marks=() if each in FEW else pytest.mark.sweep)
+        for each in product(ROWS, CASES)
+    ],
+)
 def test_few_images_and_uneven_ones(alone, data, name):
     ranks, layout = CASES[name]
     if data == "all-text" and ranks == 4:
@@ -156,8 +171,11 @@ def images_of_units(rank: int, *, flags: list[str]) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(4, (*FULL, *TP2)), (2, DP), (2, (*FULL, *VPP))],
-    ids=["full-tp2-pp2", "dp-tp2", "full-pp2-vpp2"],
+    [
+        pytest.param(4, (*FULL, *TP2), id="full-tp2-pp2"),
+        pytest.param(2, DP, id="dp-tp2"),
+        pytest.param(2, (*FULL, *VPP), id="full-pp2-vpp2", marks=pytest.mark.sweep),
+    ],
 )
 def test_each_image_is_decoded_once_by_the_rank_that_encodes_it(flags, ranks, layout):
     """Sixteen samples of the demo data, each once: no cache can hide a second decoding."""

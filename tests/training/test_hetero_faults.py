@@ -218,7 +218,9 @@ def compared(flags, tmp_path_factory):
     return run, train(run)
 
 
-@pytest.mark.parametrize("mode", [DP, FULL], ids=["dp", "full"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(DP, id="dp"), pytest.param(FULL, id="full", marks=pytest.mark.quick)]
+)
 def test_without_a_fault_they_agree(compared, mode):
     flags, expected = compared
     assert same(train(flags, *mode, "--micro-batch-size", "1", ranks=2), expected)
@@ -228,7 +230,7 @@ def test_without_a_fault_they_agree(compared, mode):
     ("mode", "mutation", "loss_differs"),
     [
         (DP, divide_by_the_replicas, False),
-        (FULL, divide_by_the_replicas, False),
+        pytest.param(FULL, divide_by_the_replicas, False, marks=pytest.mark.quick),
         (DP, swap_two_units, True),
         (FULL, swap_two_units, True),
         (DP, drop_deepstack_gradients, False),

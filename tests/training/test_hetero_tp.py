@@ -34,10 +34,10 @@ def single(flags, tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "encoder_tp", "layout"),
     [
-        (2, 1, (TP, "2")),
+        pytest.param(2, 1, (TP, "2"), marks=pytest.mark.sweep),
         (4, 1, (TP, "2", PP, "2", VPP, "2", "--use-distributed-optimizer")),
         (4, 2, (TP, "4", "--sequence-parallel", *OVERLAP)),
-        (
+        pytest.param(
             4,
             1,
             (
@@ -45,6 +45,7 @@ def single(flags, tmp_path_factory):
                 *("--recompute-granularity", "full", "--recompute-method", "uniform"),
                 *("--recompute-num-layers", "1"),
             ),
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["tp2-encoder1", "tp2-pp2-vpp2-encoder1", "tp4-encoder2-overlap", "tp2-dp2-recompute"],

@@ -285,7 +285,6 @@ def test_overlapped_run_is_accepted_and_fits(
     assert line.split("|")[1 + column].strip() == written(stages)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("engine", [False, True], ids=["without-engine", "with-engine"])
 @pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
 def test_script_s_run_is_accepted_where_apex_is(

@@ -59,9 +59,9 @@ WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
     ("layout", "ranks"),
     [
         (("--micro-batch-size", "8"), 1),
-        (("--use-distributed-optimizer",), 4),
+        pytest.param(("--use-distributed-optimizer",), 4, marks=pytest.mark.sweep),
         (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
-        ((*TP2_PP2, "--use-distributed-optimizer"), 4),
+        pytest.param((*TP2_PP2, "--use-distributed-optimizer"), 4, marks=pytest.mark.sweep),
         ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
         ((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4),
         (
@@ -180,8 +180,8 @@ def test_evaluation_inside_training_leaves_training_alone(flags, whole, demo, tm
 @pytest.mark.parametrize(
     ("frozen", "still"),
     [
-        (["image_encoder"], ["encoder"]),
-        (["image_projector"], ["projector"]),
+        pytest.param(["image_encoder"], ["encoder"], marks=pytest.mark.sweep),
+        pytest.param(["image_projector"], ["projector"], marks=pytest.mark.sweep),
         (["image_encoder", "image_projector"], ["encoder", "projector"]),
     ],
     ids=["encoder", "projector", "both"],

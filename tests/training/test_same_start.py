@@ -105,7 +105,6 @@ def test_what_may_differ_does_and_nothing_else(parsed):
     assert all(MAY_DIFFER.values())
 
 
-@pytest.mark.quick
 def test_versions_and_the_checkpoint_to_load_are_compared(parsed, monkeypatch, tmp_path):
     before = start_values(parsed("--load", str(tmp_path), "--save", str(tmp_path)))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
@@ -120,7 +119,6 @@ def test_versions_and_the_checkpoint_to_load_are_compared(parsed, monkeypatch, t
     ]
 
 
-@pytest.mark.quick
 def test_keys_are_those_of_the_attempt_and_of_the_start(parsed, monkeypatch):
     """A process may start a second time, and torchrun keeps its store for another attempt."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -141,7 +139,6 @@ def test_keys_are_those_of_the_attempt_and_of_the_start(parsed, monkeypatch):
         assert values["--lr"] == "0.001"
 
 
-@pytest.mark.quick
 def test_a_single_rank_and_ranks_without_torchrun_compare_nothing(parsed, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     same_start.require_same_start(parsed())

@@ -86,7 +86,6 @@ def test_a_layout_that_differs(kept, tmp_path, capsys):
     assert written["gradient_norm"] < 1e-5
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

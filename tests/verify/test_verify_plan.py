@@ -35,6 +35,7 @@ def test_the_smallest_world(sizes, expected):
     assert least_world(args) == expected
 
 
+@pytest.mark.not_quick
 def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
     plan = made_plan(
         tmp_path,

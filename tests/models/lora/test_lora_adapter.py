@@ -139,6 +139,7 @@ CASES = [
 ]
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(("column", "sequence_parallel", "expert", "tp"), CASES)
 def test_outputs_and_gradients_are_those_of_plain_matrices(column, sequence_parallel, expert, tp):
     expected = dense()
