@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loongplug.verify import ranks
 from parity.faults import FAULT, TESTS
 
 
@@ -18,16 +19,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     module, name = os.environ[FAULT].split(":")
     sys.path.append(str(Path(TESTS, *module.split(".")).parent))
     put_in: Callable[[int], None] = getattr(importlib.import_module(module.split(".")[-1]), name)
-    for harness in ("ranks", "loongplug.verify.ranks"):
-        _extend(importlib.import_module(harness), put_in)
-
-
-def _extend(harness: Any, put_in: Callable[[int], None]) -> None:
-    own_process = harness._own_process
+    own_process = ranks._own_process
 
     def with_fault(rank: int, *args: Any, **kwargs: Any) -> None:
         own_process(rank, *args, **kwargs)
         if int(os.environ["WORLD_SIZE"]) > 1:
             put_in(rank)
 
-    harness._own_process = with_fault
+    monkeypatch = pytest.MonkeyPatch()  # for the session: nothing runs without the fault
+    monkeypatch.setattr(ranks, "_own_process", with_fault)
