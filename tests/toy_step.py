@@ -164,7 +164,9 @@ def executor_of(
 
     platform: Any = Device(copies) if device is None else device
     wires: Any = Wires()
-    return Executor(planned, wires, entry=ENTRY, patches_per_token=1, platform=platform)
+    return Executor(
+        planned, wires, entry=ENTRY, patches_per_token=1, outside_schedule=True, platform=platform
+    )
 
 
 def run_step(

@@ -49,18 +49,21 @@ class EncoderState:
         self._part = part
         self._optimizers = optimizers
         self._platform = platform
-        self._before: dict[int, _Storage] = {}  # of the step before, by the storage's address
+        self._copies = platform.copies()
+        self._hosts: dict[int, Tensor] = {}  # of the step before, by the storage's address
 
     def movable(self) -> list[Movable]:
         """All that there is now, each storage once; to be asked for anew in each step."""
         assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
         values = {_address(each): each for each in self._values()}
         found = {address: self._storage(each) for address, each in values.items()}
+        hosts, self._hosts = self._hosts, {}
         for address, storage in found.items():
-            before = self._before.get(address)
-            if before is not None and before.nbytes == storage.nbytes:
-                storage.host = before.host
-        self._before = found
+            host = hosts.get(address)
+            if host is None or host.nbytes != storage.nbytes:
+                assert storage.device is not None
+                host = self._copies.host_like(storage.device)
+            storage.host = self._hosts[address] = host
         zeros = {_address(each): each for each in self._gradients()}
         return [
             *found.values(),

@@ -116,7 +116,7 @@ class Engine:
     def plan(
         self, *, owners: tuple[int, ...], training: bool, trains: bool, rank: int | None = None
     ) -> StepPlan:
-        """Of a step, as this rank or another one of its model replica does it. Pure.
+        """Of a step, as this rank or another one of its tensor parallel group does it.
 
         ``owners``: which encoder replica encodes each microbatch's unit; ``trains``: the encoder
         has gradients in this step, which is one of ``training``.
@@ -151,6 +151,7 @@ class Engine:
                 exchange,
                 entry=self._entry,
                 patches_per_token=self._block,
+                outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 recorder=self.recorder,
             )

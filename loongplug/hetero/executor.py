@@ -65,17 +65,20 @@ class Executor:
         *,
         entry: Entry,
         patches_per_token: int,
+        outside_schedule: bool,
         platform: Platform,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``owners``, ``training`` and ``trains``.
 
-        ``entry`` is the encoder's.
+        ``entry`` is the encoder's. ``outside_schedule``: it works before and behind the schedule
+        alone, in every step and on every rank.
         """
         self._planned = planned
         self._exchange = exchange
         self._entry = entry
         self._block = patches_per_token
+        self._outside_schedule = outside_schedule
         self._platform = platform
         self._recorder = recorder
         self._queue = PrefetchQueue(platform.copies())
@@ -134,7 +137,7 @@ class Executor:
             training=training,
             trains=encoder.trains,
         )
-        if _outside_schedule(plan):
+        if self._outside_schedule:
             encoder.runs_outside_schedule()
         self._step = _Step(plan=plan, encoder=encoder, model=model, microbatches=microbatches)
         self._do(BEGIN)
@@ -329,7 +332,10 @@ class _Step:
 
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""
-        for what in (self.payloads, self.features, self.taken, self.gradients, self.own):
+        for what in (
+            *(self.payloads, self.features, self.taken, self.gradients),
+            *(self.own, self.own_gradients, self.saved),
+        ):
             assert not what, f"nobody used what there is of units {list(what)}"
 
 
@@ -371,16 +377,6 @@ def _unwrapped(chunk: Any) -> MultimodalModel:
 def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:
     """As the queue knows them; the encoder's state is of no unit."""
     return [(what, unit) for unit in units or (None,)]
-
-
-def _outside_schedule(plan: StepPlan) -> bool:
-    """Whether Megatron's schedule has nothing to gather or to reduce for the encoder."""
-    return all(
-        when in (BEGIN, END)
-        for when, operations in plan.items()
-        for each in operations
-        if isinstance(each, Encode | EncoderBackward)
-    )
 
 
 def _before_backward(output: Any, call: Callable[[], None]) -> None:

@@ -17,7 +17,9 @@ class Mode:
 
     ``place`` is called with the decoder's layout, the encoder's entry and its ``tp``; ``policy``
     says when units are encoded. With ``around_schedule`` its operations are done around and within
-    Megatron's schedule, by an executor; else the decoder's forward does all there is.
+    Megatron's schedule, by an executor; else the decoder's forward does all there is. With
+    ``outside_schedule`` encoders work before the schedule and behind it alone, so that it has
+    nothing to gather or to reduce for them.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
     for the decoder's. With ``any_owner``, every replica may encode any units of a step, and as
     many as it likes. ``on_host`` is what is there while the decoder works.
@@ -27,6 +29,7 @@ class Mode:
     place: Callable[..., Placement]
     policy: Policy
     around_schedule: bool = True
+    outside_schedule: bool = False
     encoder_tp: int | None = 1
     any_owner: bool = False
     on_host: frozenset[Kept] = frozenset()
@@ -45,6 +48,7 @@ FULL_HETERO_DP = Mode(
     name="full separation",
     place=all_ranks_dp,
     policy=separated,
+    outside_schedule=True,
     any_owner=True,
 )
 _OFFLOADS = {

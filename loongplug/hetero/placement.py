@@ -46,10 +46,6 @@ class Edge:
         """All that take part in an exchange, ascending."""
         return tuple(sorted({*chain(*self.replicas), *self.consumers}))
 
-    def owner(self, number: int) -> int:
-        """Which replica encodes the unit of the step's microbatch ``number``, each in turn."""
-        return number % len(self.replicas)
-
     def replica_of(self, rank: int) -> int | None:
         """Which replica ``rank`` encodes with; None where it does not encode."""
         return next((n for n, ranks in enumerate(self.replicas) if rank in ranks), None)

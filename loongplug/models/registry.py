@@ -157,6 +157,15 @@ def _join(family: Family, parts: Mapping[str, Part]) -> Family:
             f"the model family {family.name} has parts for {', '.join(family.parts)}, but the "
             f"modules of its {config_class.__name__} are {', '.join(modules)}: name a part for each"
         )
+    outside = family.in_transformers
+    described = {module for members in outside.sections.values() for module in members}
+    for what, named in (("roots", set(outside.roots)), ("sections", described)):
+        if named - set(modules) or (what == "roots" and named != set(modules)):
+            raise ValueError(
+                f"in_transformers of the model family {family.name} has {what} for "
+                f"{', '.join(sorted(named))}, but the modules of its {config_class.__name__} are "
+                f"{', '.join(modules)}"
+            )
     types = typing.get_type_hints(config_class)
     joined: dict[str, Part] = {}
     for module in modules:
@@ -168,11 +177,11 @@ def _join(family: Family, parts: Mapping[str, Part]) -> Family:
                 "package can add more by LOONGPLUG_PARTS"
             )
         part, found = parts[name], types[config_class.keys[module]]
-        if not issubclass(found, part.config_class):
+        if not (isinstance(found, type) and issubclass(found, part.config_class)):
             raise ValueError(
                 f"the model family {family.name} has the part {name!r} as its {module}, which is "
                 f"made from a {part.config_class.__name__}, but its {config_class.__name__} has a "
-                f"{found.__name__} there: take the part of that class"
+                f"{getattr(found, '__name__', found)} there: take the part of that class"
             )
         joined[module] = part
     decoder = only_decoder(entries).name

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER, PLACES, decoders, placements
 
+from loongplug.data.source import Assignment
 from loongplug.hetero.placement import (
     Edge,
     PlacedEntry,
@@ -113,8 +114,9 @@ def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
     layout = placement.entry(NAME).layout
     factor = placement.gradient_factor(NAME)
     for edge in placement.edges(NAME):
-        for number in range(units):
-            encoding = edge.replicas[edge.owner(number)]
+        assigned = Assignment(replicas=len(edge.replicas))
+        for replica in assigned.of(range(units), [()] * units):
+            encoding = edge.replicas[replica]
             copies = {tuple(layout.group("tp", rank)) for rank in encoding}
             assert set(encoding) == {rank for copy in copies for rank in copy}
             assert len(copies) * factor == 1.0

@@ -70,6 +70,7 @@ class Walk:
     own: set[int | None] = field(default_factory=set)  # may go backward
     backward: list[int | None] = field(default_factory=list)
     last_more: bool = False
+    movable: set[int | None] = field(default_factory=set)  # what their backward needs may leave
     away: dict[tuple[Kept, int | None], str] = field(default_factory=dict)
 
     def here(self, what: Kept, unit: int | None = None) -> bool:
@@ -78,8 +79,10 @@ class Walk:
     def do(self, operation: Operation) -> None:
         step = self.step
         match operation:
-            case Encode(unit=unit):
+            case Encode(unit=unit, movable=movable):
                 assert self.here(Kept.STATE)
+                if movable:
+                    self.movable.add(unit)
                 assert unit is None or step.owners[unit] == step.replica
                 assert unit not in self.encoded
                 self.encoded.append(unit)
@@ -128,6 +131,9 @@ class Walk:
                 if what is Kept.GRADIENTS:
                     assert unit in self.gradients
                     self.gradients.discard(unit or 0)
+                if what is Kept.ACTIVATIONS:
+                    assert unit in self.movable
+                    self.movable.discard(unit)
                 self.away[name] = "leaving"
             case Release():
                 assert self.away[name] == "leaving"
@@ -148,6 +154,7 @@ class Walk:
         assert not self.features
         assert not self.gradients
         assert not self.away, "something stays on the host"
+        assert not self.movable, "something was to leave"
         if self.step.consumes:
             assert self.taken == list(step.units)
         if step.trains and step.replica is not None:

@@ -143,6 +143,23 @@ def test_parts_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 families(changed(patch, module, parts=given))
 
 
+def test_what_transformers_calls_it_names_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = outside_package(tmp_path, monkeypatch, name="odd")
+    families([module])
+    outside = sys.modules[module].LOONGPLUG_FAMILIES[0].in_transformers
+    for what, given in (
+        ("roots", {"roots": {"image_encoder": "visual"}}),
+        ("sections", {"sections": {"text_config": ("ears",)}}),
+    ):
+        with monkeypatch.context() as patch:
+            described = dataclasses.replace(outside, **given)
+            packages = changed(patch, module, in_transformers=described)
+            with pytest.raises(ValueError, match=f"of the model family odd has {what} for .*, but"):
+                families(packages)
+
+
 def test_two_entries_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Twice(VisionLanguageArchitecture):
         @classmethod

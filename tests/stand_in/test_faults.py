@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from ranks import RankError, run_ranks
 from torch import Tensor
 from toy_step import Model, executor_of, run_step
 
+import loongplug
+from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.policies import separated
 from loongplug.models import features
@@ -23,7 +27,7 @@ from loongplug.training.forward_step import ForwardStep
 from loongplug.training.provider import ModelProvider
 from stand_in.device import enter
 from stand_in.runs import train, trained, trained_as_launched
-from stand_in.waits import Wait, not_needed
+from stand_in.waits import PARTS, Wait, not_needed
 
 TP2 = Cell(model="qwen3_vl_tiny", encoder_tp=2, tp=2, sequence_parallel=True)
 
@@ -83,6 +87,39 @@ def test_a_wait_in_the_forward(matrix: Matrix) -> None:
     for found in run(matrix, TP2, fault=places_of_visual_tokens_are_looked_for_on_the_device):
         (wait,) = not_needed(found)
         assert (wait.part, wait.kind) == ("forward", "nonzero")
+
+
+def features_are_looked_at_before_they_travel() -> None:
+    gather = Exchange.gather_variable_shape_embeddings
+
+    def fault(self: Exchange, payloads: Any, units: Any) -> Any:
+        for each in payloads.values():
+            each.sum().item()
+        return gather(self, payloads, units)
+
+    Exchange.gather_variable_shape_embeddings = fault  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_wait_in_phase_1(matrix: Matrix) -> None:
+    """And none without the fault."""
+    assert not any(not_needed(found) for found in run(matrix, PP2))
+    found = run(matrix, PP2, fault=features_are_looked_at_before_they_travel)
+    waits = [wait for each in found for wait in not_needed(each)]
+    assert waits
+    assert {wait.part for wait in waits} == {"phase 1"}
+
+
+def test_parts_of_a_step_are_functions_that_there_are() -> None:
+    packages = (Path(loongplug.__file__).parent, Path(str(megatron.core.__path__[0])).parent)
+    for file, function in PARTS:
+        sources = [
+            path.read_text()
+            for package in packages
+            for path in (package / file, package / "core" / file)
+            if path.exists()
+        ]
+        assert any(f"def {function}(" in source for source in sources), (file, function)
 
 
 @pytest.mark.slow

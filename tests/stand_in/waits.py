@@ -13,8 +13,8 @@ STEP = "rest of the step"
 PARTS = {
     ("pipeline_parallel/schedules.py", "forward_step"): "forward",
     ("pipeline_parallel/schedules.py", "backward_step"): "backward",
-    ("hetero/three_phases.py", "begin"): "phase 1",
-    ("hetero/three_phases.py", "end"): "phase 3",
+    ("hetero/executor.py", "begin"): "phase 1",
+    ("hetero/executor.py", "end"): "phase 3",
     ("models/common/model_chunk_schedule_plan.py", "run"): "overlapped forward and backward",
     ("training/training.py", "train_step"): STEP,
 }

@@ -199,6 +199,7 @@ def no_padding(rank: int) -> None:
                 for when, operations in step.plan.items()
             }
             step.own.pop(None, None)
+            step.own_gradients.pop(None, None)
         end(self)
 
     Executor.end = without
