@@ -1,6 +1,7 @@
 """Whole runs in which decoder layers keep less: no bit differs, bytes do."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.models.layers.experts import ExpertLayer
 from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.prefetch import Movable, PrefetchQueue
 from loongplug.schedule.tensor_names import NAMES, RECOMPUTED
 from loongplug.schedule.tensor_offload import LayerTensors
 from loongplug.training.run import run
@@ -48,14 +50,14 @@ class Watch:
         self.largest = 0  # bytes of one layer
         self.there: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def out(self, layer: LayerTensors) -> None:
-        sizes = [each.device.untyped_storage().nbytes() for each in layer._away]
-        self.left.update(self.names[each.device.untyped_storage()._cdata] for each in layer._away)
-        self.largest = max(self.largest, sum(sizes))
-        self._note(each.device for each in layer._away)
+    def out(self, tensors: Sequence[Movable]) -> None:
+        storages = [each.device.untyped_storage() for each in tensors if each.device is not None]
+        self.left.update(self.names[each._cdata] for each in storages)
+        self.largest = max(self.largest, sum(each.nbytes() for each in storages))
+        self.note(tensors)
 
-    def back(self, storages: Any) -> None:
-        self._note(each.device for each in storages)
+    def note(self, tensors: Sequence[Movable]) -> None:
+        self._note(each.device for each in tensors if each.device is not None)
 
     def _note(self, tensors: Any) -> None:
         for each in tensors:
@@ -68,16 +70,18 @@ class Watch:
 def watched(rank: int, *, flags: list[str], late: bool) -> dict[str, Any]:
     """The run's numbers, and what left."""
     watch = Watch()
-    send_out, send_for = LayerTensors.send_out, LayerTensors.send_for
+    leave, send_for = PrefetchQueue.leave, PrefetchQueue.send_for
 
-    def noting_out(self: LayerTensors, copies: Any) -> None:
-        watch.out(self)
-        send_out(self, copies)
+    def noting_out(self: PrefetchQueue, lots: Any) -> None:
+        for tensors in lots.values():
+            watch.out(tensors)
+        leave(self, lots)
 
-    def noting_back(self: LayerTensors, copies: Any) -> None:
-        away = [*self._away]
-        send_for(self, copies)
-        watch.back(away)
+    def noting_back(self: PrefetchQueue, *names: Any) -> None:
+        lots = [self._lots[name] for name in names if name in self._lots]
+        away = [each for lot in lots for each in lot.items if each.device is None]
+        send_for(self, *names)
+        watch.note(away)
 
     passes = LayerTensors.passes
 
@@ -99,7 +103,7 @@ def watched(rank: int, *, flags: list[str], late: bool) -> dict[str, Any]:
     release = CpuPlatform.release
     CpuPlatform.release = noting_release
     LayerTensors.passes = noting_name
-    LayerTensors.send_out, LayerTensors.send_for = noting_out, noting_back
+    PrefetchQueue.leave, PrefetchQueue.send_for = noting_out, noting_back
     if late:
         CpuPlatform.copies = lambda self: LazyCopies()
     bits = BitWatch()

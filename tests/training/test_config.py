@@ -152,7 +152,7 @@ def test_every_model_is_found_by_name_and_fits_its_family() -> None:
     assert {TINY, *PUBLISHED} <= set(available_models())
     for name in available_models():
         composed = compose_model(model_name=name)
-        assert composed.family is family_of(composed.config)
+        assert composed.family == family_of(composed.config)
 
 
 # Overrides.

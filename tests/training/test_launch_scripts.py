@@ -234,7 +234,7 @@ def test_script_s_run_is_accepted_and_fits(
     parsed = parse(launched)
     args, pp = parsed.args, int(more.get("PP", "1"))
     mode = MODES[more.get("MODE", "uniform")]
-    assert mode_of(args) is mode
+    assert mode_of(args) == mode
     assert args.training_phase == script.phase
     assert parsed.family.name == available_models()[script.model].parent.name
     assert args.num_layers == script.layers
@@ -268,7 +268,7 @@ def test_overlapped_run_is_accepted_and_fits(
     assert launched.connections == 32
     parsed = parse(launched)
     args = parsed.args
-    assert mode_of(args) is FULL_HETERO_DP
+    assert mode_of(args) == FULL_HETERO_DP
     assert args.overlap_moe_expert_parallel_comm
     assert args.delay_wgrad_compute
     assert args.recompute_granularity == "selective"
