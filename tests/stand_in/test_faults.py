@@ -132,12 +132,18 @@ def step_of(on_host: frozenset[Kept], platform: Any) -> Tensor:
     """Losses and gradients of one step of a toy, on the host."""
     with torch.device(platform.device):
         model = Model()
-    with torch.no_grad():
-        for each in model.parameters():
-            each.mul_(2)  # as an optimizer does before a step
     executor = executor_of(
         separated, platform.copies(), on_host=on_host, device=platform, last_stage=False
     )
+    begin = executor.begin
+
+    def updated(chunk: Any, microbatches: Any, *, training: bool) -> None:
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(2)  # as an optimizer does at the end of the step before
+        begin(chunk, microbatches, training=training)
+
+    vars(executor)["begin"] = updated
     losses = run_step(executor, model, [30, 50, 20])
     return torch.cat([torch.stack(losses), model.gradients]).cpu()
 
