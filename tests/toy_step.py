@@ -92,8 +92,8 @@ class Model(nn.Module):
     def gradients(self) -> Tensor:
         return torch.cat([each.grad_data.flatten() for each in self.parts[ENTRY.name].buffers])
 
-    def modules_of(self, entry: Entry) -> dict[str, nn.Module]:
-        return {entry.name: self.eyes}
+    def trains(self, entry: Entry) -> bool:
+        return any(each.requires_grad for each in self.eyes.parameters())
 
     def encode(self, entry: Entry, vision: VisionInput | None) -> VisionFeatures:
         pixels = torch.zeros(0, PIXELS) if vision is None else vision.pixels

@@ -126,12 +126,7 @@ class _Step:
         self._merge = parsed.model.vision.spatial_merge_size**2
         first = rank.chunks[0]
         self.has_encoder = first.encodes
-        self._trains = self.has_encoder and any(
-            parameter.requires_grad
-            for entry in first.encoders
-            for module in first.modules_of(entry).values()
-            for parameter in module.parameters()
-        )
+        self._trains = any(first.trains(entry) for entry in first.encoders)
         self._encoder_state = _by_name(encoder_state)
         self._apart = rank.engine.steps
         self._shapes = self._largest()

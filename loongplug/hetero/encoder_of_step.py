@@ -23,11 +23,7 @@ class EncoderOfStep:
         self._entry = entry
         self._chunk = chunk
         self._model = model
-        self.trains = training and any(
-            parameter.requires_grad
-            for module in model.modules_of(self._entry).values()
-            for parameter in module.parameters()
-        )
+        self.trains = training and model.trains(entry)
 
     def runs_outside_schedule(self) -> None:
         """The schedule has nothing to gather or reduce for it."""

@@ -47,7 +47,7 @@ from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
-# From which replica encodes each microbatch's unit, with what is known of the step, to its plan.
+# Makes the plan of a step; called as Engine.plan is.
 Planned = Callable[..., StepPlan]
 
 

@@ -70,6 +70,14 @@ class MultimodalModel(MegatronModule):
         children = dict(self.named_children())
         return {name: children[name] for name in entry.modules if name in children}
 
+    def trains(self, entry: Entry) -> bool:
+        """Whether any parameter of an entry's modules has gradients in this chunk."""
+        return any(
+            parameter.requires_grad
+            for module in self.modules_of(entry).values()
+            for parameter in module.parameters()
+        )
+
     def parallel_parts(self) -> tuple[ModulePart, ...]:
         """What has data parallel groups, gradient buffers and an optimizer of its own: entries."""
         return tuple(

@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from rich.console import Console
 
 from loongplug.verify.ranks import RankError
@@ -160,9 +160,7 @@ class TestWithoutRuns:
     def test_jobs_share_the_cells(self, tmp_path, monkeypatch):
         def run(self, cell, folder):
             (tmp_path / f"job-{os.getpid()}").touch()
-            until = time.monotonic() + 120
-            while len(list(tmp_path.glob("job-*"))) < 3 and time.monotonic() < until:
-                time.sleep(0.01)
+            eventually(lambda: len(list(tmp_path.glob("job-*"))) >= 3)
             return figures(cell, loss=float(os.getpid()))
 
         monkeypatch.setattr(Matrix, "_run", run)
