@@ -148,10 +148,10 @@ def executor_of(
 ) -> Executor:
     """An executor of one replica that encodes all and consumes all."""
 
-    def planned(*, owners: tuple[int, ...], training: bool, trains: bool) -> StepPlan:
+    def planned(*, encoder_replicas: tuple[int, ...], training: bool, trains: bool) -> StepPlan:
         return policy(
             EncoderStep(
-                owners=owners,
+                encoder_replicas=encoder_replicas,
                 replicas=1,
                 replica=0,
                 consumes=True,

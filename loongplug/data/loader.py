@@ -104,7 +104,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             vision=vision,
             patches=media.patches,
             number=planned.number,
-            owner=planned.encoder_replica,
+            encoder_replica=planned.encoder_replica,
             pins=self._pins,
         )
         for waiting, microbatch in zip(self._waiting, made, strict=True):
@@ -124,7 +124,7 @@ def collate(
     vision: VisionInput | None = None,
     patches: int = 0,
     number: int = 0,
-    owner: int = 0,
+    encoder_replica: int = 0,
     pins: bool = False,
 ) -> tuple[Microbatch, ...]:
     """Samples into one microbatch for each chunk, of which ``needs`` says what text it consumes.
@@ -177,7 +177,7 @@ def collate(
             patches=patches,
             visual_places=visual_places,
             number=number,
-            owner=owner,
+            encoder_replica=encoder_replica,
         )
         for index, chunk in enumerate(needs)
     )

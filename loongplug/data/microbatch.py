@@ -81,7 +81,7 @@ class Microbatch:
     # Of each row: where its visual tokens lie, ascending, known also where the ids are not needed.
     visual_places: tuple[NDArray[np.int64], ...] = ()
     number: int = 0  # in its step
-    owner: int = 0  # which of the encoder's replicas encodes its images and videos
+    encoder_replica: int = 0  # which of the encoder's replicas encodes its images and videos
 
     def __post_init__(self) -> None:
         if self.segments is not None:

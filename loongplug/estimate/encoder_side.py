@@ -58,9 +58,9 @@ class Encoding:
 
     edge: Edge
     rank: int
-    group: int | None
+    replica: int | None
     units: Sequence[UnitSize]
-    owners: tuple[int, ...]
+    encoder_replicas: tuple[int, ...]
     merge: int
     cost: Cost
     blank: Cost
@@ -68,7 +68,7 @@ class Encoding:
     payload: int
     pixels: int
     blank_pixels: int
-    copies_shares: bool  # a share is of several pieces, which are put together to travel
+    copies_shards: bool  # a shard is of several pieces, which are put together to travel
 
     def of_unit(self, patches: int) -> Cost:
         """Of a unit of so many; without images, of the blank one, whose pixels are its own."""
@@ -81,23 +81,23 @@ class Encoding:
 
     def consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
-        shares = self.units[unit].shares
+        shards = self.units[unit].shards
         if self.rank not in self.edge.consumers:
             return 0
-        if shares is None:
+        if shards is None:
             return self.features(unit)
-        return shares[self.edge.consumers.index(self.rank)] * self.payload
+        return shards[self.edge.consumers.index(self.rank)] * self.payload
 
     def moved(self, transfers: Callable[..., Sequence[Transfer]], members: range) -> "Moved":
         """What an exchange of these units sends from here, and what comes here."""
-        owners = self.owners[members.start : members.stop]
+        encoder_replicas = self.encoder_replicas[members.start : members.stop]
         sent = received = 0
-        for each in transfers(self.edge, owners, shared=self.shared):
+        for each in transfers(self.edge, encoder_replicas, sharded=self.sharded):
             unit = members.start + each.unit  # transfers count units from 0
-            shares = self.units[unit].shares
+            shards = self.units[unit].shards
             nbytes = self.features(unit)
-            if each.share is not None and shares is not None:
-                nbytes = shares[each.share] * self.payload
+            if each.shard is not None and shards is not None:
+                nbytes = shards[each.shard] * self.payload
             if each.source == each.target:
                 continue
             sent += nbytes if each.source == self.rank else 0
@@ -106,7 +106,7 @@ class Encoding:
 
     def mine(self, members: range) -> list[int]:
         """Those of these units that this rank encodes."""
-        return [unit for unit in members if self.owners[unit] == self.group]
+        return [unit for unit in members if self.encoder_replicas[unit] == self.replica]
 
     def gathered(self, members: range, *, copied: bool) -> int:
         """The most that it takes to bring these units' features here, beside their own payloads.
@@ -115,20 +115,20 @@ class Encoding:
         features then get memory of their own, but for whole payloads.
         """
         moved = self.moved(feature_transfers, members)
-        shares = sum(self.consumed(unit) for unit in self.mine(members)) if self.shared else 0
-        taken = moved.sent + shares if self.copies_shares else 0
-        return moved.received + max(moved.sent + taken, moved.received + shares if copied else 0)
+        shards = sum(self.consumed(unit) for unit in self.mine(members)) if self.sharded else 0
+        taken = moved.sent + shards if self.copies_shards else 0
+        return moved.received + max(moved.sent + taken, moved.received + shards if copied else 0)
 
     def scattered(self, members: range) -> int:
-        """The most that it takes to bring these units' gradients to their owners."""
+        """The most that it takes to bring these units' gradients to the ranks that encoded them."""
         moved = self.moved(gradient_transfers, members)
-        whole = sum(self.features(unit) for unit in self.mine(members)) if self.shared else 0
+        whole = sum(self.features(unit) for unit in self.mine(members)) if self.sharded else 0
         return moved.received + max(moved.sent, whole)
 
     @property
-    def shared(self) -> bool:
+    def sharded(self) -> bool:
         """Whether each consumer takes a part of the features only."""
-        return self.units[0].shares is not None
+        return self.units[0].shards is not None
 
 
 @dataclass(frozen=True, kw_only=True)

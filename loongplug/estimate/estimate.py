@@ -16,7 +16,7 @@ from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, s
 from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import Change, ChangeOf, follow, one_by_one, pipeline_buffers
 from loongplug.estimate.trace import Cost, Shapes, Tracer
-from loongplug.estimate.units import UnitSize, owners_of
+from loongplug.estimate.units import UnitSize, encoder_replicas_of
 from loongplug.estimate.whole_step import Held, StepTracer
 from loongplug.models.entries import only_encoder
 from loongplug.models.vision_encoder import patch_values
@@ -246,13 +246,15 @@ class _Step:
         edge = engine.place.edge
         config = self._rank.chunks[0].text_decoder.config
         pixels = patch_values(model.vision) * _PIXEL_BYTES
-        owners = owners_of(self._units, self._args, model, groups=len(edge.replicas))
+        encoder_replicas = encoder_replicas_of(
+            self._units, self._args, model, replicas=len(edge.replicas)
+        )
         encoding = Encoding(
             edge=edge,
             rank=rank,
-            group=edge.replica_of(rank),
+            replica=edge.replica_of(rank),
             units=self._units,
-            owners=owners,
+            encoder_replicas=encoder_replicas,
             merge=self._merge,
             cost=self._encoder,
             blank=self._blank,
@@ -260,7 +262,9 @@ class _Step:
             payload=config.feature_width * config.params_dtype.itemsize,
             pixels=pixels,
             blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
-            copies_shares=self._args.sequence_parallel and self._args.micro_batch_size > 1,
+            copies_shards=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )
-        plan = engine.plan(owners=owners, training=True, trains=self._trains, rank=rank)
+        plan = engine.plan(
+            encoder_replicas=encoder_replicas, training=True, trains=self._trains, rank=rank
+        )
         return EncoderSide(plan, encoding, away=self._encoder_state)

@@ -10,7 +10,7 @@ from loongplug.data.loader import collate
 from loongplug.data.source import Assignment, LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.modes import balance_of
-from loongplug.hetero.sequence_shares import sequence_shares, size
+from loongplug.hetero.sequence_shards import sequence_shards, size
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
 
@@ -21,12 +21,12 @@ Grid = tuple[int, int, int]
 class UnitSize:
     """A microbatch's images and videos as patch grids.
 
-    ``shares`` are its visual tokens in each part of the sequence, where that is split over ranks.
+    ``shards`` are its visual tokens in each part of the sequence, where that is split over ranks.
     ``segments`` are the lengths of the samples in a pack.
     """
 
     grids: tuple[Grid, ...]
-    shares: tuple[int, ...] | None = None
+    shards: tuple[int, ...] | None = None
     segments: tuple[int, ...] | None = None
 
     @property
@@ -73,14 +73,14 @@ def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSiz
             visual_token_ids=(processor.image_token_id, processor.video_token_id),
             packed=args.packing,
         )
-        shares = None
+        shards = None
         if tp is not None:
-            parts = sequence_shares(microbatch.visual_places, length=args.seq_length, parts=tp)
-            shares = tuple(size(rows) for rows in parts)
+            parts = sequence_shards(microbatch.visual_places, length=args.seq_length, parts=tp)
+            shards = tuple(size(rows) for rows in parts)
         segments = microbatch.segments
         if segments is not None:
             segments = (*segments, args.seq_length - microbatch.tokens)
-        found.append(UnitSize(grids=planned.media.grids, shares=shares, segments=segments))
+        found.append(UnitSize(grids=planned.media.grids, shards=shards, segments=segments))
     return found
 
 
@@ -102,18 +102,18 @@ def units_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> list[Un
     grids: tuple[Grid, ...] = ()
     if height:
         grids = ((1, height * merge, visual_tokens // height * merge),) * args.micro_batch_size
-    shares = None
+    shards = None
     if args.sequence_parallel:
         tp = args.tensor_model_parallel_size
-        shares = (-(-visual_tokens * args.micro_batch_size // tp),) * tp
-    return [UnitSize(grids=grids, shares=shares)] * microbatches_of(args)
+        shards = (-(-visual_tokens * args.micro_batch_size // tp),) * tp
+    return [UnitSize(grids=grids, shards=shards)] * microbatches_of(args)
 
 
-def owners_of(
-    units: Sequence[UnitSize], args: Namespace, model: Any, *, groups: int
+def encoder_replicas_of(
+    units: Sequence[UnitSize], args: Namespace, model: Any, *, replicas: int
 ) -> tuple[int, ...]:
-    """Which of the encoder's ``groups`` encodes each, as the run assigns them."""
+    """Which of the encoder's ``replicas`` encodes each, as the run assigns them."""
     balance = balance_of(args, model.vision)
-    by_cost = None if balance is None else balance.owners
-    assigned = Assignment(replicas=groups, by_cost=by_cost)
+    by_cost = None if balance is None else balance.assign
+    assigned = Assignment(replicas=replicas, by_cost=by_cost)
     return tuple(assigned.of(range(len(units)), [unit.grids for unit in units]))

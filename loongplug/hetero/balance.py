@@ -81,7 +81,7 @@ class Balance:
     work: EncoderWork
     threshold: float = THRESHOLD
 
-    def owners(self, units: Sequence[Sequence[Grid]], *, replicas: int) -> tuple[int, ...]:
+    def assign(self, units: Sequence[Sequence[Grid]], *, replicas: int) -> tuple[int, ...]:
         """The replica of each unit of a step, given as the grids of its images."""
         return plan(self.work.of_units(units), replicas, self.threshold)
 
@@ -98,18 +98,18 @@ def plan(costs: Sequence[int], replicas: int, threshold: float = THRESHOLD) -> t
     return found if better else in_turn
 
 
-def loads(costs: Sequence[int], owners: Sequence[int], *, replicas: int) -> list[int]:
+def loads(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas: int) -> list[int]:
     """What each replica has to do."""
     of_replica = [0] * replicas
-    for cost, owner in zip(costs, owners, strict=True):
-        of_replica[owner] += cost
+    for cost, encoder_replica in zip(costs, encoder_replicas, strict=True):
+        of_replica[encoder_replica] += cost
     return of_replica
 
 
-def imbalance(costs: Sequence[int], owners: Sequence[int], *, replicas: int) -> float:
+def imbalance(costs: Sequence[int], encoder_replicas: Sequence[int], *, replicas: int) -> float:
     """By what part of the mean the slowest replica is above it; 0 where there is no work."""
     total = sum(costs)
-    slowest = max(loads(costs, owners, replicas=replicas))
+    slowest = max(loads(costs, encoder_replicas, replicas=replicas))
     return slowest * replicas / total - 1 if total else 0.0
 
 
@@ -122,11 +122,11 @@ def balanced(costs: Sequence[int], replicas: int) -> tuple[int, ...]:
     order = sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit))
     ladder, held = _longest_first([costs[unit] for unit in order], replicas)
     _improve(ladder, held)
-    owners = [0] * len(costs)
+    encoder_replicas = [0] * len(costs)
     for replica, units in enumerate(held):
         for _, place in units:
-            owners[order[place]] = replica
-    return tuple(owners)
+            encoder_replicas[order[place]] = replica
+    return tuple(encoder_replicas)
 
 
 def _longest_first(costs: Sequence[int], replicas: int) -> tuple[list[tuple[int, int]], _Held]:

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.sequence_shares import sequence_shares
+from loongplug.hetero.sequence_shards import sequence_shards
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 
@@ -47,17 +47,17 @@ def units_of(
 ) -> ExchangeSpec:
     """What every rank of the replica knows of these microbatches' units."""
     config = model.text_decoder.config
-    shares = None
+    shards = None
     if config.sequence_parallel:
         tp = config.tensor_model_parallel_size
-        shares = tuple(
-            sequence_shares(each.visual_places, length=each.position_ids.shape[-1], parts=tp)
+        shards = tuple(
+            sequence_shards(each.visual_places, length=each.position_ids.shape[-1], parts=tp)
             for each in microbatches
         )
     return ExchangeSpec(
         tokens=tuple(each.patches // patches_per_token for each in microbatches),
-        owners=tuple(each.owner for each in microbatches),
+        encoder_replicas=tuple(each.encoder_replica for each in microbatches),
         width=config.feature_width,
         dtype=config.params_dtype,
-        shares=shares,
+        shards=shards,
     )

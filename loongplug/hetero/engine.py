@@ -34,15 +34,14 @@ class EncoderPlace:
     """What is known once the process groups are there.
 
     ``edge`` is the encoder's in this rank's model replica, ``state`` the one that the encoder
-    trains in, None where it lies on other ranks. ``group`` is the encoder replica that
-    this rank encodes with, None for none, and ``group_ranks`` its process group.
+    trains in, None where it lies on other ranks. ``replica_group`` has the ranks of the encoder
+    replica that this rank encodes with; None where it does not encode.
     ``exchange_group`` has the edge's ranks; None on other ranks, and where nothing is exchanged.
     """
 
     edge: Edge
     state: ModuleState | None
-    group: int | None
-    group_ranks: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
     exchange_group: dist.ProcessGroup | None
 
 
@@ -114,17 +113,22 @@ class Engine:
             )
 
     def plan(
-        self, *, owners: tuple[int, ...], training: bool, trains: bool, rank: int | None = None
+        self,
+        *,
+        encoder_replicas: tuple[int, ...],
+        training: bool,
+        trains: bool,
+        rank: int | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
-        ``owners``: which encoder replica encodes each microbatch's unit; ``trains``: the encoder
-        has gradients in this step, which is one of ``training``.
+        ``encoder_replicas``: which one encodes each microbatch's unit; ``trains``: the encoder has
+        gradients in this step, which is one of ``training``.
         """
         edge, me = self.place.edge, dist.get_rank() if rank is None else rank
         return self._mode.policy(
             EncoderStep(
-                owners=owners,
+                encoder_replicas=encoder_replicas,
                 replicas=len(edge.replicas),
                 replica=edge.replica_of(me),
                 consumes=me in edge.consumers,
@@ -203,7 +207,6 @@ class Engine:
         return EncoderPlace(
             edge=edge,
             state=state,
-            group=mine,
-            group_ranks=together,
+            replica_group=together,
             exchange_group=exchange_group,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
-from loongplug.hetero.sequence_shares import Rows, size
+from loongplug.hetero.sequence_shards import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -17,22 +17,22 @@ from loongplug.observe.recorder import NOTHING, Recorder
 class ExchangeSpec:
     """What every rank of a model replica knows of the units that travel together.
 
-    ``tokens`` and ``owners`` by unit; a payload is [tokens, width] of ``dtype``. ``shares`` are,
-    by unit, the rows that each consumer needs; None where each needs all.
+    ``tokens`` and ``encoder_replicas`` by unit; a payload is [tokens, width] of ``dtype``.
+    ``shards`` are, by unit, the rows that each consumer needs; None where each needs all.
     """
 
     tokens: tuple[int, ...]
-    owners: tuple[int, ...]
+    encoder_replicas: tuple[int, ...]
     width: int
     dtype: torch.dtype
-    shares: tuple[tuple[Rows, ...], ...] | None = None
+    shards: tuple[tuple[Rows, ...], ...] | None = None
 
     def rows(self, transfer: Transfer) -> Rows:
         """What of its unit a transfer takes along."""
-        if transfer.share is None:
+        if transfer.shard is None:
             return (slice(0, self.tokens[transfer.unit]),)
-        assert self.shares is not None, "the transfer is of a share"
-        return self.shares[transfer.unit][transfer.share]
+        assert self.shards is not None, "the transfer is of a shard"
+        return self.shards[transfer.unit][transfer.shard]
 
 
 class Exchange:
@@ -76,7 +76,9 @@ class Exchange:
             on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
             elsewhere.
         """
-        transfers = feature_transfers(self._edge, units.owners, shared=units.shares is not None)
+        transfers = feature_transfers(
+            self._edge, units.encoder_replicas, sharded=units.shards is not None
+        )
         out = {
             each: _taken(payloads[each.unit], units.rows(each))
             for each in transfers
@@ -95,10 +97,12 @@ class Exchange:
         Returns:
             the gradient of each unit that this rank encoded, [tokens, width].
         """
-        transfers = gradient_transfers(self._edge, units.owners, shared=units.shares is not None)
+        transfers = gradient_transfers(
+            self._edge, units.encoder_replicas, sharded=units.shards is not None
+        )
         out = {each: gradients[each.unit] for each in transfers if each.source == self._rank}
         arrived = self._move(out, transfers, units)
-        if units.shares is None:
+        if units.shards is None:
             return {each.unit: rows for each, rows in arrived.items()}
         whole: dict[int, Tensor] = {}
         for each, rows in arrived.items():

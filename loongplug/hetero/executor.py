@@ -69,7 +69,7 @@ class Executor:
         platform: Platform,
         recorder: Recorder = NOTHING,
     ) -> None:
-        """``planned`` is called with a step's ``owners``, ``training`` and ``trains``.
+        """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
 
         ``entry`` is the encoder's. ``outside_schedule``: it works before and behind the schedule
         alone, in every step and on every rank.
@@ -133,7 +133,7 @@ class Executor:
         model = _unwrapped(chunk)
         encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
         plan = self._planned(
-            owners=tuple(each.owner for each in microbatches),
+            encoder_replicas=tuple(each.encoder_replica for each in microbatches),
             training=training,
             trains=encoder.trains,
         )

@@ -32,14 +32,14 @@ from loongplug.hetero.operations import (
 class EncoderStep:
     """What a policy knows of one step on one rank.
 
-    ``owners`` has, for each microbatch of the step, which of the ``replicas`` encodes its unit;
-    ``replica`` is the one that this rank is of, None for none. ``consumes``: the rank's decoder
-    takes features. ``trains``: the encoder or what goes with it has gradients in this step, which
-    is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is there
-    while the decoder works.
+    ``encoder_replicas`` has, for each microbatch of the step, which of the ``replicas`` encodes its
+    unit; ``replica`` is the one that this rank is of, None for none. ``consumes``: the rank's
+    decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
+    which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
+    there while the decoder works.
     """
 
-    owners: tuple[int, ...]
+    encoder_replicas: tuple[int, ...]
     replicas: int
     replica: int | None
     consumes: bool
@@ -51,11 +51,11 @@ class EncoderStep:
     @property
     def units(self) -> range:
         """All of the step, a unit to a microbatch."""
-        return range(len(self.owners))
+        return range(len(self.encoder_replicas))
 
     def mine(self, units: range) -> list[int]:
         """Those of ``units`` that this rank encodes."""
-        return [unit for unit in units if self.owners[unit] == self.replica]
+        return [unit for unit in units if self.encoder_replicas[unit] == self.replica]
 
 
 Policy = Callable[[EncoderStep], StepPlan]
@@ -72,9 +72,9 @@ def group_ahead(step: EncoderStep) -> StepPlan:
     """As many microbatches are encoded at a time as there are replicas, one by each.
 
     That happens when the decoder comes to the first of them. When it has gone backward through the
-    last, the gradients go to the units' owners, which go backward within that backward, in which
-    Megatron lets reductions start. Section 3.2 of the LoongForge paper, with encoders of any
-    tensor parallel size. Only the first stage's ranks have anything to do.
+    last, the gradients go to the ranks that encoded the units, which go backward within that
+    backward, in which Megatron lets reductions start. Section 3.2 of the LoongForge paper, with
+    encoders of any tensor parallel size. Only the first stage's ranks have anything to do.
     """
     plan = _Draft()
     if step.replica is None:

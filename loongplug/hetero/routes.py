@@ -9,50 +9,50 @@ from loongplug.hetero.placement import Edge
 class Transfer:
     """Rows of one unit from one rank to another (or the same), by their ranks in the world.
 
-    ``share`` is the place among the consumers of the one whose rows these are; None for all rows.
+    ``shard`` is the place among the consumers of the one whose rows these are; None for all rows.
     """
 
     unit: int
     source: int
     target: int
-    share: int | None = None
+    shard: int | None = None
 
 
 def feature_transfers(
-    edge: Edge, owners: tuple[int, ...], *, shared: bool = False
+    edge: Edge, encoder_replicas: tuple[int, ...], *, sharded: bool = False
 ) -> list[Transfer]:
     """Each unit to every consumer, from a rank of the replica that made it.
 
     All ranks of a replica have the whole features; a consumer that is of the replica keeps its
-    own, and the others are served in turn by all ranks of the replica. With ``shared``, each
+    own, and the others are served in turn by all ranks of the replica. With ``sharded``, each
     consumer gets only its own rows.
     """
     transfers = []
-    for unit, owner in enumerate(owners):
-        replica = edge.replicas[owner]
+    for unit, encoder_replica in enumerate(encoder_replicas):
+        replica = edge.replicas[encoder_replica]
         for index, consumer in enumerate(edge.consumers):
             source = consumer if consumer in replica else replica[index % len(replica)]
-            share = index if shared else None
-            transfers.append(Transfer(unit=unit, source=source, target=consumer, share=share))
+            shard = index if sharded else None
+            transfers.append(Transfer(unit=unit, source=source, target=consumer, shard=shard))
     return transfers
 
 
 def gradient_transfers(
-    edge: Edge, owners: tuple[int, ...], *, shared: bool = False
+    edge: Edge, encoder_replicas: tuple[int, ...], *, sharded: bool = False
 ) -> list[Transfer]:
     """Each unit's gradient to every rank of the replica that made it.
 
-    All consumers have the whole gradient and one of them sends it, each in turn. With ``shared``,
+    All consumers have the whole gradient and one of them sends it, each in turn. With ``sharded``,
     each has that of its own rows, and all send.
     """
     transfers = []
-    for unit, owner in enumerate(owners):
-        replica = edge.replicas[owner]
+    for unit, encoder_replica in enumerate(encoder_replicas):
+        replica = edge.replicas[encoder_replica]
         for index, target in enumerate(replica):
-            if shared:
+            if sharded:
                 transfers += [
-                    Transfer(unit=unit, source=source, target=target, share=share)
-                    for share, source in enumerate(edge.consumers)
+                    Transfer(unit=unit, source=source, target=target, shard=shard)
+                    for shard, source in enumerate(edge.consumers)
                 ]
                 continue
             turn = edge.consumers[(unit * len(replica) + index) % len(edge.consumers)]

@@ -183,7 +183,7 @@ class DatasetProvider:
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             assignment=Assignment(
-                replicas=len(replicas), by_cost=None if balance is None else balance.owners
+                replicas=len(replicas), by_cost=None if balance is None else balance.assign
             ),
             loads=loaded_replicas(replicas, rank=dist.get_rank()),
             look_ahead=args.packing_look_ahead if args.packing else None,
@@ -209,7 +209,7 @@ class DatasetProvider:
             packed=self._args.packing,
             deliver=ReplicaDelivery(
                 place.edge.replicas,
-                place.group_ranks,
+                place.replica_group,
                 patch_dim=processor.patch_dim,
                 device=platform.device,
                 news=news,

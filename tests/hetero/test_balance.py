@@ -36,8 +36,8 @@ def encoder(name: str) -> Any:
     return compose_model(model_name=name).config.image_encoder
 
 
-def slowest(costs: Costs, owners: tuple[int, ...], replicas: int) -> int:
-    return max(loads(costs, owners, replicas=replicas))
+def slowest(costs: Costs, encoder_replicas: tuple[int, ...], replicas: int) -> int:
+    return max(loads(costs, encoder_replicas, replicas=replicas))
 
 
 def in_turn(costs: Costs, replicas: int) -> tuple[int, ...]:
@@ -57,19 +57,21 @@ def longest_first(costs: Costs, replicas: int) -> int:
 def test_every_unit_has_one_owner_and_the_slowest_is_never_slower(
     costs: Costs, replicas: int, threshold: float
 ) -> None:
-    owners = plan(costs, replicas, threshold)
-    assert len(owners) == len(costs)
-    assert set(owners) <= set(range(replicas))
-    assert owners == plan(list(costs), replicas, threshold)
-    assert slowest(costs, owners, replicas) <= slowest(costs, in_turn(costs, replicas), replicas)
+    encoder_replicas = plan(costs, replicas, threshold)
+    assert len(encoder_replicas) == len(costs)
+    assert set(encoder_replicas) <= set(range(replicas))
+    assert encoder_replicas == plan(list(costs), replicas, threshold)
+    assert slowest(costs, encoder_replicas, replicas) <= slowest(
+        costs, in_turn(costs, replicas), replicas
+    )
 
 
 @given(STEPS, REPLICAS)
 @settings(deadline=None)
 def test_improvement_never_makes_longest_first_worse(costs: Costs, replicas: int) -> None:
-    owners = balanced(costs, replicas)
-    assert sorted(set(owners)) == sorted(set(owners) & set(range(replicas)))
-    assert slowest(costs, owners, replicas) <= longest_first(costs, replicas)
+    encoder_replicas = balanced(costs, replicas)
+    assert sorted(set(encoder_replicas)) == sorted(set(encoder_replicas) & set(range(replicas)))
+    assert slowest(costs, encoder_replicas, replicas) <= longest_first(costs, replicas)
 
 
 @given(STEPS, REPLICAS, st.randoms(use_true_random=False))
@@ -92,8 +94,8 @@ def test_loads_do_not_depend_on_the_order_of_units(
 def test_improvement_finds_what_longest_first_misses() -> None:
     costs = [3, 3, 2, 2, 2]
     assert longest_first(costs, 2) == 7
-    owners = balanced(costs, 2)
-    assert loads(costs, owners, replicas=2) == [6, 6]
+    encoder_replicas = balanced(costs, 2)
+    assert loads(costs, encoder_replicas, replicas=2) == [6, 6]
 
 
 def test_in_turn_stays_where_it_is_as_good_or_even_enough() -> None:
@@ -158,14 +160,14 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(
         for cost in reversed(counted):
             heapreplace(of_replica, of_replica[0] + cost)
 
-    slower = times_slower(lambda: balance.owners(units, replicas=256), plainly)
-    owners = balance.owners(units, replicas=256)
+    slower = times_slower(lambda: balance.assign(units, replicas=256), plainly)
+    encoder_replicas = balance.assign(units, replicas=256)
     costs = [balance.work.of_unit(grids) for grids in units]
     with capsys.disabled():
         print(
             f"\n1,024 units over 256 replicas: {slower:.1f} times plain work, slowest over mean"
             f" {1 + imbalance(costs, in_turn(costs, 256), replicas=256):.2f} in turn,"
-            f" {1 + imbalance(costs, owners, replicas=256):.2f} balanced"
+            f" {1 + imbalance(costs, encoder_replicas, replicas=256):.2f} balanced"
         )
     assert slower < 8  # measured: 3.4
 
@@ -191,9 +193,9 @@ def test_uneven_demo_data_come_within_a_tenth_of_the_mean(
 ) -> None:
     balance = Balance(work=EncoderWork.of(encoder(name)))
     costs = [balance.work.of_unit(grids) for grids in demo_units]
-    owners = balance.owners(demo_units, replicas=replicas)
+    encoder_replicas = balance.assign(demo_units, replicas=replicas)
     before = imbalance(costs, in_turn(costs, replicas), replicas=replicas)
-    after = imbalance(costs, owners, replicas=replicas)
+    after = imbalance(costs, encoder_replicas, replicas=replicas)
     with capsys.disabled():
         print(
             f"\n{name}: {len(costs)} demo units over {replicas} replicas, slowest over mean"
@@ -211,5 +213,5 @@ def test_below_the_threshold_the_demo_data_stay_in_turn(
     costs = [balance.work.of_unit(grids) for grids in demo_units]
     exact = imbalance(costs, in_turn(costs, 4), replicas=4)
     at, above = (replace(balance, threshold=exact + more) for more in (0.0, 1e-9))
-    assert at.owners(demo_units, replicas=4) != in_turn(costs, 4)
-    assert above.owners(demo_units, replicas=4) == in_turn(costs, 4)
+    assert at.assign(demo_units, replicas=4) != in_turn(costs, 4)
+    assert above.assign(demo_units, replicas=4) == in_turn(costs, 4)

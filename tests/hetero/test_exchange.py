@@ -10,7 +10,7 @@ from ranks import RankError, run_ranks
 from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
-from loongplug.hetero.sequence_shares import Rows
+from loongplug.hetero.sequence_shards import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group
@@ -29,33 +29,33 @@ def made_up(place: random.Random, groups: int, *, consumers: int, split: bool) -
     """Any number of units of any size; those without rows are many."""
     number = place.choice([0, 1, 2, groups, groups + 1, 2 * groups + 1])
     tokens = tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number))
-    shares = tuple(shares_of(place, each, consumers) for each in tokens) if split else None
+    shards = tuple(shards_of(place, each, consumers) for each in tokens) if split else None
     return ExchangeSpec(
         tokens=tokens,
-        owners=tuple(place.randrange(groups) for _ in range(number)),
+        encoder_replicas=tuple(place.randrange(groups) for _ in range(number)),
         width=WIDTH,
         dtype=torch.float32,
-        shares=shares,
+        shards=shards,
     )
 
 
-def shares_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, ...]:
+def shards_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, ...]:
     """Two rows of a microbatch, each cut among the consumers, some of which get nothing."""
-    shares: list[list[slice]] = [[] for _ in range(consumers)]
+    shards: list[list[slice]] = [[] for _ in range(consumers)]
     for start, stop in ((0, tokens // 2), (tokens // 2, tokens)):
         cuts = sorted(place.randint(start, stop) for _ in range(consumers - 1))
         edges = [start, *cuts, stop]
-        for share, first, behind in zip(shares, edges, edges[1:], strict=False):
-            share += [slice(first, behind)] if behind > first else []
-    return tuple(tuple(share) for share in shares)
+        for shard, first, behind in zip(shards, edges, edges[1:], strict=False):
+            shard += [slice(first, behind)] if behind > first else []
+    return tuple(tuple(shard) for shard in shards)
 
 
 def needed_of(units: ExchangeSpec, unit: int, consumer: int) -> torch.Tensor:
     """The rows of a unit that a consumer needs, [rows, WIDTH]."""
     whole = payload(unit, units.tokens[unit])
-    if units.shares is None:
+    if units.shards is None:
         return whole
-    return torch.cat([whole[:0], *(whole[each] for each in units.shares[unit][consumer])])
+    return torch.cat([whole[:0], *(whole[each] for each in units.shards[unit][consumer])])
 
 
 def there_and_back(
@@ -80,7 +80,11 @@ def there_and_back(
     needed = 0
     for _ in range(ROUNDS):
         units = made_up(chance, len(edge.replicas), consumers=len(edge.consumers), split=split)
-        owned = [n for n, owner in enumerate(units.owners) if rank in edge.replicas[owner]]
+        owned = [
+            n
+            for n, encoder_replica in enumerate(units.encoder_replicas)
+            if rank in edge.replicas[encoder_replica]
+        ]
         mine = {unit: payload(unit, units.tokens[unit]).requires_grad_() for unit in owned}
         arrived = exchange.gather_variable_shape_embeddings(mine, units)
         assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
@@ -105,11 +109,13 @@ def received_by(units: ExchangeSpec, edge: Edge, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
     consumer = edge.consumers.index(rank) if rank in edge.consumers else None
     rows = 0
-    for unit, (tokens, owner) in enumerate(zip(units.tokens, units.owners, strict=True)):
+    for unit, (tokens, encoder_replica) in enumerate(
+        zip(units.tokens, units.encoder_replicas, strict=True)
+    ):
         here = 0 if consumer is None else len(needed_of(units, unit, consumer))
-        if rank not in edge.replicas[owner]:
+        if rank not in edge.replicas[encoder_replica]:
             rows += here  # features
-        elif units.shares is not None:
+        elif units.shards is not None:
             rows += tokens - here  # gradients, all but those of its own part of the sequence
         elif consumer is None:
             rows += tokens

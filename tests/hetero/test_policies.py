@@ -39,7 +39,7 @@ MOVABLE = (Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE)
 
 def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:
     """A rank's operations as its schedule comes to them."""
-    count, passed = len(step.owners), {BEGIN, END}
+    count, passed = len(step.encoder_replicas), {BEGIN, END}
     yield from plan.get(BEGIN, ())
     for piece in pieces(pipeline, count):
         events = []
@@ -83,13 +83,13 @@ class Walk:
                 assert self.here(Kept.STATE)
                 if movable:
                     self.movable.add(unit)
-                assert unit is None or step.owners[unit] == step.replica
+                assert unit is None or step.encoder_replicas[unit] == step.replica
                 assert unit not in self.encoded
                 self.encoded.append(unit)
                 self.payloads.add(unit)
             case GatherFeatures(units=units, to_host=to_host):
                 self.collectives.append(operation)
-                own = {unit for unit in units if step.owners[unit] == step.replica}
+                own = {unit for unit in units if step.encoder_replicas[unit] == step.replica}
                 assert own <= self.payloads, "a unit is sent that was not encoded"
                 self.payloads -= own
                 if step.consumes and to_host:
@@ -194,9 +194,9 @@ def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipel
     if chunks > 1:
         count = stages * draw(st.integers(1, 3))
     if everywhere:
-        owners = tuple(draw(st.integers(0, replicas - 1)) for _ in range(count))
+        encoder_replicas = tuple(draw(st.integers(0, replicas - 1)) for _ in range(count))
     else:
-        owners = tuple(number % replicas for number in range(count))
+        encoder_replicas = tuple(number % replicas for number in range(count))
     training = draw(st.booleans())
     trains = training and draw(st.booleans())
     on_host = frozenset(draw(st.sets(st.sampled_from(MOVABLE)))) if everywhere else frozenset()
@@ -205,7 +205,7 @@ def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipel
         for replica in range(replicas):
             encodes = everywhere or stage == 0
             step = EncoderStep(
-                owners=owners,
+                encoder_replicas=encoder_replicas,
                 replicas=replicas,
                 replica=replica if encodes else None,
                 consumes=stage == 0,
@@ -261,7 +261,7 @@ def test_a_plan_that_lacks_any_operation_is_found(data: st.DataObject) -> None:
 
 def test_inline_is_of_the_stages_that_consume() -> None:
     step = EncoderStep(
-        owners=(0, 0),
+        encoder_replicas=(0, 0),
         replicas=1,
         replica=0,
         consumes=True,

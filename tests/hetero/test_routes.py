@@ -16,29 +16,33 @@ FEW = settings(max_examples=30, deadline=None)
 
 @st.composite
 def routed(draw):
-    """An edge, and owners of some units."""
+    """An edge, and encoder_replicas of some units."""
     placement, _, rank = draw(placements())
     edge = placement.edge(ENCODER.name, rank=rank)
-    owner = st.integers(0, len(edge.replicas) - 1)
-    return edge, tuple(draw(st.lists(owner, max_size=9)))
+    encoder_replica = st.integers(0, len(edge.replicas) - 1)
+    return edge, tuple(draw(st.lists(encoder_replica, max_size=9)))
 
 
 @FEW
 @given(routed())
 def test_every_consumer_gets_every_unit_once(made):
-    edge, owners = made
-    transfers = feature_transfers(edge, owners)
-    expected = [(unit, rank) for unit in range(len(owners)) for rank in edge.consumers]
+    edge, encoder_replicas = made
+    transfers = feature_transfers(edge, encoder_replicas)
+    expected = [(unit, rank) for unit in range(len(encoder_replicas)) for rank in edge.consumers]
     assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
-    assert all(each.source in edge.replicas[owners[each.unit]] for each in transfers)
+    assert all(each.source in edge.replicas[encoder_replicas[each.unit]] for each in transfers)
 
 
 @FEW
 @given(routed())
 def test_every_rank_of_the_owning_group_gets_the_gradient_once(made):
-    edge, owners = made
-    transfers = gradient_transfers(edge, owners)
-    expected = [(unit, rank) for unit, owner in enumerate(owners) for rank in edge.replicas[owner]]
+    edge, encoder_replicas = made
+    transfers = gradient_transfers(edge, encoder_replicas)
+    expected = [
+        (unit, rank)
+        for unit, encoder_replica in enumerate(encoder_replicas)
+        for rank in edge.replicas[encoder_replica]
+    ]
     assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
     assert all(each.source in edge.consumers for each in transfers)
 
@@ -46,11 +50,11 @@ def test_every_rank_of_the_owning_group_gets_the_gradient_once(made):
 @FEW
 @given(routed())
 def test_a_rank_that_has_it_sends_to_itself(made):
-    edge, owners = made
-    for each in feature_transfers(edge, owners):
-        has = each.target in edge.replicas[owners[each.unit]]
+    edge, encoder_replicas = made
+    for each in feature_transfers(edge, encoder_replicas):
+        has = each.target in edge.replicas[encoder_replicas[each.unit]]
         assert (each.source == each.target) == has
-    for each in gradient_transfers(edge, owners):
+    for each in gradient_transfers(edge, encoder_replicas):
         assert (each.source == each.target) == (each.target in edge.consumers)
 
 
@@ -58,10 +62,10 @@ def test_a_rank_that_has_it_sends_to_itself(made):
 @given(routed())
 def test_the_ranks_of_a_group_share_the_sending(made):
     """Of one unit, no rank of the owning group serves more than one other rank above another."""
-    edge, owners = made
-    transfers = feature_transfers(edge, owners)
-    for unit, owner in enumerate(owners):
-        replica = edge.replicas[owner]
+    edge, encoder_replicas = made
+    transfers = feature_transfers(edge, encoder_replicas)
+    for unit, encoder_replica in enumerate(encoder_replicas):
+        replica = edge.replicas[encoder_replica]
         if set(replica) & set(edge.consumers):
             continue
         sent = Counter(each.source for each in transfers if each.unit == unit)
@@ -76,9 +80,11 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     a round."""
     placement, decoder, rank = made
     edge = placement.edge(ENCODER.name, rank=rank)
-    owners = tuple(range(len(edge.replicas))) * rounds
+    encoder_replicas = tuple(range(len(edge.replicas))) * rounds
     sent = Counter(
-        each.source for each in gradient_transfers(edge, owners) if each.source != each.target
+        each.source
+        for each in gradient_transfers(edge, encoder_replicas)
+        if each.source != each.target
     )
     counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= rounds
@@ -88,24 +94,24 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
 @FEW
 @given(routed())
 def test_split_sequences_take_each_consumers_rows_there_and_back(made):
-    edge, owners = made
-    for each in feature_transfers(edge, owners, shared=True):
-        assert edge.consumers[each.share] == each.target
-    back = gradient_transfers(edge, owners, shared=True)
-    assert all(edge.consumers[each.share] == each.source for each in back)
+    edge, encoder_replicas = made
+    for each in feature_transfers(edge, encoder_replicas, sharded=True):
+        assert edge.consumers[each.shard] == each.target
+    back = gradient_transfers(edge, encoder_replicas, sharded=True)
+    assert all(edge.consumers[each.shard] == each.source for each in back)
     expected = [
-        (unit, rank, share)
-        for unit, owner in enumerate(owners)
-        for rank in edge.replicas[owner]
-        for share in range(len(edge.consumers))
+        (unit, rank, shard)
+        for unit, encoder_replica in enumerate(encoder_replicas)
+        for rank in edge.replicas[encoder_replica]
+        for shard in range(len(edge.consumers))
     ]
-    assert sorted((each.unit, each.target, each.share) for each in back) == sorted(expected)
+    assert sorted((each.unit, each.target, each.shard) for each in back) == sorted(expected)
 
 
 @FEW
 @given(placements(), st.integers(0, 3), st.integers(1, 12))
-def test_whatever_the_owners_the_consumers_share_the_gradients(made, owner, units):
-    """As with balanced units: many in a row can be of one owner, here one of a later stage."""
+def test_whatever_the_replicas_the_consumers_share_the_gradients(made, encoder_replica, units):
+    """As with balanced units: many in a row can be of one replica, here one of a later stage."""
     placement, _, rank = made
     edge = placement.edge(ENCODER.name, rank=rank)
     later = [
@@ -115,7 +121,7 @@ def test_whatever_the_owners_the_consumers_share_the_gradients(made, owner, unit
     ]
     if not later:
         return
-    owner = later[owner % len(later)]
-    sent = Counter(each.source for each in gradient_transfers(edge, (owner,) * units))
+    encoder_replica = later[encoder_replica % len(later)]
+    sent = Counter(each.source for each in gradient_transfers(edge, (encoder_replica,) * units))
     counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= 1

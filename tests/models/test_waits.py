@@ -91,7 +91,7 @@ def microbatches_of(here: Rank, args: Any, model: Any) -> list[Microbatch]:
                 vision=vision,
                 number=number,
                 patches=len(vision.pixels),
-                owner=number % len(here.engine.place.edge.replicas),
+                encoder_replica=number % len(here.engine.place.edge.replicas),
             )
         )
     return made

@@ -38,10 +38,10 @@ def separated(flags, tmp_path_factory):
 
 
 def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
-    """A run's losses, and by loader what it decoded and its units with their owners, in order."""
+    """A run's losses, and by loader what it decoded, its units and who encodes them, in order."""
     loaders: list[MicrobatchLoader] = []
     units: list[list[MediaBatch]] = []
-    owners: list[list[int]] = []
+    encoder_replicas: list[list[int]] = []
     original, deliver = MicrobatchLoader.__next__, ReplicaDelivery.__call__
     seen: list[MediaBatch] = []
 
@@ -49,10 +49,10 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         if self not in loaders:
             loaders.append(self)
             units.append([])
-            owners.append([])
+            encoder_replicas.append([])
         microbatch = original(self)
         units[loaders.index(self)].append(seen.pop())
-        owners[loaders.index(self)].append(microbatch.owner)
+        encoder_replicas[loaders.index(self)].append(microbatch.encoder_replica)
         return microbatch
 
     def delivered(self: Any, planned: PlannedMicrobatch) -> Any:
@@ -68,7 +68,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         "losses": losses,
         "decoded": [each.source.decoded for each in loaders],
         "units": units,
-        "owners": owners,
+        "encoder_replicas": encoder_replicas,
     }
 
 
@@ -88,15 +88,17 @@ def require_plan(found: list[dict[str, Any]]) -> None:
     )
     for number, units in enumerate(found[0]["units"]):
         planned = [
-            owner
+            encoder_replica
             for step in steps(units)
-            for owner in balance.owners([unit.grids for unit in step], replicas=len(found))
+            for encoder_replica in balance.assign(
+                [unit.grids for unit in step], replicas=len(found)
+            )
         ]
         assert planned != [unit.index % STEP % len(found) for unit in units]
-        assert all(each["owners"][number] == planned for each in found)
+        assert all(each["encoder_replicas"][number] == planned for each in found)
         images: Counter[int] = Counter()
-        for unit, owner in zip(units, planned, strict=True):
-            images[owner] += len({str(medium) for medium in unit.media})
+        for unit, encoder_replica in zip(units, planned, strict=True):
+            images[encoder_replica] += len({str(medium) for medium in unit.media})
         assert [each["decoded"][number] for each in found] == [
             images[rank] for rank in range(len(found))
         ]
@@ -112,7 +114,7 @@ def require_plan(found: list[dict[str, Any]]) -> None:
 )
 def test_owners_are_planned_and_the_losses_stay(separated, layout, ranks, more):
     in_turn = observe(separated, *layout, ranks=ranks)
-    assert in_turn[0]["owners"][0][:STEP] == [unit % ranks for unit in range(STEP)]
+    assert in_turn[0]["encoder_replicas"][0][:STEP] == [unit % ranks for unit in range(STEP)]
     found = observe(separated, *layout, *BALANCED, *more, ranks=ranks)
     require_plan(found)
     torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)
@@ -131,7 +133,7 @@ def test_evaluation_is_balanced_and_a_resumed_run_plans_the_same_steps(separated
     assert len(whole[0]["units"]) == 2
     resumes = ("--load", str(tmp_path), "--ckpt-step", "2")
     resumed = observe(separated, *PP2, *BALANCED, *resumes, ranks=2)
-    assert resumed[0]["owners"][0] == whole[0]["owners"][0][2 * STEP :]
+    assert resumed[0]["encoder_replicas"][0] == whole[0]["encoder_replicas"][0][2 * STEP :]
     require_plan(resumed)
     assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=2e-5)
 
@@ -156,8 +158,8 @@ def test_packs_with_samples_whose_pixels_are_bad(separated, demo, tmp_path):
     assert bad == {"pixels": sum("-cut.png" in medium for medium in media)}
     assert bad["pixels"] > 2
     found = observe(separated, *PP2, *BALANCED, *more, ranks=2)
-    assert set(found[0]["owners"][0]) == {0, 1}
-    assert all(each["owners"] == found[0]["owners"] for each in found)
-    assert found[0]["owners"] != in_turn[0]["owners"]
+    assert set(found[0]["encoder_replicas"][0]) == {0, 1}
+    assert all(each["encoder_replicas"] == found[0]["encoder_replicas"] for each in found)
+    assert found[0]["encoder_replicas"] != in_turn[0]["encoder_replicas"]
     assert json.loads(metrics.read_text())["bad_samples"] == bad
     torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)

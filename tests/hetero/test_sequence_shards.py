@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loongplug.hetero.sequence_shares import sequence_shares, size
+from loongplug.hetero.sequence_shards import sequence_shards, size
 
 pytestmark = pytest.mark.quick
 
@@ -23,13 +23,13 @@ def visual_places(draw):
 @given(visual_places())
 def test_each_part_gets_the_tokens_that_lie_in_it_in_their_order(made):
     places, length, parts = made
-    shares = sequence_shares(places, length=length, parts=parts)
-    assert len(shares) == parts
+    shards = sequence_shards(places, length=length, parts=parts)
+    assert len(shards) == parts
     position = np.concatenate([np.zeros(0, dtype=np.int64), *places])
-    for part, rows in enumerate(shares):
+    for part, rows in enumerate(shards):
         expected = (position // (length // parts) == part).nonzero()[0].tolist()
         taken = [token for each in rows for token in range(each.start, each.stop)]
         assert taken == expected
         assert size(rows) == len(expected)
     # One run of rows for each row of the microbatch at most: they are sent as such.
-    assert all(len(rows) <= len(places) for rows in shares)
+    assert all(len(rows) <= len(places) for rows in shards)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Rows = tuple[slice, ...]  # of a unit's features, ascending, without overlap
 
 
-def sequence_shares(
+def sequence_shards(
     places: Sequence[NDArray[np.int64]], *, length: int, parts: int
 ) -> tuple[Rows, ...]:
     """The rows that each of ``parts`` ranks needs; one slice per row of the microbatch.
@@ -24,15 +24,15 @@ def sequence_shares(
     """
     assert length % parts == 0, (length, parts)
     bounds = np.arange(parts + 1) * (length // parts)
-    shares: list[list[slice]] = [[] for _ in range(parts)]
+    shards: list[list[slice]] = [[] for _ in range(parts)]
     start = 0
     for row in places:
         cuts = (start + np.searchsorted(row, bounds)).tolist()
-        for share, (first, behind) in zip(shares, pairwise(cuts), strict=True):
+        for shard, (first, behind) in zip(shards, pairwise(cuts), strict=True):
             if behind > first:
-                share.append(slice(first, behind))
+                shard.append(slice(first, behind))
         start += len(row)
-    return tuple(tuple(share) for share in shares)
+    return tuple(tuple(shard) for shard in shards)
 
 
 def size(rows: Rows) -> int:
