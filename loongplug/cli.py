@@ -21,13 +21,46 @@ from loongplug.data.row_json import MAX_ROW_MIB
 
 app = typer.Typer(
     name="loongplug",
-    help="Heterogeneous parallel training of multimodal models on stock Megatron-Core.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"loongplug {version('loongplug')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Heterogeneous parallel training of multimodal models on stock Megatron-Core."""
+
+
+@app.command("train", context_settings=HANDS_ON, add_help_option=False)
+def train(
+    context: typer.Context,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine; else one for each GPU.")
+    ] = None,
+) -> None:
+    """Train on this machine: torchrun with train.py's flags, which --help lists.
+
+    For a run of several machines, start torchrun on each with -m loongplug.train.
+    """
+    from loongplug.training.launch import launch
+
+    with user_errors():
+        launch(context.args, ranks=ranks)
 
 
 @app.command()

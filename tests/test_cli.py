@@ -1,5 +1,6 @@
 """The ``loongplug`` command: what reaches the functions behind it, and how it ends."""
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,41 @@ def test_user_errors_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed = _run("eval", "--model", "hf", "--data", "d")
     assert code == 1
     assert printed == "loongplug: error: there is no model in 'hf'\n"
+
+
+def test_version_by_both_entries() -> None:
+    expected = f"loongplug {importlib.metadata.version('loongplug')}\n"
+    assert _run("--version") == (0, expected)
+    command = [sys.executable, "-m", "loongplug", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
+
+
+class TestTrain:
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """What this process would have become."""
+        found: list[list[str]] = []
+        monkeypatch.setattr("os.execv", lambda program, words: found.append(words))
+        return found
+
+    def test_is_torchrun_with_its_flags(self, started: list[list[str]]) -> None:
+        flags = ["--model-name", "tiny", "--bf16", "model.image_encoder.freeze=true"]
+        assert _run("train", "--ranks", "2", *flags)[0] == 0
+        ((_, *torchrun),) = started
+        assert torchrun[:4] == [
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        ]
+        assert torchrun[4:] == ["-m", "loongplug.train", *flags]
+
+    def test_is_one_rank_on_the_cpu(self, started: list[list[str]]) -> None:
+        assert _run("train", "--device", "cpu")[0] == 0
+        assert "--nproc-per-node=1" in started[0]
+
+    def test_help_is_the_runs(self, started: list[list[str]]) -> None:
+        _run("train", "--help")
+        assert started[0][1:] == ["-m", "loongplug.train", "--help"]
+
+    def test_no_ranks_are_refused(self, started: list[list[str]]) -> None:
+        code, printed = _run("train", "--ranks", "0")
+        assert (code, started) == (2, [])
+        assert "--ranks" in printed

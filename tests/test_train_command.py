@@ -39,14 +39,14 @@ def torchrun(*flags: str, ranks: int) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_train_export_evaluate_and_answer(tmp_path):
     make_demo_data(tmp_path, train=32, test=8)
-    ended = torchrun(
+    ended = command(
+        *("loongplug", "train", "--ranks", "2"),
         *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
         *("--tokenizer-model", str(tmp_path / "processor"), "--seq-length", "48"),
         *("--train-data-path", str(tmp_path / "train.jsonl"), "--train-iters", "2"),
         *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3"),
         *("--tensor-model-parallel-size", "2", "--save", str(tmp_path / "run")),
         *("--save-hf", str(tmp_path / "hf"), "--metrics-json", str(tmp_path / "metrics.json")),
-        ranks=2,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "iteration 2/2 | loss" in ended.stdout

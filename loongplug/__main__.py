@@ -1,0 +1,5 @@
+"""``python -m loongplug``: the ``loongplug`` command."""
+
+from loongplug.cli import app
+
+app()
