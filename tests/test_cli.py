@@ -154,7 +154,7 @@ class TestTrain:
         assert _run("train", "--ranks", "2", *flags)[0] == 0
         ((_, *torchrun),) = started
         assert torchrun[:4] == [
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+            *("-m", "loongplug.parallel.launch", "--standalone", "--nproc-per-node=2")
         ]
         assert torchrun[4:] == ["-m", "loongplug.train", *flags]
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
-    """Become torchrun with ``ranks`` processes of ``loongplug.train``.
+    """Become LoongPlug's torchrun, with ``ranks`` processes of ``loongplug.train``.
 
     Without ``ranks``, one for each GPU that the run will use, or one. This process is replaced,
     so that signals and the exit code are torchrun's. ``--help`` needs no ranks.
@@ -19,7 +19,7 @@ def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
     if {"--help", "-h"} & {*flags}:
         os.execv(sys.executable, [sys.executable, *train])
     number = _devices(flags) if ranks is None else ranks
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}")
+    torchrun = ("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={number}")
     os.execv(sys.executable, [sys.executable, *torchrun, *train])
 
 
