@@ -11,8 +11,7 @@ import numpy as np
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
-from loongplug.data.row_json import MAX_ROW_MIB
-from loongplug.data.rows import Rows
+from loongplug.data.rows import ANY_ROW, RowAccess, Rows
 
 Source = JsonlIndex | EnergonRows
 
@@ -66,26 +65,15 @@ def open_rows(
     *,
     flag: str,
     seed: int,
-    media_root: str | Path | None = None,
-    confine_media: bool = False,
     split: str | None = None,
-    max_row_mib: int = MAX_ROW_MIB,
+    access: RowAccess = ANY_ROW,
 ) -> Rows:
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
     Of energon datasets, ``split`` is taken, or all.
     """
     spec = parse_blend(values, flag=flag)
-    sources = [
-        open_source(
-            path,
-            media_root=media_root,
-            confine_media=confine_media,
-            split=split,
-            max_row_mib=max_row_mib,
-        )
-        for path in spec.paths
-    ]
+    sources = [open_source(path, split=split, access=access) for path in spec.paths]
     if len(sources) == 1:
         return sources[0]
     try:
@@ -102,23 +90,14 @@ def sources_of(rows: Rows) -> tuple[Source, ...]:
     return (rows,)
 
 
-def open_source(
-    path: Path,
-    *,
-    media_root: str | Path | None,
-    confine_media: bool,
-    split: str | None,
-    max_row_mib: int = MAX_ROW_MIB,
-) -> Source:
+def open_source(path: Path, *, access: RowAccess, split: str | None = None) -> Source:
     """The rows of a JSONL file, or of the folder of a prepared energon dataset.
 
     Media of the latter are in its shards, so nothing is left to be confined.
     """
     if is_energon(path):
-        return EnergonRows(path, split=split, max_row_mib=max_row_mib)
-    return JsonlIndex(
-        path, media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-    )
+        return EnergonRows(path, split=split, access=access)
+    return JsonlIndex(path, access=access)
 
 
 class Blend:

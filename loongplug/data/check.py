@@ -19,8 +19,7 @@ from loongplug.data.media_files import MediaFile
 from loongplug.data.parallel_rows import map_rows
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.row_json import MAX_ROW_MIB
-from loongplug.data.rows import Rows
+from loongplug.data.rows import ANY_ROW, RowAccess, Rows
 from loongplug.data.template import TrainingPhase, tokenize_conversation
 from loongplug.data.video import VideoProcessor, video_style_of
 from loongplug.data.video_files import decode_frames
@@ -122,12 +121,10 @@ def check(
     tokenizer_model: Path,
     seq_length: int,
     training_phase: TrainingPhase,
-    media_root: Path | None,
-    confine_media: bool = False,
+    access: RowAccess = ANY_ROW,
     video_fps: float | None,
-    max_row_mib: int = MAX_ROW_MIB,
     special_tokens_in_text: bool = False,
-    processes: int,
+    processes: int | None,
 ) -> int:
     """Check every row of the files, print what is wrong, and return how many rows are.
 
@@ -142,16 +139,8 @@ def check(
         raise ValueError(f"--seq-length is {seq_length}: expected at least 1.")
     started = time.monotonic()
     console = Console(stderr=True)
-    sources = [
-        open_source(
-            path,
-            media_root=media_root,
-            confine_media=confine_media,
-            split=None,
-            max_row_mib=max_row_mib,
-        )
-        for path in parse_blend(data, flag="--data").paths
-    ]
+    paths = parse_blend(data, flag="--data").paths
+    sources = [open_source(path, access=access) for path in paths]
     checker = RowChecker(
         load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text),
         seq_length=seq_length,

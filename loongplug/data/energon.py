@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from loongplug.data.media_files import TarMember, open_media_file
 from loongplug.data.outside_yaml import require_bounded_yaml
-from loongplug.data.row_json import MAX_ROW_MIB, parse_row_json, require_row_size
+from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
 _META = ".nv-meta"
 _CHUNK = 65_536
@@ -65,13 +65,13 @@ class EnergonRows:
     Opening reads the lists of shards; samples are read with a fresh file handle each.
     """
 
-    def __init__(self, folder: Path, *, split: str | None, max_row_mib: int = MAX_ROW_MIB) -> None:
+    def __init__(self, folder: Path, *, split: str | None, access: RowAccess = ANY_ROW) -> None:
         """``split`` is one of the dataset's parts, None for all.
 
         Raises ValueError where the package is missing, and for a folder that is not prepared.
         """
         self.folder = folder
-        self._max_row_mib = max_row_mib
+        self._access = access
         shards, excluded = _shards(folder, split=split)
         self.shards = tuple(folder / name for name, _ in shards)
         for shard in self.shards:
@@ -115,7 +115,7 @@ class EnergonRows:
                 " they say: prepare the dataset anew without them."
             )
         part = _row_part(sample)
-        require_row_size(part.size, max_row_mib=self._max_row_mib, where=where)
+        self._access.require_size(part.size, where=where)
         with open_media_file(part) as file:
             content = file.read()
         try:

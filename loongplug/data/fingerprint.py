@@ -11,7 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from loongplug.data.energon import EnergonRows
+from loongplug.data.blend import Source
+from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor
 
 # Files up to this size are read whole. Of larger ones this much, so that every rank can afford
@@ -64,12 +65,11 @@ def _read(paths: Sequence[Path], ends: Sequence[int], *, start: int, length: int
 
 
 def fingerprint(
-    sources: Sequence[Path | EnergonRows], processor: Processor, **settings: Any
+    sources: Sequence[Source], processor: Processor, **settings: Any
 ) -> dict[str, dict[str, Any]]:
     """The stream of samples as plain data, by what the user would call its parts.
 
-    ``sources`` hold the rows: JSONL files and energon datasets. Paths are not part of it: data
-    may move. ``settings`` are what else decides on the stream: lengths, seeds, weights, flags of
+    Paths of the ``sources`` are not part of it: data may move. ``settings`` are what else decides on the stream: lengths, seeds, weights, flags of
     the templates.
     """
     return {
@@ -85,10 +85,10 @@ def fingerprint(
     }
 
 
-def _of_source(source: Path | EnergonRows) -> dict[str, Any]:
+def _of_source(source: Source) -> dict[str, Any]:
     """Size and content; of an energon dataset, those of its shards, and its lists of them."""
-    if isinstance(source, Path):
-        return {"bytes": source.stat().st_size, "digest": content_digest(source)}
+    if isinstance(source, JsonlIndex):
+        return {"bytes": source.path.stat().st_size, "digest": content_digest(source.path)}
     return {
         "bytes": sum(shard.stat().st_size for shard in source.shards),
         "digest": content_digest(*source.shards),

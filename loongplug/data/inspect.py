@@ -16,7 +16,7 @@ from loongplug.data.images import image_size
 from loongplug.data.media_files import MediaFile
 from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import video_style_of
 
@@ -28,14 +28,12 @@ def inspect(
     *,
     tokenizer_model: Path,
     training_phase: TrainingPhase,
-    media_root: Path | None,
-    confine_media: bool = False,
+    access: RowAccess = ANY_ROW,
     video_fps: float | None,
-    max_row_mib: int = MAX_ROW_MIB,
     special_tokens_in_text: bool = False,
     samples: int,
     plots: Path | None,
-    processes: int,
+    processes: int | None,
 ) -> None:
     """Print ``samples`` samples, evenly chosen, and what all of them come to.
 
@@ -51,14 +49,7 @@ def inspect(
     console = Console(highlight=False, soft_wrap=True)
     processor = load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text)
     dataset = ChatDataset(
-        open_rows(
-            data,
-            flag="--data",
-            seed=0,
-            media_root=media_root,
-            confine_media=confine_media,
-            max_row_mib=max_row_mib,
-        ),
+        open_rows(data, flag="--data", seed=0, access=access),
         processor=processor,
         seq_length=_UNBOUNDED,
         training_phase=training_phase,

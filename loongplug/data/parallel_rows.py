@@ -12,21 +12,18 @@ from rich.progress import Progress
 _CHUNK = 32  # rows at a time
 
 
-def default_processes() -> int:
-    """As many as there are processors for this process."""
-    return len(os.sched_getaffinity(0))
-
-
 def map_rows[T](
-    task: Callable[[int], T], count: int, *, processes: int, console: Console, title: str
+    task: Callable[[int], T], count: int, *, processes: int | None, console: Console, title: str
 ) -> Iterator[T]:
     """What ``task`` makes of each row from 0 to ``count``, in their order.
 
-    The processes are forked, so ``task`` may hold what cannot be pickled; what it returns must
+    Without a number of ``processes``, one for each processor works. They are forked, so ``task`` may hold what cannot be pickled; what it returns must
     be picklable. They run ahead by what fits into their pipes and no further.
 
     Raises ValueError when a process was killed, and what ``task`` raises.
     """
+    if processes is None:
+        processes = len(os.sched_getaffinity(0))
     if processes < 1:
         raise ValueError(f"{processes} processes asked for: expected at least 1.")
     chunks = [range(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
