@@ -69,8 +69,8 @@ def fingerprint(
 ) -> dict[str, dict[str, Any]]:
     """The stream of samples as plain data, by what the user would call its parts.
 
-    Paths of the ``sources`` are not part of it: data may move. ``settings`` are what else decides on the stream: lengths, seeds, weights, flags of
-    the templates.
+    Paths of the ``sources`` are not part of it: data may move. ``settings`` are what else decides
+    on the stream: lengths, seeds, weights, flags of the templates.
     """
     return {
         "rows": {

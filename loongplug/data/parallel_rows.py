@@ -17,8 +17,9 @@ def map_rows[T](
 ) -> Iterator[T]:
     """What ``task`` makes of each row from 0 to ``count``, in their order.
 
-    Without a number of ``processes``, one for each processor works. They are forked, so ``task`` may hold what cannot be pickled; what it returns must
-    be picklable. They run ahead by what fits into their pipes and no further.
+    Without a number of ``processes``, one for each processor works. They are forked, so ``task``
+    may hold what cannot be pickled; what it returns must be picklable. They run ahead by what fits
+    into their pipes and no further.
 
     Raises ValueError when a process was killed, and what ``task`` raises.
     """
