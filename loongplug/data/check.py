@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from loongplug.data.bad_samples import BadSample
+from loongplug.data.bad_samples import BadSample, BadSampleError
 from loongplug.data.blend import open_source, parse_blend
-from loongplug.data.conversation import Conversation, Medium, Video, VideoFile
+from loongplug.data.conversation import Medium, Video
+from loongplug.data.dataset import tokenize_sample
 from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
-from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import MediaFile
 from loongplug.data.parallel_rows import map_rows
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess, Rows
-from loongplug.data.template import TrainingPhase, tokenize_conversation
+from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
 from loongplug.data.video_files import decode_frames
 
@@ -52,52 +53,38 @@ class RowChecker:
         except ValueError as error:
             return [BadSample("row", str(error))]
         findings: list[BadSample] = []
-        media: list[Medium] = []
+        opened: list[Medium] = []
         grids: list[Grid] = []
         try:
-            named = conversation.media(rows.media_root(index))
+            media = conversation.media(rows.media_root(index))
         except ValueError as error:  # a part that its sample does not have
             return [BadSample("media", str(error))]
-        for medium in named:
+        for named in media:
             try:
-                opened, grid = self._opened(medium, where=where)
+                medium = open_medium(named, videos=self._videos, where=where)
+                grid = medium_grid(medium, self._processor, videos=self._videos, where=where)
             except ValueError as error:
                 findings.append(BadSample("media", str(error)))
                 continue
-            if (fault := self._fault(opened)) is not None:
+            if (fault := self._fault(medium)) is not None:
                 findings.append(BadSample("pixels", f"{where}: {fault}"))
-            media.append(opened)
+            opened.append(medium)
             grids.append(grid)
-        if not findings:
-            findings += self._text(conversation, media, grids)
-        return findings
-
-    def _opened(self, medium: MediaFile | Video | VideoFile, *, where: str) -> tuple[Medium, Grid]:
-        opened = self._videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
-        return opened, medium_grid(opened, self._processor, videos=self._videos, where=where)
-
-    def _text(
-        self, conversation: Conversation, media: Sequence[Medium], grids: Sequence[Grid]
-    ) -> list[BadSample]:
+        if findings:
+            return findings
         try:
-            tokens = tokenize_conversation(
+            tokenize_sample(
                 conversation,
                 self._processor,
+                media=opened,
+                grids=grids,
+                videos=self._videos,
                 phase=self._phase,
-                placeholders=[
-                    placeholder(medium, grid, self._processor, videos=self._videos)
-                    for medium, grid in zip(media, grids, strict=True)
-                ],
+                seq_length=self._seq_length,
             )
-        except ValueError as error:
-            return [BadSample("text", str(error))]
-        if (length := len(tokens.ids)) <= self._seq_length:
-            return []
-        message = (
-            f"{conversation.where}: the sample has {length} tokens, but --seq-length is"
-            f" {self._seq_length}: raise it, or shorten or drop the sample."
-        )
-        return [BadSample("length", message)]
+        except BadSampleError as error:
+            return [error.sample]
+        return []
 
 
 def _fault(medium: Medium) -> str | None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Conversation, Medium, VideoClip, VideoFile
+from loongplug.data.conversation import Medium, Video, VideoClip, VideoFile
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
-from loongplug.data.media_files import MediaFile, MediaRoot
+from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -17,17 +17,11 @@ from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
 
 
-def open_media(
-    conversation: Conversation, root: MediaRoot, *, videos: VideoProcessor
-) -> tuple[Medium, ...]:
-    """The row's images and videos, in the order of their tokens; reads headers of video files.
-
-    Their names start at ``root``.
-    """
-    return tuple(
-        videos.clip(medium, where=conversation.where) if isinstance(medium, VideoFile) else medium
-        for medium in conversation.media(root)
-    )
+def open_medium(
+    medium: MediaFile | Video | VideoFile, *, videos: VideoProcessor, where: str
+) -> Medium:
+    """What a row names, with the frames chosen that are taken of a video file; reads its header."""
+    return videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
 
 
 def medium_grid(
@@ -139,5 +133,6 @@ class _Patches:
 def _version(medium: Medium, *, where: str) -> _Version:
     if isinstance(medium, MediaFile):
         return file_version(medium, where=where)
-    indices = medium.indices if isinstance(medium, VideoClip) else ()
-    return (*(file_version(file, where=where) for file in medium.files), *indices)
+    if isinstance(medium, VideoClip):
+        return file_version(medium.path, where=where), *medium.indices
+    return tuple(file_version(frame, where=where) for frame in medium.frames)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, open_media, placeholder
+from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import tokenize_prompt
@@ -55,7 +55,10 @@ def read_questions(
                 "right answer, which is compared with the model's."
             )
         prompt = Conversation(messages=tuple(asked), where=where)
-        media = open_media(prompt, rows.media_root(index), videos=videos)
+        media = tuple(
+            open_medium(medium, videos=videos, where=where)
+            for medium in prompt.media(rows.media_root(index))
+        )
         placeholders = [
             placeholder(
                 medium,
