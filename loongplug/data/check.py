@@ -17,13 +17,13 @@ from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
 from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import MediaFile
-from loongplug.data.parallel_rows import map_rows
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess, Rows
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
 from loongplug.data.video_files import decode_frames
+from loongplug.data.workers import map_rows
 
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
 

@@ -14,11 +14,11 @@ from loongplug.data.conversation import Medium, VideoClip
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.images import image_size
 from loongplug.data.media_files import MediaFile
-from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import video_style_of
+from loongplug.data.workers import map_rows
 
 _UNBOUNDED = 2**62  # a sequence length: samples are shown whatever their length
 

@@ -17,9 +17,9 @@ from loongplug.cli import app
 from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor
 from loongplug.data.rows import RowAccess
+from loongplug.data.workers import map_rows
 
 Row = Callable[..., dict[str, Any]]
 
