@@ -74,7 +74,7 @@ def make_sample(rng: random.Random, *, scans: Sequence[int], digits: Sequence[in
     count = rng.choice(task.counts)
     shown = [rng.choice(scans) for _ in range(count)]
     values = [digits[scan] for scan in shown]
-    question = {"type": "text", "text": task.ask(values)}
+    question = {"type": "text", "text": task.question(values)}
     files = tuple(zip(shown, _sizes(rng, count), strict=True)) if task.with_scans else ()
     images = [{"type": "image", "image": _image_name(scan, size)} for scan, size in files]
     row = {

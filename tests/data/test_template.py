@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from loongplug.data.conversation import Conversation, ImagePart, Message, Part, VideoPart
-from loongplug.data.processor import IMAGE_TOKEN, VIDEO_TOKEN, Processor
+from loongplug.data.processor import QWEN_TOKENS, Processor
 from loongplug.data.template import (
     Placeholder,
     Tokens,
@@ -40,19 +40,19 @@ def marked(tokens: Tokens, processor: Processor) -> str:
 
 
 def images(runs: list[int]) -> list[Placeholder]:
-    return [Placeholder(token=IMAGE_TOKEN, text=IMAGE_TOKEN, run=run) for run in runs]
+    return [Placeholder(token=QWEN_TOKENS.image, text=QWEN_TOKENS.image, run=run) for run in runs]
 
 
 PICTURE = ImagePart("a.png")
 VIDEO = VideoPart(("1.png", "2.png"), fps=2.0)
 TIMED = Placeholder(  # two pictures of two tokens, each behind its time
-    token=VIDEO_TOKEN,
+    token=QWEN_TOKENS.video,
     text="".join(
         f"<{seconds} seconds><|vision_start|><|video_pad|><|vision_end|>" for seconds in (0.5, 1.5)
     ),
     run=2,
 )
-BLOCK = Placeholder(token=VIDEO_TOKEN, text=VIDEO_TOKEN, run=4)
+BLOCK = Placeholder(token=QWEN_TOKENS.video, text=QWEN_TOKENS.video, run=4)
 ONE_TURN = conversation(("user", [PICTURE, PICTURE, "Read the digits."]), ("assistant", "31"))
 TWO_TURNS = conversation(
     ("system", "How are: 2"),
