@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
-from loongplug.data.rows import ANY_ROW, RowAccess, Rows
+from loongplug.data.rows import ANY_ROW, RowAccess
 
 Source = JsonlIndex | EnergonRows
 
-# Of a mixture by weights, whose order takes some 3 GB then.
-_MOST_ROWS = 2**28
+_MOST_ROWS = 2**28  # of a mixture by weights, whose order takes some 3 GB then
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def open_rows(
     seed: int,
     split: str | None = None,
     access: RowAccess = ANY_ROW,
-) -> Rows:
+) -> "Source | Blend":
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
     Of energon datasets, ``split`` is taken, or all.
@@ -80,14 +80,6 @@ def open_rows(
         return Blend(sources, weights=spec.weights, seed=seed)
     except ValueError as error:
         raise ValueError(f"{flag} {' '.join(values)}: {error}") from error
-
-
-def sources_of(rows: Rows) -> tuple[Source, ...]:
-    """The files and datasets that rows come from."""
-    if isinstance(rows, Blend):
-        return tuple(each for source in rows.sources for each in sources_of(source))
-    assert isinstance(rows, Source), rows
-    return (rows,)
 
 
 def open_source(path: Path, *, access: RowAccess, split: str | None = None) -> Source:
@@ -112,34 +104,27 @@ class Blend:
     """
 
     def __init__(
-        self, sources: Sequence[Rows], *, weights: Sequence[float] | None, seed: int
+        self, sources: Sequence[Source], *, weights: Sequence[float] | None, seed: int
     ) -> None:
         self.sources = tuple(sources)
-        sizes = [len(source) for source in sources]
-        if weights is None:
-            draws = sizes
-        else:
-            assert len(weights) == len(sizes)
+        draws = sizes = [len(source) for source in sources]
+        if weights is not None:
             # Relative to the source that decides the length, whose rows come once.
             scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
             _check_length(scale, sizes, weights)
-            draws = [
-                max(size, round(weight * scale))
-                for size, weight in zip(sizes, weights, strict=True)
-            ]
+            pairs = zip(sizes, weights, strict=True)
+            draws = [max(size, round(weight * scale)) for size, weight in pairs]
         # The k-th of n draws belongs at (k + 1/2) / n of the whole; equal places keep the order
         # of the sources.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in draws])
         order = np.argsort(places, kind="stable")
         of_source = np.repeat(np.arange(len(draws), dtype=np.uint16), draws)
-        rows = np.concatenate(
-            [
-                _drawn(size, n, seed=seed, source=source)
-                for source, (size, n) in enumerate(zip(sizes, draws, strict=True))
-            ]
-        )
+        drawn = [
+            _drawn(size, n, seed=seed, source=source)
+            for source, (size, n) in enumerate(zip(sizes, draws, strict=True))
+        ]
+        self._row = np.concatenate(drawn)[order]  # [rows]
         self._source = of_source[order]  # [rows]
-        self._row = rows[order]  # [rows]
 
     def __len__(self) -> int:
         return len(self._row)
@@ -159,7 +144,7 @@ class Blend:
         source, row = self._find(index)
         return source.media_root(row)
 
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def _find(self, index: int) -> tuple[Source, int]:
         return self.sources[self._source[index]], int(self._row[index])
 
 
@@ -176,7 +161,7 @@ def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) 
     )
 
 
-def _drawn(size: int, draws: int, *, seed: int, source: int) -> "np.typing.NDArray[np.int64]":
+def _drawn(size: int, draws: int, *, seed: int, source: int) -> NDArray[np.int64]:
     """Which of a source's rows come, [draws]: all of them as often as fits, then some."""
     whole, rest = divmod(draws, size)
     # RandomState's numbers are promised never to change: a resumed run sees the same blend.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
-from loongplug.data.blend import Source, sources_of
+from loongplug.data.blend import Blend, Source
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
@@ -18,7 +18,6 @@ from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.media_files import MediaFile
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
-from loongplug.data.rows import Rows
 from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
@@ -80,7 +79,7 @@ class ChatDataset:
 
     def __init__(
         self,
-        rows: str | Path | Rows,
+        rows: str | Path | Source | Blend,
         *,
         processor: Processor,
         seq_length: int,
@@ -129,7 +128,7 @@ class ChatDataset:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
-        return sources_of(self._rows)
+        return self._rows.sources if isinstance(self._rows, Blend) else (self._rows,)
 
     def share_cache(self, processes: int) -> None:
         """Keep only so much that this many processes together keep what one would."""

@@ -9,13 +9,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from loongplug.data.media_files import (
-    MediaFile,
-    TarMember,
-    file_on_disk,
-    open_media_file,
-    unreadable,
-)
+from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, opened_media, unreadable
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -96,11 +90,7 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
 @contextmanager
 def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
     """The image, its pixels still to be read; what Pillow raises then says ``where``, too."""
-    try:
-        source = open_media_file(path)
-    except OSError as error:
-        raise unreadable("image", path, error, where=where) from error
-    with source:
+    with opened_media("image", path, where=where) as source:
         try:
             with Image.open(source, formats=FORMATS) as image:
                 depth = _unknown_range(image)

@@ -87,6 +87,14 @@ def open_media_file(file: MediaFile) -> BinaryIO:
     return os.fdopen(_open(file), "rb")
 
 
+def opened_media(kind: str, file: MediaFile, *, where: str) -> BinaryIO:
+    """The file's bytes as of open_media_file; ValueError with ``where`` if it cannot be opened."""
+    try:
+        return open_media_file(file)
+    except OSError as error:
+        raise unreadable(kind, file, error, where=where) from error
+
+
 def unreadable(kind: str, file: MediaFile, error: OSError, *, where: str) -> ValueError:
     """What to tell users of an ``image`` or ``video`` that could not be opened."""
     if isinstance(error, FileNotFoundError):
