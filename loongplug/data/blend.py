@@ -67,7 +67,7 @@ def open_rows(
     seed: int,
     split: str | None = None,
     access: RowAccess = ANY_ROW,
-) -> "Source | Blend":
+) -> "Rows":
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
     Of energon datasets, ``split`` is taken, or all.
@@ -146,6 +146,9 @@ class Blend:
 
     def _find(self, index: int) -> tuple[Source, int]:
         return self.sources[self._source[index]], int(self._row[index])
+
+
+Rows = Source | Blend
 
 
 def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:

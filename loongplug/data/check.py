@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from loongplug.data.bad_samples import BadSample, BadSampleError
-from loongplug.data.blend import open_source, parse_blend
+from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.conversation import Medium, Video
 from loongplug.data.dataset import tokenize_sample
 from loongplug.data.formats import parse_conversation
@@ -19,7 +19,7 @@ from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import MediaFile
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.rows import ANY_ROW, RowAccess, Rows
+from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
 from loongplug.data.video_files import decode_frames
@@ -45,7 +45,7 @@ class RowChecker:
         self._videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
         self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
-    def check(self, rows: Rows, index: int) -> list[BadSample]:
+    def check(self, rows: Source, index: int) -> list[BadSample]:
         """Decodes the row's images and videos, too, each file once while it is remembered."""
         where = rows.where(index)
         try:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
-from loongplug.data.blend import Blend, Source
+from loongplug.data.blend import Blend, Rows, Source
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
@@ -79,7 +79,7 @@ class ChatDataset:
 
     def __init__(
         self,
-        rows: str | Path | Source | Blend,
+        rows: str | Path | Rows,
         *,
         processor: Processor,
         seq_length: int,

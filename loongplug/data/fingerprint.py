@@ -5,6 +5,7 @@ stream of samples is the same, which two equal fingerprints show.
 """
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -53,14 +54,12 @@ def content_digest(*paths: Path) -> str:
 def _read(paths: Sequence[Path], ends: Sequence[int], *, start: int, length: int) -> bytes:
     """A piece of what the files hold one behind the other; ``ends`` are their ends there."""
     found = bytearray()
-    number = bisect_right(ends, start)
-    while len(found) < length and number < len(paths):
-        path, end = paths[number], ends[number]
-        with path.open("rb") as file:
-            file.seek(start + len(found) - (end - path.stat().st_size))
-            piece = file.read(length - len(found))
-        found += piece
-        number += 1
+    for number in range(bisect_right(ends, start), len(paths)):
+        with paths[number].open("rb") as file:
+            file.seek(start + len(found) - ends[number], os.SEEK_END)
+            found += file.read(length - len(found))
+        if len(found) == length:
+            break
     return bytes(found)
 
 

@@ -1,7 +1,6 @@
 """What ``loongplug data inspect`` does: show samples as the model will see them, and how long."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -67,18 +66,16 @@ def inspect(
     if plots is None:
         return
 
-    def measure(index: int) -> "Measures | None":
+    def measure(index: int) -> tuple[int, int] | None:
         try:
             sample = dataset[index]
         except ValueError:
             return None
-        return Measures(len(sample.input_ids), len(sample.media))
+        return len(sample), len(sample.media)
 
-    progress = Console(stderr=True)
+    progress, title = Console(stderr=True), "measuring rows"
     measured = list(
-        map_rows(
-            measure, len(dataset), processes=processes, console=progress, title="measuring rows"
-        )
+        map_rows(measure, len(dataset), processes=processes, console=progress, title=title)
     )
     usable = [one for one in measured if one is not None]
     if left_out := len(measured) - len(usable):
@@ -88,22 +85,13 @@ def inspect(
         )
     if not usable:
         raise ValueError("No row can be used, so there is nothing to draw.")
-    lengths = np.array([one.length for one in usable])
-    media = np.array([one.media for one in usable])
+    lengths, media = np.array(usable).T
     console.print(_quantiles("tokens per sample", lengths))
     console.print(_quantiles("images and videos per sample", media))
     plots.mkdir(parents=True, exist_ok=True)
     draw_histogram(lengths, plots / "lengths.png", label="tokens per sample")
     draw_histogram(media, plots / "images.png", label="images and videos per sample")
     console.print(f"Histograms: {plots / 'lengths.png'}, {plots / 'images.png'}")
-
-
-@dataclass(frozen=True)
-class Measures:
-    """How long a sample is, in tokens, and how many images and videos it has."""
-
-    length: int
-    media: int
 
 
 def describe(sample: Sample, processor: Processor) -> Iterator[str]:

@@ -1,32 +1,14 @@
-"""Rows: where they come from, what is read of them, and what is refused."""
+"""What is read of a row, and what is refused."""
 
 import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loongplug.data.media_files import ConfinedFolder, MediaRoot
 
 MAX_ROW_MIB = 64  # --max-row-mib; to tokenize a text takes 200 to 250 times its size in memory
-
-
-class Rows(Protocol):
-    """Rows of one or several files, by index."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> dict[str, Any]:
-        """The row; ValueError with its place when it is too large or no JSON object."""
-        ...
-
-    def where(self, index: int) -> str:
-        """``path:line`` of the row, for messages."""
-        ...
-
-    def media_root(self, index: int) -> MediaRoot:
-        """What the names of images and videos in the row start at."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from loongplug.commands.data import data as data_commands
 from loongplug.data import media_files
-from loongplug.data.blend import open_rows
+from loongplug.data.blend import Rows, open_rows
 from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.media_files import ConfinedFolder, open_media_file, read_head
 from loongplug.data.processor import Processor
-from loongplug.data.rows import RowAccess, Rows
+from loongplug.data.rows import RowAccess
 from loongplug.data.units import MediaBatch, UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.evaluate.questions import read_questions
