@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -68,13 +67,9 @@ def decode_image(path: MediaFile, *, where: str) -> Image.Image:
     return upright if turn is None else upright.transpose(turn)
 
 
-@dataclass(frozen=True)
-class FileVersion:
-    """A file as it is now: equal to itself later only while nothing has written to it."""
-
-    path: MediaFile
-    modified_ns: int
-    size: int
+# A file as it is now, with the time of its last change and its size: equal to itself later only
+# while nothing has written to it.
+FileVersion = tuple[MediaFile, int, int]
 
 
 def file_version(path: MediaFile, *, where: str) -> FileVersion:
@@ -83,8 +78,7 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
         state = file_on_disk(path).stat()
     except OSError as error:
         raise unreadable("image", path, error, where=where) from error
-    size = path.size if isinstance(path, TarMember) else state.st_size
-    return FileVersion(path, modified_ns=state.st_mtime_ns, size=size)
+    return path, state.st_mtime_ns, path.size if isinstance(path, TarMember) else state.st_size
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The images and videos of samples: what stands for them in the text, and their pixels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,12 +85,9 @@ class MediaLoader:
         }
         for version, patches in self._process(missing, where=where).items():
             loaded[version] = patches
-            self._cache.put(version, patches, size=patches.pixels.nbytes)
-        ordered = [loaded[version] for version in versions]
-        return VisionInput(
-            pixels=torch.cat([patches.pixels for patches in ordered]),  # [patches, patch_dim]
-            grid_thw=torch.tensor([patches.grid for patches in ordered]),  # [media, 3]
-        )
+            self._cache.put(version, patches, size=patches[0].nbytes)
+        pixels, grids = zip(*(loaded[version] for version in versions), strict=True)
+        return VisionInput(pixels=torch.cat(pixels), grid_thw=torch.tensor(grids))
 
     def _process(
         self, media: dict["_Version", Medium], *, where: str
@@ -111,11 +107,10 @@ class MediaLoader:
             pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
             for version, part, grid in zip(images, pixels, grids.tolist(), strict=True):
                 # A view would keep the whole call's pixels alive.
-                processed[version] = _Patches(pixels=part.clone(), grid=tuple(grid))
+                processed[version] = part.clone(), tuple(grid)
         for version, medium in media.items():
             if not isinstance(medium, MediaFile):
-                part, grid = self._videos.patches(medium, where=where)
-                processed[version] = _Patches(pixels=part, grid=grid)
+                processed[version] = self._videos.patches(medium, where=where)
         return processed
 
 
@@ -124,10 +119,7 @@ class MediaLoader:
 _Version = FileVersion | tuple[FileVersion | int, ...]
 
 
-@dataclass(frozen=True)
-class _Patches:
-    pixels: Tensor  # [patches, patch_dim] float32
-    grid: Grid
+_Patches = tuple[Tensor, Grid]  # [patches, patch_dim] float32
 
 
 def _version(medium: Medium, *, where: str) -> _Version:

@@ -44,10 +44,7 @@ class Tokens:
     trained: NDArray[np.bool_]  # whether predicting this token counts
 
 
-@dataclass(frozen=True)
-class _Segment:
-    text: str
-    trained: bool
+_Segment = tuple[str, bool]  # a text, and whether it is trained on
 
 
 def tokenize_conversation(
@@ -78,7 +75,7 @@ def tokenize_conversation(
         conversation = dataclasses.replace(conversation, messages=messages)
     segments = _segments(conversation, processor, phase=phase)
     texts = _write_placeholders(
-        [segment.text for segment in segments], placeholders, tokens=processor.tokens, where=where
+        [text for text, _ in segments], placeholders, tokens=processor.tokens, where=where
     )
     # One by one: a sample's few texts take less time than handing them to the tokenizer's threads,
     # of which a machine full of ranks and workers has none to spare.
@@ -91,7 +88,7 @@ def tokenize_conversation(
     else:
         encoded = [encode_text(text, tokenizer, special=True) for text in texts]
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
-    trained = np.repeat([segment.trained for segment in segments], [len(p) for p in encoded])
+    trained = np.repeat([trained for _, trained in segments], [len(p) for p in encoded])
     for token in processor.vision_token_ids:
         trained &= ids != token
     if not placeholders:
@@ -124,11 +121,11 @@ def _segments(
 ) -> list[_Segment]:
     messages, where = conversation.messages, conversation.where
     if phase is None:
-        return [_Segment(_render(messages, processor, where=where, prompt=True), False)]
+        return [(_render(messages, processor, where=where, prompt=True), False)]
     if not conversation.plain:
         if phase == "sft":
             return _assistant_segments(messages, processor, where=where)
-        return [_Segment(_render(messages, processor, where=where), True)]
+        return [(_render(messages, processor, where=where), True)]
     if phase == "sft":
         raise ValueError(
             f"{where}: plain text has no answers to train on: give messages, or train with"
@@ -141,7 +138,7 @@ def _segments(
         else:
             token = tokens.image if isinstance(part, ImagePart) else tokens.video
             pieces.append(f"{tokens.start}{token}{tokens.end}")
-    return [_Segment("".join([*pieces, processor.end_token]), True)]
+    return [("".join([*pieces, processor.end_token]), True)]
 
 
 def _assistant_segments(
@@ -164,7 +161,7 @@ def _assistant_segments(
                 f"{where}: the chat template of {processor.folder} does not end an answer with the"
                 f" tokenizer's eos_token {processor.end_token!r}: correct one of the two."
             )
-        segments += [_Segment(pending, False), _Segment(spoken + end, True)]
+        segments += [(pending, False), (spoken + end, True)]
         done, pending = whole, rest
     if not segments:
         raise ValueError(
@@ -173,7 +170,7 @@ def _assistant_segments(
         )
     if messages[-1].role != "assistant":
         pending += _continuation(_render(messages, processor, where=where), done, where=where)
-    return [*segments, _Segment(pending, False)]
+    return [*segments, (pending, False)]
 
 
 def _continuation(text: str, beginning: str, *, where: str) -> str:
