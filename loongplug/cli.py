@@ -17,7 +17,7 @@ from loongplug.commands.options import (
     SpecialTokensInText,
     user_errors,
 )
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
 app = typer.Typer(
     name="loongplug",
@@ -101,12 +101,12 @@ def evaluate(
         run(
             model,
             data,
-            media_root=media_root,
-            confine_media=confine_media,
+            access=RowAccess(
+                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
+            ),
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             limit=limit,
-            max_row_mib=max_row_mib,
             special_tokens_in_text=special_tokens_in_text,
             device=device,
             json_path=json_path,

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
 
@@ -59,12 +60,10 @@ def test_eval_defaults(calls: _Calls) -> None:
         (
             (Path("hf"), Path("test.jsonl")),
             {
-                "media_root": None,
-                "confine_media": False,
+                "access": RowAccess(),
                 "batch_size": 32,
                 "max_new_tokens": 32,
                 "limit": None,
-                "max_row_mib": 64,
                 "special_tokens_in_text": False,
                 "device": "auto",
                 "json_path": None,
@@ -80,12 +79,10 @@ def test_eval_options(calls: _Calls) -> None:
     )
     assert _run("eval", "--model", "hf", "--data", "d", *options.split())[0] == 0
     assert calls[0][1] == {
-        "media_root": Path("m"),
-        "confine_media": True,
+        "access": RowAccess(media_root=Path("m"), confine_media=True),
         "batch_size": 2,
         "max_new_tokens": 3,
         "limit": 4,
-        "max_row_mib": 64,
         "special_tokens_in_text": False,
         "device": "cpu",
         "json_path": Path("j"),

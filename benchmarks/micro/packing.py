@@ -1,6 +1,7 @@
 """How long packing takes to plan, and how full its sequences are."""
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -9,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from loongplug.data.packing import plan
+from loongplug.data.packing import Pack, PackPlanner
 
 # Parts of the mix: share, median and spread (sigma of the logarithm) of the lengths in tokens.
 _MIX = ((0.6, 300, 0.8), (0.3, 1500, 0.5), (0.1, 4000, 0.4))
@@ -49,6 +50,17 @@ def skewed_lengths(count: int, *, seq_length: int, seed: int = 0) -> list[int]:
     part = random.choice(len(_MIX), size=count, p=shares)
     lengths = random.lognormal(np.log(medians)[part], sigmas[part])
     return [int(length) for length in np.clip(lengths, 1, seq_length)]
+
+
+def plan(lengths: Iterable[int], *, seq_length: int, look_ahead: int) -> Iterator[Pack]:
+    """The packs of a stream that ends, one after the other; ValueErrors are PackPlanner's."""
+    planner = PackPlanner(seq_length=seq_length, look_ahead=look_ahead)
+    for length in lengths:
+        planner.add(length)
+        if (pack := planner.next_pack()) is not None:
+            yield pack
+    while (pack := planner.next_pack(ended=True)) is not None:
+        yield pack
 
 
 def run(

@@ -18,7 +18,7 @@ from loongplug.commands.options import (
     phase_named,
     user_errors,
 )
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
 data = typer.Typer(help="Check training data, and look at them.", no_args_is_help=True)
 
@@ -42,19 +42,18 @@ def data_check(
     """
     with user_errors():
         from loongplug.data.check import check as run
-        from loongplug.data.parallel_rows import default_processes
 
         bad = run(
             files,
             tokenizer_model=tokenizer_model,
             seq_length=seq_length,
             training_phase=phase_named(training_phase),
-            media_root=media_root,
-            confine_media=confine_media,
+            access=RowAccess(
+                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
+            ),
             video_fps=video_fps,
-            max_row_mib=max_row_mib,
             special_tokens_in_text=special_tokens_in_text,
-            processes=default_processes() if processes is None else processes,
+            processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
 
@@ -78,18 +77,17 @@ def data_inspect(
     """Show samples as the model will see them: tokens and which are trained, images and sizes."""
     with user_errors():
         from loongplug.data.inspect import inspect as run
-        from loongplug.data.parallel_rows import default_processes
 
         run(
             files,
             tokenizer_model=tokenizer_model,
             training_phase=phase_named(training_phase),
-            media_root=media_root,
-            confine_media=confine_media,
+            access=RowAccess(
+                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
+            ),
             video_fps=video_fps,
-            max_row_mib=max_row_mib,
             special_tokens_in_text=special_tokens_in_text,
             samples=samples,
             plots=plots,
-            processes=default_processes() if processes is None else processes,
+            processes=processes,
         )

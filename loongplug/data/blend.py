@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
-from loongplug.data.row_json import MAX_ROW_MIB
-from loongplug.data.rows import Rows
+from loongplug.data.rows import ANY_ROW, RowAccess
 
 Source = JsonlIndex | EnergonRows
 
-# Of a mixture by weights, whose order takes some 3 GB then.
-_MOST_ROWS = 2**28
+_MOST_ROWS = 2**28  # of a mixture by weights, whose order takes some 3 GB then
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,15 @@ def open_rows(
     *,
     flag: str,
     seed: int,
-    media_root: str | Path | None = None,
-    confine_media: bool = False,
     split: str | None = None,
-    max_row_mib: int = MAX_ROW_MIB,
-) -> Rows:
+    access: RowAccess = ANY_ROW,
+) -> "Rows":
     """The rows that a data flag's values name; ValueError for what is missing or malformed.
 
     Of energon datasets, ``split`` is taken, or all.
     """
     spec = parse_blend(values, flag=flag)
-    sources = [
-        open_source(
-            path,
-            media_root=media_root,
-            confine_media=confine_media,
-            split=split,
-            max_row_mib=max_row_mib,
-        )
-        for path in spec.paths
-    ]
+    sources = [open_source(path, split=split, access=access) for path in spec.paths]
     if len(sources) == 1:
         return sources[0]
     try:
@@ -94,31 +82,14 @@ def open_rows(
         raise ValueError(f"{flag} {' '.join(values)}: {error}") from error
 
 
-def sources_of(rows: Rows) -> tuple[Source, ...]:
-    """The files and datasets that rows come from."""
-    if isinstance(rows, Blend):
-        return tuple(each for source in rows.sources for each in sources_of(source))
-    assert isinstance(rows, Source), rows
-    return (rows,)
-
-
-def open_source(
-    path: Path,
-    *,
-    media_root: str | Path | None,
-    confine_media: bool,
-    split: str | None,
-    max_row_mib: int = MAX_ROW_MIB,
-) -> Source:
+def open_source(path: Path, *, access: RowAccess, split: str | None = None) -> Source:
     """The rows of a JSONL file, or of the folder of a prepared energon dataset.
 
     Media of the latter are in its shards, so nothing is left to be confined.
     """
     if is_energon(path):
-        return EnergonRows(path, split=split, max_row_mib=max_row_mib)
-    return JsonlIndex(
-        path, media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-    )
+        return EnergonRows(path, split=split, access=access)
+    return JsonlIndex(path, access=access)
 
 
 class Blend:
@@ -133,34 +104,27 @@ class Blend:
     """
 
     def __init__(
-        self, sources: Sequence[Rows], *, weights: Sequence[float] | None, seed: int
+        self, sources: Sequence[Source], *, weights: Sequence[float] | None, seed: int
     ) -> None:
         self.sources = tuple(sources)
-        sizes = [len(source) for source in sources]
-        if weights is None:
-            draws = sizes
-        else:
-            assert len(weights) == len(sizes)
+        draws = sizes = [len(source) for source in sources]
+        if weights is not None:
             # Relative to the source that decides the length, whose rows come once.
             scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
             _check_length(scale, sizes, weights)
-            draws = [
-                max(size, round(weight * scale))
-                for size, weight in zip(sizes, weights, strict=True)
-            ]
+            pairs = zip(sizes, weights, strict=True)
+            draws = [max(size, round(weight * scale)) for size, weight in pairs]
         # The k-th of n draws belongs at (k + 1/2) / n of the whole; equal places keep the order
         # of the sources.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in draws])
         order = np.argsort(places, kind="stable")
         of_source = np.repeat(np.arange(len(draws), dtype=np.uint16), draws)
-        rows = np.concatenate(
-            [
-                _drawn(size, n, seed=seed, source=source)
-                for source, (size, n) in enumerate(zip(sizes, draws, strict=True))
-            ]
-        )
+        drawn = [
+            _drawn(size, n, seed=seed, source=source)
+            for source, (size, n) in enumerate(zip(sizes, draws, strict=True))
+        ]
+        self._row = np.concatenate(drawn)[order]  # [rows]
         self._source = of_source[order]  # [rows]
-        self._row = rows[order]  # [rows]
 
     def __len__(self) -> int:
         return len(self._row)
@@ -180,8 +144,11 @@ class Blend:
         source, row = self._find(index)
         return source.media_root(row)
 
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def _find(self, index: int) -> tuple[Source, int]:
         return self.sources[self._source[index]], int(self._row[index])
+
+
+Rows = Source | Blend
 
 
 def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:
@@ -197,7 +164,7 @@ def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) 
     )
 
 
-def _drawn(size: int, draws: int, *, seed: int, source: int) -> "np.typing.NDArray[np.int64]":
+def _drawn(size: int, draws: int, *, seed: int, source: int) -> NDArray[np.int64]:
     """Which of a source's rows come, [draws]: all of them as often as fits, then some."""
     whole, rest = divmod(draws, size)
     # RandomState's numbers are promised never to change: a resumed run sees the same blend.

@@ -86,12 +86,8 @@ class _Budget:
         if not isinstance(text, str):
             return
         widths = _WIDTH.findall(text)
-        wide = max(map(len, widths), default=0) > 9
-        if (
-            wide
-            or _WIDTH_ELSEWHERE.search(text)
-            or max(map(int, widths), default=0) * len(text) > self._left
-        ):
+        unknown = _WIDTH_ELSEWHERE.search(text) or any(len(width) > 9 for width in widths)
+        if unknown or max(map(int, widths), default=0) * len(text) > self._left:
             raise TemplateLimitError("it formats to a width that is too large")
 
 
@@ -179,12 +175,16 @@ class _Counted(NodeTransformer):
         return self._made(node, node.items)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:  # noqa: N802
-        if node.ctx != "load":
-            return node
-        return self._made(node, node.items)
+        return self._made(node, node.items) if node.ctx == "load" else node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:  # noqa: N802
         return self._made(node, [pair.value for pair in node.items])
+
+    def _made(self, node: nodes.Expr, items: Sequence[nodes.Expr]) -> nodes.Expr:
+        if all(isinstance(item, nodes.Const) for item in items):
+            return node
+        self.generic_visit(node)
+        return _filter(node, "loongplug_made")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
         self.generic_visit(node)
@@ -214,12 +214,6 @@ class _Counted(NodeTransformer):
             nothing = nodes.Const("", lineno=node.lineno)
             node.nodes.append(_filter(nothing, "loongplug_made", nodes.Const(own)))
         return node
-
-    def _made(self, node: nodes.Expr, items: Sequence[nodes.Expr]) -> nodes.Expr:
-        if all(isinstance(item, nodes.Const) for item in items):
-            return node
-        self.generic_visit(node)
-        return _filter(node, "loongplug_made")
 
 
 def _filter(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
@@ -294,8 +288,10 @@ def _counted_filter(like: Environment, name: str) -> Any:
         value = _listed(value)
         if name == "format":
             budget.format(value)
-        elif name == "round" and not _few(kwargs.get("precision", (*args, 0)[0])):
-            raise TemplateLimitError("it makes a number that is too large")
+        elif name == "round":
+            places = kwargs.get("precision", (*args, 0)[0])
+            if not isinstance(places, int) or abs(places) > _LARGEST_PLACES:
+                raise TemplateLimitError("it makes a number that is too large")
         elif name == "sum" and not isinstance(kwargs.get("start", (*args, 0, 0)[1]), int | float):
             raise TemplateLimitError("it adds up what are no numbers")
         # As the value of a filter, a number is no width.
@@ -321,10 +317,6 @@ def _listed(value: Any) -> Any:
     """The items of what is gone through only as they are asked for, as a list, which has a size."""
     views = (Iterator, KeysView, ValuesView, ItemsView)
     return list(value) if isinstance(value, views) else value
-
-
-def _few(places: Any) -> bool:
-    return isinstance(places, int) and abs(places) <= _LARGEST_PLACES
 
 
 @lru_cache(maxsize=8)

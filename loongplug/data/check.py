@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from loongplug.data.bad_samples import BadSample
-from loongplug.data.blend import open_source, parse_blend
-from loongplug.data.conversation import Conversation, Medium, Video, VideoFile
+from loongplug.data.bad_samples import BadSample, BadSampleError
+from loongplug.data.blend import Source, open_source, parse_blend
+from loongplug.data.conversation import Medium, Video
+from loongplug.data.dataset import tokenize_sample
 from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
-from loongplug.data.media import medium_grid, placeholder
+from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import MediaFile
-from loongplug.data.parallel_rows import map_rows
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.row_json import MAX_ROW_MIB
-from loongplug.data.rows import Rows
-from loongplug.data.template import TrainingPhase, tokenize_conversation
+from loongplug.data.rows import ANY_ROW, RowAccess
+from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
 from loongplug.data.video_files import decode_frames
+from loongplug.data.workers import map_rows
 
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
 
@@ -45,7 +45,7 @@ class RowChecker:
         self._videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
         self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
-    def check(self, rows: Rows, index: int) -> list[BadSample]:
+    def check(self, rows: Source, index: int) -> list[BadSample]:
         """Decodes the row's images and videos, too, each file once while it is remembered."""
         where = rows.where(index)
         try:
@@ -53,52 +53,38 @@ class RowChecker:
         except ValueError as error:
             return [BadSample("row", str(error))]
         findings: list[BadSample] = []
-        media: list[Medium] = []
+        opened: list[Medium] = []
         grids: list[Grid] = []
         try:
-            named = conversation.media(rows.media_root(index))
+            media = conversation.media(rows.media_root(index))
         except ValueError as error:  # a part that its sample does not have
             return [BadSample("media", str(error))]
-        for medium in named:
+        for named in media:
             try:
-                opened, grid = self._opened(medium, where=where)
+                medium = open_medium(named, videos=self._videos, where=where)
+                grid = medium_grid(medium, self._processor, videos=self._videos, where=where)
             except ValueError as error:
                 findings.append(BadSample("media", str(error)))
                 continue
-            if (fault := self._fault(opened)) is not None:
+            if (fault := self._fault(medium)) is not None:
                 findings.append(BadSample("pixels", f"{where}: {fault}"))
-            media.append(opened)
+            opened.append(medium)
             grids.append(grid)
-        if not findings:
-            findings += self._text(conversation, media, grids)
-        return findings
-
-    def _opened(self, medium: MediaFile | Video | VideoFile, *, where: str) -> tuple[Medium, Grid]:
-        opened = self._videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
-        return opened, medium_grid(opened, self._processor, videos=self._videos, where=where)
-
-    def _text(
-        self, conversation: Conversation, media: Sequence[Medium], grids: Sequence[Grid]
-    ) -> list[BadSample]:
+        if findings:
+            return findings
         try:
-            tokens = tokenize_conversation(
+            tokenize_sample(
                 conversation,
                 self._processor,
+                media=opened,
+                grids=grids,
+                videos=self._videos,
                 phase=self._phase,
-                placeholders=[
-                    placeholder(medium, grid, self._processor, videos=self._videos)
-                    for medium, grid in zip(media, grids, strict=True)
-                ],
+                seq_length=self._seq_length,
             )
-        except ValueError as error:
-            return [BadSample("text", str(error))]
-        if (length := len(tokens.ids)) <= self._seq_length:
-            return []
-        message = (
-            f"{conversation.where}: the sample has {length} tokens, but --seq-length is"
-            f" {self._seq_length}: raise it, or shorten or drop the sample."
-        )
-        return [BadSample("length", message)]
+        except BadSampleError as error:
+            return [error.sample]
+        return []
 
 
 def _fault(medium: Medium) -> str | None:
@@ -122,12 +108,10 @@ def check(
     tokenizer_model: Path,
     seq_length: int,
     training_phase: TrainingPhase,
-    media_root: Path | None,
-    confine_media: bool = False,
+    access: RowAccess = ANY_ROW,
     video_fps: float | None,
-    max_row_mib: int = MAX_ROW_MIB,
     special_tokens_in_text: bool = False,
-    processes: int,
+    processes: int | None,
 ) -> int:
     """Check every row of the files, print what is wrong, and return how many rows are.
 
@@ -142,16 +126,8 @@ def check(
         raise ValueError(f"--seq-length is {seq_length}: expected at least 1.")
     started = time.monotonic()
     console = Console(stderr=True)
-    sources = [
-        open_source(
-            path,
-            media_root=media_root,
-            confine_media=confine_media,
-            split=None,
-            max_row_mib=max_row_mib,
-        )
-        for path in parse_blend(data, flag="--data").paths
-    ]
+    paths = parse_blend(data, flag="--data").paths
+    sources = [open_source(path, access=access) for path in paths]
     checker = RowChecker(
         load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text),
         seq_length=seq_length,

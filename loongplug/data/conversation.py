@@ -1,17 +1,15 @@
 """What a row says, whatever format it was written in: messages of text, images and videos."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from loongplug.data.media_files import MediaFile, MediaRoot
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a message: its text, or the path of an image."""
+class ImagePart:
+    """An image in a message, by its file's name."""
 
-    kind: Literal["text", "image"]
-    value: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,18 @@ class VideoPart:
     fps: float | None
 
 
+Part = str | ImagePart | VideoPart  # a piece of a message; a string is its text
+
+
 @dataclass(frozen=True)
 class Message:
     role: str
-    parts: tuple[Part | VideoPart, ...]
+    parts: tuple[Part, ...]
 
     @property
     def text(self) -> str:
         """The message's text without its images and videos."""
-        return "".join(
-            part.value for part in self.parts if isinstance(part, Part) and part.kind == "text"
-        )
+        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,6 @@ class Video:
 
     frames: tuple[MediaFile, ...]
     fps: float
-
-    @property
-    def files(self) -> tuple[MediaFile, ...]:
-        """All files that make up the video."""
-        return self.frames
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -80,11 +74,6 @@ class VideoClip:
     file_fps: float
     height: int  # of the upright frames, in pixels
     width: int
-
-    @property
-    def files(self) -> tuple[MediaFile, ...]:
-        """All files that make up the video."""
-        return (self.path,)
 
     @property
     def fps(self) -> float:
@@ -119,17 +108,12 @@ class Conversation:
     def media(self, root: MediaRoot) -> tuple[MediaFile | Video | VideoFile, ...]:
         """Images and videos in the order of their tokens; their names start at ``root``."""
         found: list[MediaFile | Video | VideoFile] = []
-        for message in self.messages:
-            for part in message.parts:
-                if isinstance(part, VideoPart):
-                    found.append(_video(part, root))
-                elif part.kind == "image":
-                    found.append(root / part.value)
+        for part in (part for message in self.messages for part in message.parts):
+            if isinstance(part, ImagePart):
+                found.append(root / part.name)
+            elif isinstance(part, VideoPart) and isinstance(part.source, str):
+                found.append(VideoFile(root / part.source, part.fps))
+            elif isinstance(part, VideoPart):
+                assert part.fps is not None, "the schema asks for it"
+                found.append(Video(tuple(root / frame for frame in part.source), part.fps))
         return tuple(found)
-
-
-def _video(part: VideoPart, root: MediaRoot) -> Video | VideoFile:
-    if isinstance(part.source, str):
-        return VideoFile(root / part.source, part.fps)
-    assert part.fps is not None, "the schema asks for it"
-    return Video(tuple(root / frame for frame in part.source), part.fps)

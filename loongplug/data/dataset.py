@@ -9,17 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
-from loongplug.data.blend import Source, sources_of
+from loongplug.data.blend import Blend, Rows, Source
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Medium
+from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, open_media, placeholder
+from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.media_files import MediaFile
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
-from loongplug.data.rows import Rows
-from loongplug.data.template import TrainingPhase, shortest_sample, tokenize_conversation
+from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 
@@ -129,7 +128,7 @@ class ChatDataset:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
-        return sources_of(self._rows)
+        return self._rows.sources if isinstance(self._rows, Blend) else (self._rows,)
 
     def share_cache(self, processes: int) -> None:
         """Keep only so much that this many processes together keep what one would."""
@@ -140,26 +139,22 @@ class ChatDataset:
         with bad_as("row"):
             conversation = parse_conversation(self._rows.read(index), where=where)
         with bad_as("media"):
-            media = open_media(conversation, self._rows.media_root(index), videos=self.videos)
+            media = tuple(
+                open_medium(medium, videos=self.videos, where=where)
+                for medium in conversation.media(self._rows.media_root(index))
+            )
             grids = tuple(
                 medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
             )
-        with bad_as("text"):
-            tokens = tokenize_conversation(
-                conversation,
-                processor,
-                phase=self.training_phase,
-                placeholders=[
-                    placeholder(medium, grid, processor, videos=self.videos)
-                    for medium, grid in zip(media, grids, strict=True)
-                ],
-            )
-        with bad_as("length"):
-            if len(tokens.ids) > self.seq_length:
-                raise ValueError(
-                    f"{where}: the sample has {len(tokens.ids)} tokens, but --seq-length is"
-                    f" {self.seq_length}: raise it, or shorten or drop the sample."
-                )
+        tokens = tokenize_sample(
+            conversation,
+            processor,
+            media=media,
+            grids=grids,
+            videos=self.videos,
+            phase=self.training_phase,
+            seq_length=self.seq_length,
+        )
         return Sample(
             input_ids=tokens.ids,
             labels=_followed(tokens.ids, last=tokens.ids[-1], dtype=np.int64),
@@ -173,7 +168,6 @@ class ChatDataset:
     def _positions(
         self, ids: NDArray[np.int64], media: Sequence[Medium], grids: Sequence[Grid]
     ) -> NDArray[np.int64]:
-        """Position ids [3, n] of the tokens [n]."""
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
         time_steps = [
@@ -190,6 +184,36 @@ class ChatDataset:
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )
+
+
+def tokenize_sample(
+    conversation: Conversation,
+    processor: Processor,
+    *,
+    media: Sequence[Medium],
+    grids: Sequence[Grid],
+    videos: VideoProcessor,
+    phase: TrainingPhase,
+    seq_length: int,
+) -> Tokens:
+    """The tokens of a row; BadSampleError for a text that cannot be used, or is too long."""
+    with bad_as("text"):
+        tokens = tokenize_conversation(
+            conversation,
+            processor,
+            phase=phase,
+            placeholders=[
+                placeholder(medium, grid, processor, videos=videos)
+                for medium, grid in zip(media, grids, strict=True)
+            ],
+        )
+    with bad_as("length"):
+        if len(tokens.ids) > seq_length:
+            raise ValueError(
+                f"{conversation.where}: the sample has {len(tokens.ids)} tokens, but --seq-length"
+                f" is {seq_length}: raise it, or shorten or drop the sample."
+            )
+    return tokens
 
 
 def _followed[Kind: np.generic](

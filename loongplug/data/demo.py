@@ -7,7 +7,6 @@ before anything else: no scan of a test sample is in any training sample.
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ _USUAL_SIZE = (32, 32)  # height, width: one visual token
 _OTHER_SIZES = ((64, 32), (32, 64), (64, 64))
 _USUAL_SHARE = 0.8
 _MOST_OTHERS = 3  # per sample, which bounds its length
-
-
-@dataclass(frozen=True)
-class DemoSample:
-    """One row: its messages, and the scan files it needs as (scan, (height, width))."""
-
-    row: dict[str, Any]
-    files: tuple[tuple[int, tuple[int, int]], ...]
 
 
 def make_demo_data(out: Path, *, train: int = 12000, test: int = 500, seed: int = 1234) -> None:
@@ -57,24 +48,29 @@ def make_demo_data(out: Path, *, train: int = 12000, test: int = 500, seed: int 
     with Progress(transient=True) as progress:
         for name, (members, number) in splits.items():
             rng = random.Random(f"{seed} {name}")
-            samples = (make_sample(rng, scans=members, digits=digits) for _ in range(number))
+            samples = (_sample(rng, scans=members, digits=digits) for _ in range(number))
             with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-                for sample in progress.track(samples, total=number, description=name):
-                    file.write(json.dumps(sample.row) + "\n")
-                    for scan, size in sample.files:
+                for row, files in progress.track(samples, total=number, description=name):
+                    file.write(json.dumps(row) + "\n")
+                    for scan, size in files:
                         path = _image_name(scan, size)
                         if path not in written:
                             _write_scan(scans[scan], out / path, number=scan, size=size)
                             written.add(path)
 
 
-def make_sample(rng: random.Random, *, scans: Sequence[int], digits: Sequence[int]) -> DemoSample:
-    """One sample about some of ``scans``; ``digits`` says what every scan shows."""
+def _sample(
+    rng: random.Random, *, scans: Sequence[int], digits: Sequence[int]
+) -> tuple[dict[str, Any], tuple[tuple[int, tuple[int, int]], ...]]:
+    """A row about some of ``scans``, and the files it needs as (scan, (height, width)).
+
+    ``digits`` says what every scan shows.
+    """
     task = choose_task(rng)
     count = rng.choice(task.counts)
     shown = [rng.choice(scans) for _ in range(count)]
     values = [digits[scan] for scan in shown]
-    question = {"type": "text", "text": task.ask(values)}
+    question = {"type": "text", "text": task.question(values)}
     files = tuple(zip(shown, _sizes(rng, count), strict=True)) if task.with_scans else ()
     images = [{"type": "image", "image": _image_name(scan, size)} for scan, size in files]
     row = {
@@ -84,7 +80,7 @@ def make_sample(rng: random.Random, *, scans: Sequence[int], digits: Sequence[in
         ],
         "task": task.name,
     }
-    return DemoSample(row=row, files=files)
+    return row, files
 
 
 def _sizes(rng: random.Random, count: int) -> Iterator[tuple[int, int]]:

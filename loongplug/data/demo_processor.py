@@ -88,8 +88,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """The demo's tokenizer with its chat template; the same ids every time."""
     vocab = [(token, 0.0) for token in (*_SPECIAL_TOKENS, _UNKNOWN)]
     vocab += [(character, _CHARACTER) for character in _ALPHABET]
-    vocab += [(word, _WORD) for word in _words()]
-    vocab += [(word, _WORD) for word in _TIMESTAMPS]
+    vocab += [(word, _WORD) for word in (*_words(), *_TIMESTAMPS)]
     assert len(vocab) <= VOCAB_SIZE
     assert len({token for token, _ in vocab}) == len(vocab)
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=len(_SPECIAL_TOKENS)))

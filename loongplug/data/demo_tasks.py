@@ -7,63 +7,41 @@ from dataclasses import dataclass
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-@dataclass(frozen=True, kw_only=True)
+_UP_TO_SIX = (1, 2, 3, 4, 5, 6)
+
+
+@dataclass(frozen=True)
 class Task:
     """A kind of question, and its right answer for the digits it is about."""
 
     name: str
     share: float  # of all samples
     counts: tuple[int, ...]  # how many digits a sample may have, each as likely
-    ask: Callable[[Sequence[int]], str]
+    ask: str  # with the digits spelled out for {}
     answer: Callable[[Sequence[int]], str]
     with_scans: bool = True  # else the question carries the digits as text
 
+    def question(self, digits: Sequence[int]) -> str:
+        """What to ask about these digits."""
+        return self.ask.format(" ".join(NUMBER_WORDS[digit] for digit in digits))
+
 
 def _join(digits: Sequence[int]) -> str:
-    return "".join(str(digit) for digit in digits)
-
-
-def _spell(digits: Sequence[int]) -> str:
-    return " ".join(NUMBER_WORDS[digit] for digit in digits)
+    return "".join(map(str, digits))
 
 
 TASKS = (
+    Task("read", 0.64, _UP_TO_SIX, "Read the digits.", _join),
     Task(
-        name="read",
-        share=0.64,
-        counts=(1, 2, 3, 4, 5, 6),
-        ask=lambda digits: "Read the digits.",
-        answer=_join,
+        "reverse",
+        0.1,
+        (2, 3, 4),
+        "Read the digits in reverse order.",
+        lambda digits: _join(digits[::-1]),
     ),
-    Task(
-        name="reverse",
-        share=0.1,
-        counts=(2, 3, 4),
-        ask=lambda digits: "Read the digits in reverse order.",
-        answer=lambda digits: _join(digits[::-1]),
-    ),
-    Task(
-        name="largest",
-        share=0.08,
-        counts=(2, 3),
-        ask=lambda digits: "Which digit is the largest?",
-        answer=lambda digits: str(max(digits)),
-    ),
-    Task(
-        name="count",
-        share=0.08,
-        counts=(1, 2, 3, 4, 5, 6),
-        ask=lambda digits: "How many scans are there?",
-        answer=lambda digits: str(len(digits)),
-    ),
-    Task(
-        name="spelled",
-        share=0.1,
-        counts=(1, 2, 3, 4, 5, 6),
-        ask=lambda digits: f"Write as digits: {_spell(digits)}",
-        answer=_join,
-        with_scans=False,
-    ),
+    Task("largest", 0.08, (2, 3), "Which digit is the largest?", lambda digits: str(max(digits))),
+    Task("count", 0.08, _UP_TO_SIX, "How many scans are there?", lambda digits: str(len(digits))),
+    Task("spelled", 0.1, _UP_TO_SIX, "Write as digits: {}", _join, with_scans=False),
 )
 
 
@@ -74,4 +52,4 @@ def choose_task(rng: random.Random) -> Task:
 
 def task_texts() -> list[str]:
     """Texts that together hold every word a question may have."""
-    return [*(task.ask((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]
+    return [*(task.question((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]

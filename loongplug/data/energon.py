@@ -5,6 +5,7 @@ are read here, by their places, so that order, sharding and resume are those of 
 Nothing that a dataset's folder or a shard names is imported or unpickled.
 """
 
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 
 from loongplug.data.media_files import TarMember, open_media_file
 from loongplug.data.outside_yaml import require_bounded_yaml
-from loongplug.data.row_json import MAX_ROW_MIB, parse_row_json, require_row_size
+from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
 _META = ".nv-meta"
+_META_STEP = re.compile("__.+__", re.DOTALL)  # of a member's path, which is then no sample's
 _CHUNK = 65_536
 _MOST_SAMPLES = 2**32  # of a shard: they are counted in 32 bits
 _IMAGES = frozenset(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
@@ -52,7 +54,7 @@ class TarSample:
 
     def named(self, extensions: frozenset[str]) -> list[str]:
         """The parts with one of these extensions, in the shard's order."""
-        return [part for part in self.parts if _extension(part) in extensions]
+        return [part for part in self.parts if part.rpartition(".")[2].lower() in extensions]
 
 
 class EnergonRows:
@@ -65,22 +67,27 @@ class EnergonRows:
     Opening reads the lists of shards; samples are read with a fresh file handle each.
     """
 
-    def __init__(self, folder: Path, *, split: str | None, max_row_mib: int = MAX_ROW_MIB) -> None:
+    def __init__(self, folder: Path, *, split: str | None, access: RowAccess = ANY_ROW) -> None:
         """``split`` is one of the dataset's parts, None for all.
 
         Raises ValueError where the package is missing, and for a folder that is not prepared.
         """
         self.folder = folder
-        self._max_row_mib = max_row_mib
+        self._access = access
         shards, excluded = _shards(folder, split=split)
         self.shards = tuple(folder / name for name, _ in shards)
         for shard in self.shards:
-            _require_shard(shard)
+            if shard.suffix != ".tar":
+                raise ValueError(
+                    f"{shard} is compressed: only plain tar shards can be read by place."
+                )
+            for path in (shard, _index_of(shard)):
+                if not path.is_file():
+                    raise ValueError(f"{path} is missing: prepare the dataset anew.")
         counts = [count for _, count in shards]
         self._shard = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)  # [rows]
-        self._sample = np.concatenate(
-            [np.arange(count, dtype=np.uint32) for count in counts]
-        )  # [rows]: number within the shard
+        numbers = [np.arange(count, dtype=np.uint32) for count in counts]
+        self._sample = np.concatenate(numbers)  # [rows]: number within the shard
         self._indices: dict[int, NDArray[np.uint64]] = {}  # by shard, memory-mapped
         self._latest: tuple[int, TarSample] | None = None  # a row's media follow the row
         self._leave_out(excluded)
@@ -115,7 +122,7 @@ class EnergonRows:
                 " they say: prepare the dataset anew without them."
             )
         part = _row_part(sample)
-        require_row_size(part.size, max_row_mib=self._max_row_mib, where=where)
+        self._access.require_size(part.size, where=where)
         with open_media_file(part) as file:
             content = file.read()
         try:
@@ -133,13 +140,13 @@ class EnergonRows:
         return _with_media_in_order(row, sample)
 
     def _open(self, index: int) -> TarSample:
-        shard, where = int(self._shard[index]), self.where(index)
-        start, end = self._span(shard, int(self._sample[index]))
-        extent = TarMember(self.shards[shard], "", start, end - start)
+        where, path = self.where(index), self.shards[self._shard[index]]
+        start, end = self._span(int(self._shard[index]), int(self._sample[index]))
+        extent = TarMember(path, "", start, end - start)
         parts: dict[str, TarMember] = {}
         key: str | None = None
         try:
-            most = extent.archive.stat().st_size
+            most = path.stat().st_size
             if not start < end <= most:
                 raise tarfile.ReadError(f"bytes {start} to {end} by its index, but it has {most}")
             for name, offset, size in _members(extent):
@@ -151,7 +158,7 @@ class EnergonRows:
                 key, part = matched
                 if part in parts:
                     raise tarfile.ReadError(f"two parts {part!r} of the sample {key!r}")
-                parts[part] = TarMember(extent.archive, name, start + offset, size)
+                parts[part] = TarMember(path, name, start + offset, size)
         # ValueError: of numbers and names in headers
         except (OSError, ValueError, tarfile.TarError) as error:
             raise ValueError(
@@ -161,19 +168,15 @@ class EnergonRows:
 
     def _span(self, shard: int, sample: int) -> tuple[int, int]:
         """Where a sample's bytes are in its shard."""
-        index = self._indices.get(shard)
-        if index is None:
-            path = _index_of(self.shards[shard])
+        path = _index_of(self.shards[shard])
+        if shard not in self._indices:
             try:
-                index = np.memmap(path, dtype=np.uint64, mode="r")
+                self._indices[shard] = np.memmap(path, dtype=np.uint64, mode="r")
             except (OSError, ValueError) as error:
                 raise ValueError(f"The index {path} cannot be read ({error}).") from error
-            self._indices[shard] = index
+        index = self._indices[shard]
         if sample + 1 >= len(index):
-            raise ValueError(
-                f"{_index_of(self.shards[shard])} ends before sample {sample + 1}: prepare the"
-                " dataset anew."
-            )
+            raise ValueError(f"{path} ends before sample {sample + 1}: prepare the dataset anew.")
         return int(index[sample]), int(index[sample + 1])
 
     def _leave_out(self, excluded: frozenset[str]) -> None:
@@ -238,14 +241,6 @@ def _listed(counts: Any) -> list[tuple[str, int]]:
     return list(counts.items())
 
 
-def _require_shard(shard: Path) -> None:
-    if shard.suffix != ".tar":
-        raise ValueError(f"{shard} is compressed: only plain tar shards can be read by place.")
-    for path in (shard, _index_of(shard)):
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: prepare the dataset anew.")
-
-
 def _index_of(shard: Path) -> Path:
     return shard.with_suffix(".tar.idx")
 
@@ -272,26 +267,20 @@ def _split_name(name: str) -> tuple[str, str] | None:
     """Key and part, as energon tells them apart: at the first dot of the file's name."""
     folder, slash, file = name.rpartition("/")
     stem, dot, part = file.partition(".")
-    if not stem or not dot or any(_is_meta(step) for step in name.split("/")):
+    if not stem or not dot or any(_META_STEP.fullmatch(step) for step in name.split("/")):
         return None
     return f"{folder}{slash}{stem}", part
-
-
-def _is_meta(step: str) -> bool:
-    return len(step) > 4 and step.startswith("__") and step.endswith("__")
 
 
 def _row_part(sample: TarSample) -> TarMember:
     """The part that holds the row."""
     found = sample.named(frozenset(("json",)))
-    if "json" in sample.parts:
-        return sample.parts["json"]
-    if len(found) == 1:
-        return sample.parts[found[0]]
-    raise ValueError(
-        f"{sample.where}: the sample {sample.key!r} has {len(found)} JSON parts among"
-        f" {', '.join(sample.parts) or 'none'}: expected one, with its messages."
-    )
+    if "json" not in found and len(found) != 1:
+        raise ValueError(
+            f"{sample.where}: the sample {sample.key!r} has {len(found)} JSON parts among"
+            f" {', '.join(sample.parts) or 'none'}: expected one, with its messages."
+        )
+    return sample.parts["json" if "json" in found else found[0]]
 
 
 def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, Any]:
@@ -333,10 +322,6 @@ def _content_parts(row: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 def _frames_named(row: dict[str, Any]) -> bool:
     """Whether images are spoken for as the frames of a video."""
     beside = row.get("videos")
-    within = [part.get("video") for part in _content_parts(row, "video")]
-    named = [*beside, *within] if isinstance(beside, list) else within
+    named = list(beside) if isinstance(beside, list) else []
+    named += [part.get("video") for part in _content_parts(row, "video")]
     return any(isinstance(video, list) for video in named)
-
-
-def _extension(part: str) -> str:
-    return part.rpartition(".")[2].lower()

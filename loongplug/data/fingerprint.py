@@ -5,13 +5,15 @@ stream of samples is the same, which two equal fingerprints show.
 """
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from loongplug.data.energon import EnergonRows
+from loongplug.data.blend import Source
+from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor
 
 # Files up to this size are read whole. Of larger ones this much, so that every rank can afford
@@ -52,25 +54,22 @@ def content_digest(*paths: Path) -> str:
 def _read(paths: Sequence[Path], ends: Sequence[int], *, start: int, length: int) -> bytes:
     """A piece of what the files hold one behind the other; ``ends`` are their ends there."""
     found = bytearray()
-    number = bisect_right(ends, start)
-    while len(found) < length and number < len(paths):
-        path, end = paths[number], ends[number]
-        with path.open("rb") as file:
-            file.seek(start + len(found) - (end - path.stat().st_size))
-            piece = file.read(length - len(found))
-        found += piece
-        number += 1
+    for number in range(bisect_right(ends, start), len(paths)):
+        with paths[number].open("rb") as file:
+            file.seek(start + len(found) - ends[number], os.SEEK_END)
+            found += file.read(length - len(found))
+        if len(found) == length:
+            break
     return bytes(found)
 
 
 def fingerprint(
-    sources: Sequence[Path | EnergonRows], processor: Processor, **settings: Any
+    sources: Sequence[Source], processor: Processor, **settings: Any
 ) -> dict[str, dict[str, Any]]:
     """The stream of samples as plain data, by what the user would call its parts.
 
-    ``sources`` hold the rows: JSONL files and energon datasets. Paths are not part of it: data
-    may move. ``settings`` are what else decides on the stream: lengths, seeds, weights, flags of
-    the templates.
+    Paths of the ``sources`` are not part of it: data may move. ``settings`` are what else decides
+    on the stream: lengths, seeds, weights, flags of the templates.
     """
     return {
         "rows": {
@@ -85,10 +84,10 @@ def fingerprint(
     }
 
 
-def _of_source(source: Path | EnergonRows) -> dict[str, Any]:
+def _of_source(source: Source) -> dict[str, Any]:
     """Size and content; of an energon dataset, those of its shards, and its lists of them."""
-    if isinstance(source, Path):
-        return {"bytes": source.stat().st_size, "digest": content_digest(source)}
+    if isinstance(source, JsonlIndex):
+        return {"bytes": source.path.stat().st_size, "digest": content_digest(source.path)}
     return {
         "bytes": sum(shard.stat().st_size for shard in source.shards),
         "digest": content_digest(*source.shards),

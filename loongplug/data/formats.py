@@ -5,15 +5,14 @@ which one it is in.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from loongplug.data.conversation import Conversation, Message, Part, VideoPart
+from loongplug.data.conversation import Conversation, ImagePart, Message, Part, VideoPart
 from loongplug.data.schemas import (
     AnyPart,
     AnyRow,
-    ConversationsRow,
-    ImagePart,
+    ImagePartRow,
     ImageUrlPart,
     MessagesRow,
     TextPart,
@@ -39,15 +38,21 @@ def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
     Keys beside those of the schema are allowed and left alone: people keep ids and tags there.
     """
     checked = validate_row(row, where=where)
+    media_beside = bool(checked.all_images or checked.all_videos)
+    if isinstance(checked, MessagesRow) and not media_beside:
+        messages = tuple(
+            Message(each.role, tuple(_parts(each.content, where=where)))
+            for each in checked.messages
+        )
+    elif isinstance(checked, TextRow) and not media_beside:
+        # What looks like a marker may well be a web page's.
+        messages = (Message(PLAIN_ROLE, (checked.text,)),)
+    else:
+        messages = _with_media(checked, where=where)
     if isinstance(checked, TextRow):
-        messages = _with_media([(PLAIN_ROLE, checked.text)], checked, where=where)
         if not _says_something(messages[0]):
             raise ValueError(f"{where}: the text is empty: drop the row.")
         return Conversation(messages=messages, where=where, plain=True)
-    if isinstance(checked, MessagesRow):
-        messages = _openai(checked, where=where)
-    else:
-        messages = _turns(checked, where=where)
     if messages[0].role == "assistant":
         raise ValueError(
             f"{where}: the first message is the assistant's: put a user message before it."
@@ -62,94 +67,69 @@ def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
 
 
 def _says_something(message: Message) -> bool:
-    """Whether there is more than blanks."""
-    return bool(message.text.strip()) or any(
-        isinstance(part, VideoPart) or part.kind != "text" for part in message.parts
-    )
+    return any(not isinstance(part, str) or part.strip() for part in message.parts)
 
 
-def _openai(row: MessagesRow, *, where: str) -> tuple[Message, ...]:
-    if not _has_media(row):
-        return tuple(
-            Message(message.role, tuple(_parts(message.content, where=where)))
-            for message in row.messages
-        )
-    texts = []
-    for number, message in enumerate(row.messages, start=1):
-        if not isinstance(message.content, str):
-            raise ValueError(
-                f"{where}: message {number} has a list of parts, but the row has images or videos"
-                f" beside its messages: put them among the parts, or write {IMAGE_MARKER} in a"
-                " string where each belongs."
-            )
-        texts.append((message.role, message.content))
-    return _with_media(texts, row, where=where)
+def _parts(content: str | list[AnyPart], *, where: str) -> Iterator[Part]:
+    for part in [content] if isinstance(content, str) else content:
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, TextPart):
+            yield part.text
+        elif isinstance(part, ImagePartRow):
+            yield ImagePart(_local(part.image, where=where))
+        elif isinstance(part, ImageUrlPart):
+            yield ImagePart(_local(part.image_url, where=where))
+        else:
+            source = part.video if isinstance(part, VideoPartRow) else part.video_url
+            yield _video(source, fps=part.fps, where=where)
 
 
-def _parts(content: str | list[Any], *, where: str) -> Iterator[Part | VideoPart]:
-    if isinstance(content, str):
-        yield Part("text", content)
-        return
-    for part in content:
-        yield _part(part, where=where)
-
-
-def _part(part: AnyPart, *, where: str) -> Part | VideoPart:
-    if isinstance(part, TextPart):
-        return Part("text", part.text)
-    if isinstance(part, ImagePart):
-        return Part("image", _local(part.image, where=where))
-    if isinstance(part, ImageUrlPart):
-        return Part("image", _local(part.image_url, where=where))
-    source = part.video if isinstance(part, VideoPartRow) else part.video_url
-    return _video(source, fps=part.fps, where=where)
-
-
-def _turns(row: ConversationsRow, *, where: str) -> tuple[Message, ...]:
-    texts = [(_ROLES.get(turn.speaker, turn.speaker), turn.value) for turn in row.conversations]
-    if row.system:
-        texts.insert(0, ("system", row.system))
-    return _with_media(texts, row, where=where)
-
-
-def _has_media(row: AnyRow) -> bool:
-    return bool(row.all_images or row.all_videos)
-
-
-def _with_media(
-    texts: Sequence[tuple[str, str]], row: AnyRow, *, where: str
-) -> tuple[Message, ...]:
-    """The messages (role, text) with the row's media in the places of their markers.
-
-    Plain text without media keeps what looks like a marker: it may well be a web page's.
-    """
-    if isinstance(row, TextRow) and not _has_media(row):
-        return tuple(Message(role, (Part("text", text),)) for role, text in texts)
+def _with_media(row: AnyRow, *, where: str) -> tuple[Message, ...]:
+    """The messages with the row's media in the places of their markers."""
+    texts = list(_texts(row, where=where))
     images, videos = row.all_images, row.all_videos
-    for marker, media, kind in (
-        (IMAGE_MARKER, images, "images"),
-        (VIDEO_MARKER, videos, "videos"),
-    ):
+    for marker, media, kind in ((IMAGE_MARKER, images, "images"), (VIDEO_MARKER, videos, "videos")):
         if (written := sum(text.count(marker) for _, text in texts)) != len(media):
             raise ValueError(
                 f"{where}: {written} {marker} markers in the text for {len(media)} {kind} of the"
                 f" row: write one {marker} where each belongs."
             )
-    waiting: dict[str, Iterator[Part | VideoPart]] = {
-        IMAGE_MARKER: iter([Part("image", _local(path, where=where)) for path in images]),
+    waiting: dict[str, Iterator[Part]] = {
+        IMAGE_MARKER: iter([ImagePart(_local(path, where=where)) for path in images]),
         VIDEO_MARKER: iter([_video(source, fps=row.fps, where=where) for source in videos]),
     }
     return tuple(Message(role, tuple(_fill(text, waiting))) for role, text in texts)
 
 
-def _fill(text: str, waiting: dict[str, Iterator[Part | VideoPart]]) -> Iterator[Part | VideoPart]:
+def _texts(row: AnyRow, *, where: str) -> Iterator[tuple[str, str]]:
+    """Role and text of each message of a row that has media, or may have, beside its text."""
+    if isinstance(row, TextRow):
+        yield PLAIN_ROLE, row.text
+    elif isinstance(row, MessagesRow):
+        for number, message in enumerate(row.messages, start=1):
+            if not isinstance(message.content, str):
+                raise ValueError(
+                    f"{where}: message {number} has a list of parts, but the row has images or"
+                    " videos beside its messages: put them among the parts, or write"
+                    f" {IMAGE_MARKER} in a string where each belongs."
+                )
+            yield message.role, message.content
+    else:
+        if row.system:
+            yield "system", row.system
+        for turn in row.conversations:
+            yield _ROLES.get(turn.speaker, turn.speaker), turn.value
+
+
+def _fill(text: str, waiting: dict[str, Iterator[Part]]) -> Iterator[Part]:
     """The text's pieces, and what waits for each marker between them."""
     pieces = _MARKER.split(text)  # text, marker, text, ...
     for number, piece in enumerate(pieces):
         if number % 2:
             yield next(waiting[piece])
         elif piece or len(pieces) == 1:
-            yield Part("text", piece)
+            yield piece
 
 
 def _video(source: Any, *, fps: float | None, where: str) -> VideoPart:

@@ -2,20 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from loongplug.data.media_files import (
-    MediaFile,
-    TarMember,
-    file_on_disk,
-    open_media_file,
-    unreadable,
-)
+from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, opened_media, unreadable
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -74,13 +67,9 @@ def decode_image(path: MediaFile, *, where: str) -> Image.Image:
     return upright if turn is None else upright.transpose(turn)
 
 
-@dataclass(frozen=True)
-class FileVersion:
-    """A file as it is now: equal to itself later only while nothing has written to it."""
-
-    path: MediaFile
-    modified_ns: int
-    size: int
+# A file as it is now, with the time of its last change and its size: equal to itself later only
+# while nothing has written to it.
+FileVersion = tuple[MediaFile, int, int]
 
 
 def file_version(path: MediaFile, *, where: str) -> FileVersion:
@@ -89,18 +78,13 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
         state = file_on_disk(path).stat()
     except OSError as error:
         raise unreadable("image", path, error, where=where) from error
-    size = path.size if isinstance(path, TarMember) else state.st_size
-    return FileVersion(path, modified_ns=state.st_mtime_ns, size=size)
+    return path, state.st_mtime_ns, path.size if isinstance(path, TarMember) else state.st_size
 
 
 @contextmanager
 def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
     """The image, its pixels still to be read; what Pillow raises then says ``where``, too."""
-    try:
-        source = open_media_file(path)
-    except OSError as error:
-        raise unreadable("image", path, error, where=where) from error
-    with source:
+    with opened_media("image", path, where=where) as source:
         try:
             with Image.open(source, formats=FORMATS) as image:
                 depth = _unknown_range(image)

@@ -1,7 +1,6 @@
 """What ``loongplug data inspect`` does: show samples as the model will see them, and how long."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ from loongplug.data.conversation import Medium, VideoClip
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.images import image_size
 from loongplug.data.media_files import MediaFile
-from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import video_style_of
+from loongplug.data.workers import map_rows
 
 _UNBOUNDED = 2**62  # a sequence length: samples are shown whatever their length
 
@@ -28,14 +27,12 @@ def inspect(
     *,
     tokenizer_model: Path,
     training_phase: TrainingPhase,
-    media_root: Path | None,
-    confine_media: bool = False,
+    access: RowAccess = ANY_ROW,
     video_fps: float | None,
-    max_row_mib: int = MAX_ROW_MIB,
     special_tokens_in_text: bool = False,
     samples: int,
     plots: Path | None,
-    processes: int,
+    processes: int | None,
 ) -> None:
     """Print ``samples`` samples, evenly chosen, and what all of them come to.
 
@@ -51,14 +48,7 @@ def inspect(
     console = Console(highlight=False, soft_wrap=True)
     processor = load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text)
     dataset = ChatDataset(
-        open_rows(
-            data,
-            flag="--data",
-            seed=0,
-            media_root=media_root,
-            confine_media=confine_media,
-            max_row_mib=max_row_mib,
-        ),
+        open_rows(data, flag="--data", seed=0, access=access),
         processor=processor,
         seq_length=_UNBOUNDED,
         training_phase=training_phase,
@@ -76,18 +66,16 @@ def inspect(
     if plots is None:
         return
 
-    def measure(index: int) -> "Measures | None":
+    def measure(index: int) -> tuple[int, int] | None:
         try:
             sample = dataset[index]
         except ValueError:
             return None
-        return Measures(len(sample.input_ids), len(sample.media))
+        return len(sample), len(sample.media)
 
-    progress = Console(stderr=True)
+    progress, title = Console(stderr=True), "measuring rows"
     measured = list(
-        map_rows(
-            measure, len(dataset), processes=processes, console=progress, title="measuring rows"
-        )
+        map_rows(measure, len(dataset), processes=processes, console=progress, title=title)
     )
     usable = [one for one in measured if one is not None]
     if left_out := len(measured) - len(usable):
@@ -97,22 +85,13 @@ def inspect(
         )
     if not usable:
         raise ValueError("No row can be used, so there is nothing to draw.")
-    lengths = np.array([one.length for one in usable])
-    media = np.array([one.media for one in usable])
+    lengths, media = np.array(usable).T
     console.print(_quantiles("tokens per sample", lengths))
     console.print(_quantiles("images and videos per sample", media))
     plots.mkdir(parents=True, exist_ok=True)
     draw_histogram(lengths, plots / "lengths.png", label="tokens per sample")
     draw_histogram(media, plots / "images.png", label="images and videos per sample")
     console.print(f"Histograms: {plots / 'lengths.png'}, {plots / 'images.png'}")
-
-
-@dataclass(frozen=True)
-class Measures:
-    """How long a sample is, in tokens, and how many images and videos it has."""
-
-    length: int
-    media: int
 
 
 def describe(sample: Sample, processor: Processor) -> Iterator[str]:

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from loongplug.data.line_index import LineIndex, line_index
-from loongplug.data.media_files import ConfinedFolder, MediaRoot
-from loongplug.data.row_json import MAX_ROW_MIB, parse_row_json, require_row_size
+from loongplug.data.line_index import line_index
+from loongplug.data.media_files import MediaRoot
+from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
 
 class JsonlIndex:
@@ -14,27 +14,17 @@ class JsonlIndex:
 
     Opening reads the file once; of a large file, what was found is kept in an index file and
     memory-mapped from then on. Rows are read with a fresh file handle each, so that forked
-    processes never share a file position. Relative paths in rows start at ``media_root``, by
-    default the file's folder; with ``confine_media``, no medium is opened that lies elsewhere. Of a
-    row above ``max_row_mib`` no more is read, and it is refused.
+    processes never share a file position.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        media_root: str | Path | None = None,
-        confine_media: bool = False,
-        max_row_mib: int = MAX_ROW_MIB,
-    ) -> None:
+    def __init__(self, path: str | Path, *, access: RowAccess = ANY_ROW) -> None:
         self.path = Path(path)
         self._name = str(path)
-        folder = self.path.parent if media_root is None else Path(media_root)
-        self._media_root: MediaRoot = ConfinedFolder(folder) if confine_media else folder
-        self._max_row_mib = max_row_mib
+        self._access = access
+        self._media_root = access.media_of(self.path)
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
-        self._index: LineIndex = line_index(self.path)
+        self._index = line_index(self.path)
         if not len(self._index):
             raise ValueError(f"{self.path} has no rows: a dataset needs at least one line of JSON.")
 
@@ -74,7 +64,7 @@ class JsonlIndex:
             last = index + 1 == len(offsets)
             end = os.fstat(file).st_size if last else int(offsets[index + 1])
             # Blank lines may follow, so what is up to the next row may be larger than the row.
-            most = min(end - start, self._max_row_mib * 2**20 + 1)
+            most = min(end - start, self._access.max_row_mib * 2**20 + 1)
             found = os.pread(file, most, start)
             # The system may give less than was asked for; nothing is the file's end.
             while (more := most - len(found)) > 0:
@@ -85,5 +75,5 @@ class JsonlIndex:
             os.close(file)
         line, newline, _ = found.partition(b"\n")
         if not newline:
-            require_row_size(end - start, max_row_mib=self._max_row_mib, where=self.where(index))
+            self._access.require_size(end - start, where=self.where(index))
         return line

@@ -49,23 +49,23 @@ def line_index(path: Path) -> LineIndex:
     Raises ValueError for a file that is written to meanwhile.
     """
     before = _version(path)
-    places = (path.with_name(f"{path.name}.index"), _cache_place(path))
-    if before[0] >= _WORTH_KEEPING:
-        for place in places:
-            found = _mapped(place, before)
-            if isinstance(found, LineIndex):
-                return found
-            if found is not None:
-                _LOG.warning("%s %s: it is made again from %s.", place, found, path)
+    places = [path.with_name(f"{path.name}.index"), _cache_place(path)]
+    if before[0] < _WORTH_KEEPING:
+        places = []
+    for place in places:
+        found = _mapped(place, before)
+        if isinstance(found, LineIndex):
+            return found
+        if found is not None:
+            _LOG.warning("%s %s: it is made again from %s.", place, found, path)
     index = scan_lines(path)
     if _version(path) != before:
         raise ValueError(f"{path} changed while it was read: wait until it is written whole.")
-    if before[0] >= _WORTH_KEEPING:
-        for place in places:
-            with suppress(OSError):
-                _keep(index, place, before)
-                kept = _mapped(place, before)
-                return kept if isinstance(kept, LineIndex) else index
+    for place in places:
+        with suppress(OSError):
+            _keep(index, place, before)
+            kept = _mapped(place, before)
+            return kept if isinstance(kept, LineIndex) else index
     return index
 
 
@@ -96,12 +96,10 @@ def scan_lines(path: Path) -> LineIndex:
             starts.append(found + position)
             doubtful.append(np.isin(data[found], _BLANKS))
             position += len(data)
-    if not starts:
-        return LineIndex(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    offsets = np.concatenate(starts)
+    offsets = np.concatenate([np.zeros(0, dtype=np.int64), *starts])
     kept = np.ones(len(offsets), dtype=np.bool_)
     with path.open("rb") as file:
-        for row in np.flatnonzero(np.concatenate(doubtful)).tolist():
+        for row in np.flatnonzero(np.concatenate([kept[:0], *doubtful])).tolist():
             file.seek(int(offsets[row]))
             kept[row] = not _at_blank_line(file)
     return LineIndex(offsets[kept], np.flatnonzero(kept) + 1)
@@ -110,10 +108,8 @@ def scan_lines(path: Path) -> LineIndex:
 def _at_blank_line(file: BinaryIO) -> bool:
     """Whether nothing but blanks follows up to the line's end, however long it is."""
     while piece := file.readline(_CHUNK):
-        if piece.strip():
-            return False
-        if piece.endswith(b"\n"):
-            return True
+        if piece.strip() or piece.endswith(b"\n"):
+            return not piece.strip()
     return True
 
 

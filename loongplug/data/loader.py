@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import repeat
+from itertools import accumulate, repeat
 
 import numpy as np
 import torch
@@ -139,6 +139,10 @@ def collate(
     shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))
 
+    def placed(values: NDArray[np.generic]) -> Tensor:
+        made = torch.from_numpy(values)
+        return made.pin_memory() if pins else made
+
     def filled(wanted: bool, values: str, padding: int, dtype: type[np.generic]) -> Tensor | None:
         if not wanted:
             return None
@@ -147,15 +151,10 @@ def collate(
             target[row, span] = getattr(sample, values)
         return placed(target)  # [b, s]
 
-    def placed(values: NDArray[np.generic]) -> Tensor:
-        made = torch.from_numpy(values)
-        return made.pin_memory() if pins else made
-
     position_ids = np.zeros((3, *shape), dtype=np.int64)
+    places: list[list[NDArray[np.int64]]] = [[_NOWHERE] for _ in rows]
     for row, span, sample in spans:
         position_ids[:, row, span] = sample.position_ids
-    places: list[list[NDArray[np.int64]]] = [[] for _ in rows]
-    for row, span, sample in spans:
         (found,) = np.isin(sample.input_ids, visual_token_ids).nonzero()
         places[row].append(found + span.start)
     lengths = [len(sample) for sample in samples]
@@ -164,7 +163,7 @@ def collate(
     labels = filled(anywhere.labels, "labels", pad_token_id, np.int64)
     loss_mask = filled(anywhere.loss_mask, "loss_mask", 0, np.float32)
     positions = placed(position_ids)  # [3, b, s]
-    visual_places = tuple(np.concatenate([*row, _NOWHERE]) for row in places)
+    visual_places = tuple(map(np.concatenate, places))
     return tuple(
         Microbatch(
             input_ids=input_ids if chunk.input_ids else None,
@@ -188,9 +187,7 @@ def _spans(
 ) -> Iterator[tuple[int, slice, Sample]]:
     """Where each sample lies: its row, its tokens' places there."""
     for row, members in enumerate(rows):
-        start = 0
-        for sample in members:
-            end = start + len(sample)
-            assert end <= seq_length, (end, seq_length)
-            yield row, slice(start, end), sample
-            start = end
+        ends = list(accumulate(map(len, members)))
+        assert max(ends, default=0) <= seq_length, (ends, seq_length)
+        for sample, end in zip(members, ends, strict=True):
+            yield row, slice(end - len(sample), end), sample

@@ -1,15 +1,14 @@
 """The images and videos of samples: what stands for them in the text, and their pixels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Conversation, Medium, VideoClip, VideoFile
+from loongplug.data.conversation import Medium, Video, VideoClip, VideoFile
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
-from loongplug.data.media_files import MediaFile, MediaRoot
+from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import VisionInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -17,17 +16,11 @@ from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
 
 
-def open_media(
-    conversation: Conversation, root: MediaRoot, *, videos: VideoProcessor
-) -> tuple[Medium, ...]:
-    """The row's images and videos, in the order of their tokens; reads headers of video files.
-
-    Their names start at ``root``.
-    """
-    return tuple(
-        videos.clip(medium, where=conversation.where) if isinstance(medium, VideoFile) else medium
-        for medium in conversation.media(root)
-    )
+def open_medium(
+    medium: MediaFile | Video | VideoFile, *, videos: VideoProcessor, where: str
+) -> Medium:
+    """What a row names, with the frames chosen that are taken of a video file; reads its header."""
+    return videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
 
 
 def medium_grid(
@@ -92,12 +85,9 @@ class MediaLoader:
         }
         for version, patches in self._process(missing, where=where).items():
             loaded[version] = patches
-            self._cache.put(version, patches, size=patches.pixels.nbytes)
-        ordered = [loaded[version] for version in versions]
-        return VisionInput(
-            pixels=torch.cat([patches.pixels for patches in ordered]),  # [patches, patch_dim]
-            grid_thw=torch.tensor([patches.grid for patches in ordered]),  # [media, 3]
-        )
+            self._cache.put(version, patches, size=patches[0].nbytes)
+        pixels, grids = zip(*(loaded[version] for version in versions), strict=True)
+        return VisionInput(pixels=torch.cat(pixels), grid_thw=torch.tensor(grids))
 
     def _process(
         self, media: dict["_Version", Medium], *, where: str
@@ -117,11 +107,10 @@ class MediaLoader:
             pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
             for version, part, grid in zip(images, pixels, grids.tolist(), strict=True):
                 # A view would keep the whole call's pixels alive.
-                processed[version] = _Patches(pixels=part.clone(), grid=tuple(grid))
+                processed[version] = part.clone(), tuple(grid)
         for version, medium in media.items():
             if not isinstance(medium, MediaFile):
-                part, grid = self._videos.patches(medium, where=where)
-                processed[version] = _Patches(pixels=part, grid=grid)
+                processed[version] = self._videos.patches(medium, where=where)
         return processed
 
 
@@ -130,14 +119,12 @@ class MediaLoader:
 _Version = FileVersion | tuple[FileVersion | int, ...]
 
 
-@dataclass(frozen=True)
-class _Patches:
-    pixels: Tensor  # [patches, patch_dim] float32
-    grid: Grid
+_Patches = tuple[Tensor, Grid]  # [patches, patch_dim] float32
 
 
 def _version(medium: Medium, *, where: str) -> _Version:
     if isinstance(medium, MediaFile):
         return file_version(medium, where=where)
-    indices = medium.indices if isinstance(medium, VideoClip) else ()
-    return (*(file_version(file, where=where) for file in medium.files), *indices)
+    if isinstance(medium, VideoClip):
+        return file_version(medium.path, where=where), *medium.indices
+    return tuple(file_version(frame, where=where) for frame in medium.frames)

@@ -87,6 +87,14 @@ def open_media_file(file: MediaFile) -> BinaryIO:
     return os.fdopen(_open(file), "rb")
 
 
+def opened_media(kind: str, file: MediaFile, *, where: str) -> BinaryIO:
+    """The file's bytes as of open_media_file; ValueError with ``where`` if it cannot be opened."""
+    try:
+        return open_media_file(file)
+    except OSError as error:
+        raise unreadable(kind, file, error, where=where) from error
+
+
 def unreadable(kind: str, file: MediaFile, error: OSError, *, where: str) -> ValueError:
     """What to tell users of an ``image`` or ``video`` that could not be opened."""
     if isinstance(error, FileNotFoundError):
@@ -138,15 +146,12 @@ class _MemberReader(io.RawIOBase):
         self._handle = _open(member)
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of files."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._member.size}
         position = start[whence] + offset
         if position < 0:
@@ -155,7 +160,6 @@ class _MemberReader(io.RawIOBase):
         return position
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """As of files."""
         left = max(0, self._member.size - self._position)
         found = os.pread(self._handle, min(len(buffer), left), self._member.offset + self._position)
         buffer[: len(found)] = found
@@ -163,7 +167,6 @@ class _MemberReader(io.RawIOBase):
         return len(found)
 
     def close(self) -> None:
-        """As of files."""
         if not self.closed:
             os.close(self._handle)
         super().close()

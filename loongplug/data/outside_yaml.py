@@ -1,5 +1,6 @@
 """YAML files from outside, looked through before anything is built of them."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -30,12 +31,9 @@ def require_bounded_yaml(path: Path) -> None:
         raise ValueError(
             f"{path} is no text in UTF-8 (byte {error.start}): give a YAML file"
         ) from None
-    try:
-        problem = _problem(text)
-    except yaml.YAMLError:
-        return
-    if problem:
-        raise ValueError(f"{path} {problem}")
+    with suppress(yaml.YAMLError):
+        if problem := _problem(text):
+            raise ValueError(f"{path} {problem}")
 
 
 def _problem(text: str) -> str | None:

@@ -1,7 +1,6 @@
 """Which samples share a sequence: best fit within a bounded look-ahead."""
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Pack = tuple[int, ...]  # positions in the stream of samples, ascending
@@ -42,21 +41,16 @@ class PackPlanner:
         self._look_ahead = look_ahead
         self._held: dict[int, int] = {}  # position -> tokens, by position
         self._by_length: list[tuple[int, int]] = []  # (tokens, -position) of the same, ascending
-        self._read = 0
+        self.read = 0  # the position whose length is next to be added
         if state is not None:
             for position, length in state.held:
                 self._hold(position, length)
-            self._read = state.read
-
-    @property
-    def read(self) -> int:
-        """The position whose length is next to be added."""
-        return self._read
+            self.read = state.read
 
     @property
     def state(self) -> PackingState:
         """What a planner needs to go on from here."""
-        return PackingState(read=self._read, held=tuple(self._held.items()))
+        return PackingState(read=self.read, held=tuple(self._held.items()))
 
     def add(self, length: int) -> None:
         """Take the next sample, of ``length`` tokens; one of 0, say one left out, takes no room.
@@ -64,16 +58,16 @@ class PackPlanner:
         Raises:
             ValueError: it is longer than a pack.
         """
-        self._hold(self._read, length)
-        self._read += 1
+        self._hold(self.read, length)
+        self.read += 1
 
     def next_pack(self, *, ended: bool = False) -> Pack | None:
         """The next pack, or None when it takes more samples to say.
 
         With ``ended``, no more samples come: then None says that all are in packs.
         """
-        first = next(iter(self._held), self._read)
-        if not self._held or (self._read - first < self._look_ahead and not ended):
+        first = next(iter(self._held), self.read)
+        if not self._held or (self.read - first < self._look_ahead and not ended):
             return None
         pack = [first]
         room = self._seq_length - self._held.pop(first)
@@ -94,14 +88,3 @@ class PackPlanner:
         self._held[position] = length
         # Of samples of one length, the one that has waited longest is taken first.
         insort(self._by_length, (length, -position))
-
-
-def plan(lengths: Iterable[int], *, seq_length: int, look_ahead: int) -> Iterator[Pack]:
-    """The packs of a stream that ends, one after the other; ValueErrors are PackPlanner's."""
-    planner = PackPlanner(seq_length=seq_length, look_ahead=look_ahead)
-    for length in lengths:
-        planner.add(length)
-        if (pack := planner.next_pack()) is not None:
-            yield pack
-    while (pack := planner.next_pack(ended=True)) is not None:
-        yield pack

@@ -1,6 +1,6 @@
 """The three position ids (time, height, width) of every token, as the Qwen-VL families count."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,16 +44,23 @@ def mrope_position_ids(
     pictures = {image_token_id: iter(images), video_token_id: iter(videos)}
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
-    in_picture = (input_ids == image_token_id) | (input_ids == video_token_id)
-    visual = np.flatnonzero(in_picture)
+    visual = np.flatnonzero((input_ids == image_token_id) | (input_ids == video_token_id))
     while (at := int(visual.searchsorted(token))) < len(visual):  # the next outside of pictures
         start = int(visual[at])
         positions[:, token:start] = np.arange(position, position + start - token)
         position += start - token
         kind = int(input_ids[start])
-        picture = _next_picture(pictures[kind], start=start)
+        if (picture := next(pictures[kind], None)) is None:
+            raise ValueError(
+                f"No grid for the picture at token {start}: give one grid for each picture."
+            )
         token = start + picture.time * picture.height * picture.width
-        _require_run(input_ids, kind=kind, start=start, end=token)
+        found = np.count_nonzero(input_ids[start:token] == kind)
+        if found != token - start:
+            raise ValueError(
+                f"The picture at token {start} has {found} tokens in the text, but its grid needs"
+                f" {token - start}: write exactly as many."
+            )
         picture.write(positions[:, start:token], start=position)
         position += max(picture.height, picture.width)
     positions[:, token:] = np.arange(position, position + len(input_ids) - token)
@@ -91,21 +98,3 @@ class _Picture:
             grid[0] = (times.astype(np.int64) + start)[:, None, None]
         grid[1] = np.arange(start, start + self.height)[:, None]
         grid[2] = np.arange(start, start + self.width)
-
-
-def _next_picture(pictures: Iterator[_Picture], *, start: int) -> _Picture:
-    picture = next(pictures, None)
-    if picture is None:
-        raise ValueError(
-            f"No grid for the picture at token {start}: give one grid for each picture."
-        )
-    return picture
-
-
-def _require_run(ids: NDArray[np.int64], *, kind: int, start: int, end: int) -> None:
-    found = np.count_nonzero(ids[start:end] == kind)
-    if found != end - start:
-        raise ValueError(
-            f"The picture at token {start} has {found} tokens in the text, but its grid needs"
-            f" {end - start}: write exactly as many."
-        )

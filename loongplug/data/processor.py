@@ -10,11 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLImagePro
 
 from loongplug.data.special_text import SpecialTexts
 
-IMAGE_TOKEN = "<|image_pad|>"
-VIDEO_TOKEN = "<|video_pad|>"
-VISION_START_TOKEN = "<|vision_start|>"
-VISION_END_TOKEN = "<|vision_end|>"
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -23,10 +18,10 @@ IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 class VisionTokens:
     """The texts of the tokens that mark images and videos or hold their places; Qwen's here."""
 
-    image: str = IMAGE_TOKEN
-    video: str = VIDEO_TOKEN
-    start: str = VISION_START_TOKEN
-    end: str = VISION_END_TOKEN
+    image: str = "<|image_pad|>"
+    video: str = "<|video_pad|>"
+    start: str = "<|vision_start|>"
+    end: str = "<|vision_end|>"
 
 
 QWEN_TOKENS = VisionTokens()
@@ -61,14 +56,8 @@ class Processor:
     @property
     def vision_token_ids(self) -> frozenset[int]:
         """Ids that only mark or hold the place of images and videos."""
-        return frozenset(
-            (
-                self.image_token_id,
-                self.video_token_id,
-                self.vision_start_token_id,
-                self.vision_end_token_id,
-            )
-        )
+        marks = (self.vision_start_token_id, self.vision_end_token_id)
+        return frozenset((self.image_token_id, self.video_token_id, *marks))
 
 
 def load_processor(
@@ -152,28 +141,11 @@ def _loaded(kind: Any, folder: Path, *, names: Sequence[str], **options: Any) ->
         ) from error
 
 
-def require_fit(
-    processor: Processor,
-    *,
-    image_token_id: int,
-    video_token_id: int,
-    vision_start_token_id: int,
-    vision_end_token_id: int,
-    vocab_size: int,
-    patch_size: int,
-    temporal_patch_size: int,
-    spatial_merge_size: int,
-) -> None:
-    """Refuse a processor that was made for another model than the one described here."""
-    expected = {
-        "image_token_id": image_token_id,
-        "video_token_id": video_token_id,
-        "vision_start_token_id": vision_start_token_id,
-        "vision_end_token_id": vision_end_token_id,
-        "patch_size": patch_size,
-        "temporal_patch_size": temporal_patch_size,
-        "spatial_merge_size": spatial_merge_size,
-    }
+def require_fit(processor: Processor, *, vocab_size: int, **expected: int) -> None:
+    """Refuse a processor that was made for another model.
+
+    ``expected`` are the model's token ids, patch sizes and merge size, by the processor's names.
+    """
     wrong = [
         f"{name} is {getattr(processor, name)} in the folder but {value} in the model"
         for name, value in expected.items()

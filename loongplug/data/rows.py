@@ -1,23 +1,68 @@
-"""Where rows come from."""
+"""What is read of a row, and what is refused."""
 
-from typing import Any, Protocol
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from loongplug.data.media_files import MediaRoot
+from loongplug.data.media_files import ConfinedFolder, MediaRoot
+
+MAX_ROW_MIB = 64  # --max-row-mib; to tokenize a text takes 200 to 250 times its size in memory
 
 
-class Rows(Protocol):
-    """Rows of one or several files, by index."""
+@dataclass(frozen=True, kw_only=True)
+class RowAccess:
+    """Where the media of rows may lie, and how large a row may be.
 
-    def __len__(self) -> int: ...
+    Relative paths in rows start at ``media_root``, by default the folder of the rows' file; with
+    ``confine_media``, no medium is opened that lies elsewhere. Of a row above ``max_row_mib`` no
+    more is read, and it is refused.
+    """
 
-    def read(self, index: int) -> dict[str, Any]:
-        """The row; ValueError with its place when it is no JSON object."""
-        ...
+    media_root: str | Path | None = None
+    confine_media: bool = False
+    max_row_mib: int = MAX_ROW_MIB
 
-    def where(self, index: int) -> str:
-        """``path:line`` of the row, for messages."""
-        ...
+    def media_of(self, file: Path) -> MediaRoot:
+        """What relative paths in the rows of this file start at."""
+        folder = file.parent if self.media_root is None else Path(self.media_root)
+        return ConfinedFolder(folder) if self.confine_media else folder
 
-    def media_root(self, index: int) -> MediaRoot:
-        """What the names of images and videos in the row start at."""
-        ...
+    def require_size(self, size: int, *, where: str) -> None:
+        """ValueError for a row of more bytes than a row may have."""
+        if size > self.max_row_mib * 2**20:
+            raise ValueError(
+                f"{where}: the row has {size / 2**20:.1f} MiB, but --max-row-mib is"
+                f" {self.max_row_mib}: split or drop the row, or raise the limit."
+            )
+
+
+ANY_ROW = RowAccess()  # with the usual bound on its size
+
+
+class _DuplicateKeyError(ValueError):
+    """An object has a key twice; parsers differ in which of the two they take."""
+
+
+def parse_row_json(content: bytes) -> Any:
+    """What the JSON says; ValueError, without a place, for what is none or has a key twice."""
+    try:
+        return json.loads(content, object_pairs_hook=_unique)
+    except _DuplicateKeyError:
+        raise
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # also bytes that are no UTF-8
+        raise ValueError(f"not JSON ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise _DuplicateKeyError(
+            f"an object of the row has the key {json.dumps(twice)[:80]} twice: leave one of them"
+        )
+    return found

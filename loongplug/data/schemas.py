@@ -59,7 +59,7 @@ class TextPart(_Schema):
     text: Text
 
 
-class ImagePart(_Schema):
+class ImagePartRow(_Schema):
     type: Literal["image"]
     image: Name
 
@@ -99,7 +99,8 @@ class VideoUrlPart(_Schema):
 
 
 AnyPart = Annotated[
-    TextPart | ImagePart | ImageUrlPart | VideoPartRow | VideoUrlPart, Field(discriminator="type")
+    TextPart | ImagePartRow | ImageUrlPart | VideoPartRow | VideoUrlPart,
+    Field(discriminator="type"),
 ]
 Parts = Annotated[list[AnyPart], Field(min_length=1)]
 
@@ -125,12 +126,11 @@ class _WithMedia(_Schema):
 
     @property
     def all_images(self) -> list[str]:
-        """The images in the order of their markers."""
+        """In the order of their markers, as are the videos."""
         return list(self.images or ())
 
     @property
     def all_videos(self) -> list[str | list[str]]:
-        """The videos, as files or as frames, in the order of their markers."""
         return list(self.videos or ())
 
 
@@ -142,13 +142,11 @@ class _WithMedium(_WithMedia):
 
     @property
     def all_images(self) -> list[str]:
-        """The images in the order of their markers."""
         one = [self.image] if isinstance(self.image, str) else self.image or []
         return one + super().all_images
 
     @property
     def all_videos(self) -> list[str | list[str]]:
-        """The videos, as files or as frames, in the order of their markers."""
         return [*([self.video] if self.video else []), *super().all_videos]
 
 

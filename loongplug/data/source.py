@@ -10,7 +10,7 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.positions import Grid
 from loongplug.data.step_sizes import StepSizes
-from loongplug.data.text_stream import PackedTexts, PaddedTexts, ResumePoint
+from loongplug.data.text_stream import PackedTexts, ResumePoint, padded_texts
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
 from loongplug.data.workers import IN_PROCESS, Background, WorkerSettings
 
@@ -136,9 +136,9 @@ class LocalSource:
         # What processes keep is theirs alone: together they keep what one would.
         share = max(1, workers.processes)
         dataset.share_cache(share)
-        self._texts: PaddedTexts | PackedTexts
+        self._texts: Background[list[int], list[Sample]] | PackedTexts
         if look_ahead is None:
-            self._texts = PaddedTexts(
+            self._texts = padded_texts(
                 dataset,
                 micro_batch_size=micro_batch_size,
                 dp_rank=dp_rank,

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from loongplug.data.conversation import Message, Part, VideoPart
+from loongplug.data.conversation import Message
 
 # A mark is "1" and 16 of these digits: two marks never overlap, and no template changes them,
 # neither by the case of letters nor by JSON's escapes.
@@ -42,47 +42,28 @@ class SpecialTexts:
         return cls(re.compile("|".join(map(re.escape, longest_first))), frozenset(ids))
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """Messages in whose text each special token's writing is replaced by a mark."""
+def hide_special(
+    messages: tuple[Message, ...], special: SpecialTexts
+) -> tuple[tuple[Message, ...], dict[str, str]]:
+    """The messages with a mark for each special token's writing, and what the marks stand for.
 
-    messages: tuple[Message, ...]
-    texts: Mapping[str, str]  # what each mark stands for; empty where nothing was hidden
-
-
-def hide_special(messages: tuple[Message, ...], special: SpecialTexts) -> Hidden:
-    """The messages with marks, or as they are where no text has a special token's writing.
-
-    One that is spread over neighbouring texts, which a template may put together, is found too.
+    They are left as they are where no text has any. A writing that is spread over neighbouring
+    texts, which a template may put together, is found too.
     """
-    texts = [
-        part.value
-        for message in messages
-        for part in message.parts
-        if isinstance(part, Part) and part.kind == "text"
-    ]
-    whole = "".join(texts)
+    whole = "".join(message.text for message in messages)
     spans = [found.span() for found in special.pattern.finditer(whole)]
     if not spans:
-        return Hidden(messages, {})
+        return messages, {}
     marks = _Marks(whole)
-    start, replaced = 0, []
-    for text in texts:
-        replaced.append(marks.replace(text, [(a - start, b - start) for a, b in spans]))
-        start += len(text)
-    waiting = iter(replaced)
-
-    def marked(part: Part | VideoPart) -> Part | VideoPart:
-        is_text = isinstance(part, Part) and part.kind == "text"
-        return Part("text", next(waiting)) if is_text else part
-
-    return Hidden(
-        tuple(
-            dataclasses.replace(message, parts=tuple(marked(part) for part in message.parts))
-            for message in messages
-        ),
-        marks.texts,
-    )
+    start, hidden = 0, []
+    for message in messages:
+        parts = list(message.parts)
+        for number, part in enumerate(parts):
+            if isinstance(part, str):
+                parts[number] = marks.replace(part, [(a - start, b - start) for a, b in spans])
+                start += len(part)
+        hidden.append(dataclasses.replace(message, parts=tuple(parts)))
+    return tuple(hidden), {mark: text for text, mark in marks.by_text.items()}
 
 
 class _Marks:
@@ -91,11 +72,7 @@ class _Marks:
     def __init__(self, whole: str) -> None:
         self._taken = set(_MARK.findall(whole))
         self._next = _FIRST_MARK
-        self._by_text: dict[str, str] = {}
-
-    @property
-    def texts(self) -> dict[str, str]:
-        return {mark: text for text, mark in self._by_text.items()}
+        self.by_text: dict[str, str] = {}
 
     def replace(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
         """The text with a mark for what of each span is in it."""
@@ -108,12 +85,12 @@ class _Marks:
         return "".join([*pieces, text[done:]])
 
     def _of(self, text: str) -> str:
-        while text not in self._by_text:
+        while text not in self.by_text:
             mark = "1" + format(self._next, "016o").translate(_DIGITS)
             self._next += 1
             if mark not in self._taken:
-                self._by_text[text] = mark
-        return self._by_text[text]
+                self.by_text[text] = mark
+        return self.by_text[text]
 
 
 def encode_hidden(
@@ -139,13 +116,13 @@ def _restored(text: str, hidden: Mapping[str, str]) -> str:
 
 
 def _as_text(text: str, special: SpecialTexts, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = _split_ids(text, tokenizer)
+    ids = encode_text(text, tokenizer, special=False)
     if special.ids.isdisjoint(ids):
         return ids
     # The vocabulary of the tokenizer's model has special tokens too: keep their letters apart.
     cuts = [0, *(found.start() + 1 for found in special.pattern.finditer(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(cuts)]
-    ids = [token for piece in pieces for token in _split_ids(piece, tokenizer)]
+    ids = [token for piece in pieces for token in encode_text(piece, tokenizer, special=False)]
     if not special.ids.isdisjoint(ids):
         raise ValueError(
             "the tokenizer cannot write a special token that stands in the row's text as text: drop"
@@ -154,15 +131,17 @@ def _as_text(text: str, special: SpecialTexts, tokenizer: PreTrainedTokenizerBas
     return ids
 
 
-def _split_ids(text: str, tokenizer: Any) -> list[int]:
+def encode_text(text: str, tokenizer: Any, *, special: bool) -> list[int]:
+    """The ids of a text; with ``special``, special tokens in it are such, else they are text."""
     if not text:
         return []
     if not tokenizer.is_fast:
-        return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        options = {"add_special_tokens": False, "split_special_tokens": not special}
+        return tokenizer(text, **options)["input_ids"]
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # which a tokenizer's file may ask for
     backend.no_truncation()
-    backend.encode_special_tokens = True  # a tokenizer's word for: special tokens are text
+    backend.encode_special_tokens = not special  # a tokenizer's word for: they are text
     try:
         return backend.encode(text, add_special_tokens=False).ids
     finally:

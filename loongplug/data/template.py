@@ -2,18 +2,21 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
-from loongplug.data.chat_template import render_chat
-from loongplug.data.conversation import Conversation, Message, Part, VideoPart
+from loongplug.data.bounded_template import bounded_template, render_bounded
+from loongplug.data.conversation import Conversation, ImagePart, Message, Part
 from loongplug.data.processor import Processor, VisionTokens
-from loongplug.data.special_text import encode_hidden, hide_special
+from loongplug.data.special_text import encode_hidden, encode_text, hide_special
 
 TrainingPhase = Literal["pretrain", "sft"]
 
@@ -41,24 +44,22 @@ class Tokens:
     trained: NDArray[np.bool_]  # whether predicting this token counts
 
 
-@dataclass(frozen=True)
-class _Segment:
-    text: str
-    trained: bool
+_Segment = tuple[str, bool]  # a text, and whether it is trained on
 
 
 def tokenize_conversation(
     conversation: Conversation,
     processor: Processor,
     *,
-    phase: TrainingPhase,
+    phase: TrainingPhase | None,
     placeholders: Sequence[Placeholder],
 ) -> Tokens:
     """Apply the chat template and write the images' and videos' placeholders, in their order.
 
     ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text.
     Neither trains on the tokens that mark or stand for images and videos. An assistant's answer
-    is tokenized apart from what comes before it, as it is when the model generates it.
+    is tokenized apart from what comes before it, as it is when the model generates it. None gives
+    the prompt for the assistant's next answer, of which nothing is trained on.
 
     Special tokens come from the template and the placeholders alone, unless ``processor`` allows
     them in the row's text.
@@ -67,101 +68,45 @@ def tokenize_conversation(
     an image or video token in a text that may have some, and a template that this cannot be done
     with.
     """
-    conversation, hidden = _hidden(conversation, processor)
-    if conversation.plain:
-        segments = _plain_segments(conversation, processor, phase=phase)
-    elif phase == "sft":
-        segments = _assistant_segments(conversation, processor)
-    else:
-        text = _render(conversation.messages, processor, where=conversation.where)
-        segments = [_Segment(text, True)]
+    where, tokenizer, special = conversation.where, processor.tokenizer, processor.special_texts
+    hidden: dict[str, str] = {}  # what marks in the text stand for
+    if special is not None:
+        messages, hidden = hide_special(conversation.messages, special)
+        conversation = dataclasses.replace(conversation, messages=messages)
+    segments = _segments(conversation, processor, phase=phase)
     texts = _write_placeholders(
-        [segment.text for segment in segments],
-        placeholders,
-        tokens=processor.tokens,
-        where=conversation.where,
+        [text for text, _ in segments], placeholders, tokens=processor.tokens, where=where
     )
-    encoded = _encode(texts, processor, hidden=hidden, where=conversation.where)
+    # One by one: a sample's few texts take less time than handing them to the tokenizer's threads,
+    # of which a machine full of ranks and workers has none to spare.
+    if hidden:
+        assert special is not None
+        try:
+            encoded = [encode_hidden(text, hidden, special, tokenizer) for text in texts]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}.") from error
+    else:
+        encoded = [encode_text(text, tokenizer, special=True) for text in texts]
     ids = np.array([token for part in encoded for token in part], dtype=np.int64)
-    trained = np.empty(len(ids), dtype=np.bool_)
-    start = 0
-    for segment, part in zip(segments, encoded, strict=True):
-        trained[start : start + len(part)] = segment.trained
-        start += len(part)
+    trained = np.repeat([trained for _, trained in segments], [len(p) for p in encoded])
     for token in processor.vision_token_ids:
         trained &= ids != token
     if not placeholders:
         return Tokens(ids=ids, trained=trained)
-    repeats = _repeats(ids, processor, placeholders)
+    repeats = np.ones(len(ids), dtype=np.int64)  # how many tokens each of the tokens stands for
+    repeats[(ids == processor.image_token_id) | (ids == processor.video_token_id)] = [
+        placeholder.run
+        for placeholder in placeholders
+        for _ in range(placeholder.text.count(placeholder.token))
+    ]
     return Tokens(ids=ids.repeat(repeats), trained=trained.repeat(repeats))
-
-
-def _hidden(
-    conversation: Conversation, processor: Processor
-) -> tuple[Conversation, Mapping[str, str]]:
-    """The conversation with marks for special tokens in its text, and what they stand for."""
-    if processor.special_texts is None:
-        return conversation, {}
-    found = hide_special(conversation.messages, processor.special_texts)
-    return dataclasses.replace(conversation, messages=found.messages), found.texts
-
-
-def _encode(
-    texts: Sequence[str], processor: Processor, *, hidden: Mapping[str, str], where: str
-) -> list[list[int]]:
-    """The ids of each text.
-
-    One by one: a sample's few texts take less time than handing them to the tokenizer's threads,
-    of which a machine full of ranks and workers has none to spare.
-    """
-    tokenizer, special = processor.tokenizer, processor.special_texts
-    if hidden:
-        assert special is not None
-        try:
-            return [encode_hidden(text, hidden, special, tokenizer) for text in texts]
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}.") from error
-    if not tokenizer.is_fast:
-        return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()  # which a tokenizer's file may ask for
-    backend.no_truncation()
-    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
-
-
-def _plain_segments(
-    conversation: Conversation, processor: Processor, *, phase: TrainingPhase
-) -> list[_Segment]:
-    """Text without roles, as it is, and an end token behind it."""
-    if phase == "sft":
-        raise ValueError(
-            f"{conversation.where}: plain text has no answers to train on: give messages, or train"
-            " with --training-phase pretrain."
-        )
-    tokens = processor.tokens
-    pieces = []
-    for message in conversation.messages:
-        for part in message.parts:
-            if isinstance(part, Part) and part.kind == "text":
-                pieces.append(part.value)
-            else:
-                token = tokens.image if isinstance(part, Part) else tokens.video
-                pieces.append(f"{tokens.start}{token}{tokens.end}")
-    return [_Segment("".join([*pieces, processor.end_token]), True)]
 
 
 def tokenize_prompt(
     conversation: Conversation, processor: Processor, *, placeholders: Sequence[Placeholder]
 ) -> NDArray[np.int64]:
     """The tokens [n] after which the assistant would speak next, placeholders written."""
-    conversation, hidden = _hidden(conversation, processor)
-    text = _render(conversation.messages, processor, where=conversation.where, prompt=True)
-    (text,) = _write_placeholders(
-        [text], placeholders, tokens=processor.tokens, where=conversation.where
-    )
-    (encoded,) = _encode([text], processor, hidden=hidden, where=conversation.where)
-    ids = np.array(encoded, dtype=np.int64)
-    return np.repeat(ids, _repeats(ids, processor, placeholders))
+    return tokenize_conversation(conversation, processor, phase=None, placeholders=placeholders).ids
 
 
 def shortest_sample(processor: Processor) -> int:
@@ -171,9 +116,35 @@ def shortest_sample(processor: Processor) -> int:
     return len(processor.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _assistant_segments(conversation: Conversation, processor: Processor) -> list[_Segment]:
-    """Cut the rendered text before and after each of the assistant's answers."""
+def _segments(
+    conversation: Conversation, processor: Processor, *, phase: TrainingPhase | None
+) -> list[_Segment]:
     messages, where = conversation.messages, conversation.where
+    if phase is None:
+        return [(_render(messages, processor, where=where, prompt=True), False)]
+    if not conversation.plain:
+        if phase == "sft":
+            return _assistant_segments(messages, processor, where=where)
+        return [(_render(messages, processor, where=where), True)]
+    if phase == "sft":
+        raise ValueError(
+            f"{where}: plain text has no answers to train on: give messages, or train with"
+            " --training-phase pretrain."
+        )
+    tokens, pieces = processor.tokens, []
+    for part in (part for message in messages for part in message.parts):
+        if isinstance(part, str):
+            pieces.append(part)
+        else:
+            token = tokens.image if isinstance(part, ImagePart) else tokens.video
+            pieces.append(f"{tokens.start}{token}{tokens.end}")
+    return [("".join([*pieces, processor.end_token]), True)]
+
+
+def _assistant_segments(
+    messages: Sequence[Message], processor: Processor, *, where: str
+) -> list[_Segment]:
+    """Cut the rendered text before and after each of the assistant's answers."""
     segments: list[_Segment] = []
     done = ""
     pending = ""  # text that is not trained on and not yet in a segment
@@ -190,7 +161,7 @@ def _assistant_segments(conversation: Conversation, processor: Processor) -> lis
                 f"{where}: the chat template of {processor.folder} does not end an answer with the"
                 f" tokenizer's eos_token {processor.end_token!r}: correct one of the two."
             )
-        segments += [_Segment(pending, False), _Segment(spoken + end, True)]
+        segments += [(pending, False), (spoken + end, True)]
         done, pending = whole, rest
     if not segments:
         raise ValueError(
@@ -199,7 +170,7 @@ def _assistant_segments(conversation: Conversation, processor: Processor) -> lis
         )
     if messages[-1].role != "assistant":
         pending += _continuation(_render(messages, processor, where=where), done, where=where)
-    return [*segments, _Segment(pending, False)]
+    return [*segments, (pending, False)]
 
 
 def _continuation(text: str, beginning: str, *, where: str) -> str:
@@ -214,12 +185,9 @@ def _continuation(text: str, beginning: str, *, where: str) -> str:
 def _render(
     messages: Sequence[Message], processor: Processor, *, where: str, prompt: bool = False
 ) -> str:
+    inputs = [_as_template_input(message) for message in messages]
     try:
-        return render_chat(
-            [_as_template_input(message) for message in messages],
-            processor.tokenizer,
-            prompt=prompt,
-        )
+        return render_chat(inputs, processor.tokenizer, prompt=prompt)
     except TemplateError as error:
         reason = str(error)[:_MOST_REASON].rstrip(".")
         raise ValueError(f"{where}: the chat template refuses this row: {reason}.") from error
@@ -230,18 +198,15 @@ def _render(
 
 def _as_template_input(message: Message) -> dict[str, Any]:
     """Text alone goes in as a string, which templates of text models understand as well."""
-    if all(isinstance(part, Part) and part.kind == "text" for part in message.parts):
+    if all(isinstance(part, str) for part in message.parts):
         return {"role": message.role, "content": message.text}
-    return {
-        "role": message.role,
-        "content": [_part_as_template_input(part) for part in message.parts],
-    }
+    return {"role": message.role, "content": [_part_input(part) for part in message.parts]}
 
 
-def _part_as_template_input(part: Part | VideoPart) -> dict[str, str]:
-    if isinstance(part, VideoPart):
-        return {"type": "video"}
-    return {"type": "text", "text": part.value} if part.kind == "text" else {"type": "image"}
+def _part_input(part: Part) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
 def _write_placeholders(
@@ -268,15 +233,41 @@ def _write_placeholders(
     return [visual.sub(lambda _: next(waiting).text, text) for text in texts]
 
 
-def _repeats(
-    ids: NDArray[np.int64], processor: Processor, placeholders: Sequence[Placeholder]
-) -> NDArray[np.int64]:
-    """How many tokens [n] each of the tokens stands for."""
-    repeats = np.ones(len(ids), dtype=np.int64)
-    visual = (ids == processor.image_token_id) | (ids == processor.video_token_id)
-    repeats[visual] = [
-        placeholder.run
-        for placeholder in placeholders
-        for _ in range(placeholder.text.count(placeholder.token))
-    ]
-    return repeats
+def render_chat(
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False
+) -> str:
+    """The text that ``tokenizer.apply_chat_template`` renders of one conversation.
+
+    ``messages`` are of strings, lists and dictionaries alone. With ``prompt``, the beginning of an
+    answer follows.
+
+    What templates may use is what the tokenizer's own environment has, with bounds on what they do
+    (:mod:`loongplug.data.bounded_template`). What is left out is its search through tools,
+    documents and foreign objects, which takes as long as rendering does. A tokenizer class with an
+    ``apply_chat_template`` of its own is asked, without bounds.
+
+    Raises jinja2.TemplateError where the template refuses the conversation or does too much.
+    """
+    usual = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+    # It may have another name in another transformers.
+    if not hasattr(chat_template_utils, "_compile_jinja_template") or not usual:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=prompt
+        )
+        assert isinstance(text, str)
+        return text
+    return render_bounded(
+        bounded_template(tokenizer.get_chat_template(), _usual_environment()),
+        messages=messages,
+        tools=None,
+        documents=None,
+        add_generation_prompt=prompt,
+        **tokenizer.special_tokens_map,
+    )
+
+
+@cache
+def _usual_environment() -> Environment:
+    """What transformers gives to templates; it makes one for each, here for one of no text."""
+    environment: Environment = chat_template_utils._compile_jinja_template("").environment
+    return environment

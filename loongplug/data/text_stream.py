@@ -35,78 +35,31 @@ class ResumePoint:
 START = ResumePoint(0, PackingState(read=0, held=()))
 
 
-class PaddedTexts(Iterator[list[Sample]]):
+def padded_texts(
+    dataset: ChatDataset,
+    *,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int | None,
+    consumed_samples: int,
+    restart_after: int | None,
+    workers: WorkerSettings,
+) -> Background[list[int], list[Sample]]:
     """The samples of one microbatch after the other, each in a row of its own.
 
     Arguments as of :class:`~loongplug.data.source.LocalSource`. No collectives.
     """
-
-    def __init__(
-        self,
-        dataset: ChatDataset,
-        *,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int | None,
-        consumed_samples: int,
-        restart_after: int | None,
-        workers: WorkerSettings,
-    ) -> None:
-        order = SampleOrder(len(dataset), seed=seed, restart_after=restart_after)
-        indices = (
-            order.indices(
-                microbatch_positions(
-                    consumed, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size
-                )
+    order = SampleOrder(len(dataset), seed=seed, restart_after=restart_after)
+    indices = (
+        order.indices(
+            microbatch_positions(
+                consumed, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size
             )
-            for consumed in count(consumed_samples, micro_batch_size * dp_size)
         )
-        self._parts = Background(dataset.text_parts, indices, settings=workers)
-
-    def __next__(self) -> list[Sample]:
-        """The next microbatch's samples."""
-        return next(self._parts)
-
-    def close(self) -> None:
-        """End the background processes."""
-        self._parts.close()
-
-
-class PackStream(Iterator[list[Sample]]):
-    """Pack after pack, each with its samples; the same on every rank that reads the same samples.
-
-    A rank that trains on some of the packs still takes the lengths of all. At most the planner's
-    look-ahead of samples is kept. No collectives.
-    """
-
-    def __init__(self, samples: Iterator[Sample], planner: PackPlanner) -> None:
-        """``samples`` are those that ``planner`` holds back already, by position, and then those
-        from ``planner.read`` on.
-        """
-        self._samples = samples
-        self._planner = planner
-        self._held = {position: next(samples) for position, _ in planner.state.held}
-        self.given = 0  # packs so far
-
-    @property
-    def state(self) -> PackingState:
-        """The planner's, for a stream that begins with the next pack."""
-        return self._planner.state
-
-    def __next__(self) -> list[Sample]:
-        """The next pack. Ends, when the samples do, with what is left of them in packs."""
-        ended = False
-        while (pack := self._planner.next_pack(ended=ended)) is None:
-            if ended:
-                raise StopIteration
-            sample = next(self._samples, None)
-            ended = sample is None
-            if sample is not None:
-                self._held[self._planner.read] = sample
-                self._planner.add(len(sample.input_ids))
-        self.given += 1
-        return [self._held.pop(position) for position in pack]
+        for consumed in count(consumed_samples, micro_batch_size * dp_size)
+    )
+    return Background(dataset.text_parts, indices, settings=workers)
 
 
 class PackedTexts(Iterator[list[Sample]]):
@@ -147,38 +100,42 @@ class PackedTexts(Iterator[list[Sample]]):
             number %= self._restart_after
         # All ranks take one pack each at a time; this is the first of them.
         first = number - self._dp_rank
-        if first < self._packs_given:
+        if first < self._given:
             self.close()
             self._start(START)
-        while self._packs_given < first:
-            self._skip()
-        self.before = ResumePoint(first, self._packs.state)
-        while self._packs_given < number:
-            self._skip()
-        return self._skip()
+        while self._given < first:
+            self._pack()
+        self.before = ResumePoint(first, self._planner.state)
+        while self._given < number:
+            self._pack()
+        return self._pack()
 
     def close(self) -> None:
         """End the background processes."""
         self._parts.close()
 
-    def _skip(self) -> list[Sample]:
-        self._packs_given += 1
-        return next(self._packs)
+    def _pack(self) -> list[Sample]:
+        """The next pack, of whatever rank; keeps at most the look-ahead of samples."""
+        while (pack := self._planner.next_pack()) is None:
+            sample = next(self._samples)
+            self._held[self._planner.read] = sample
+            self._planner.add(len(sample))
+        self._given += 1
+        return [self._held.pop(position) for position in pack]
 
     def _start(self, place: ResumePoint) -> None:
-        state = place.state
-        held = [position for position, _ in state.held]
+        held = [position for position, _ in place.state.held]
         self._parts = Background(
             self._dataset.text_parts,
-            self._chunks(chain(held, count(state.read))),
+            self._chunks(chain(held, count(place.state.read))),
             settings=self._workers,
         )
-        samples = (sample for part in self._parts for sample in part)
-        planner = PackPlanner(
-            seq_length=self._dataset.seq_length, look_ahead=self._look_ahead, state=state
+        self._samples = (sample for part in self._parts for sample in part)
+        self._held = {position: next(self._samples) for position in held}
+        self._planner = PackPlanner(
+            seq_length=self._dataset.seq_length, look_ahead=self._look_ahead, state=place.state
         )
-        self._packs = PackStream(samples, planner)
-        self._packs_given = place.packs
+        self._given = place.packs  # so far
 
     def _chunks(self, positions: Iterator[int]) -> Iterator[list[int]]:
         while True:

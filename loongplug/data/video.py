@@ -1,21 +1,20 @@
 """Videos: how a model family writes their times, their grids and their patches."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
-from loongplug.data.video_files import decode_frames, video_header
+from loongplug.data.video_files import VideoHeader, decode_frames, video_header
 
 _USUAL_FPS = 2.0
 _COMBINED_FILE = "processor_config.json"  # as transformers 5 writes it: a section each
@@ -99,33 +98,32 @@ class VideoProcessor:
         Raises ValueError with ``where`` for a file that is missing or no video.
         """
         header = video_header(video.path, where=where)
-        total = header.frames
-        if total < self._processor.temporal_patch_size:
-            indices = list(range(total))  # the processors cannot sample these
+        if header.frames < self._processor.temporal_patch_size:
+            indices: Iterable[int] = range(header.frames)  # the processors cannot sample these
         else:
-            indices = self._sampled(video, total, file_fps=header.fps, where=where)
+            indices = self._sampled(video, header, where=where)
         return VideoClip(
             path=video.path,
-            indices=tuple(indices),
-            total_frames=total,
+            indices=tuple(map(int, indices)),
+            total_frames=header.frames,
             file_fps=header.fps,
             height=header.height,
             width=header.width,
         )
 
-    def _sampled(self, video: VideoFile, total: int, *, file_fps: float, where: str) -> list[int]:
+    def _sampled(self, video: VideoFile, header: VideoHeader, *, where: str) -> Iterable[int]:
         from transformers.video_utils import VideoMetadata
 
         transform = self._loaded(where=where)
-        metadata = VideoMetadata(total_num_frames=total, fps=file_fps)
+        metadata = VideoMetadata(total_num_frames=header.frames, fps=header.fps)
         fps = video.fps or self._fps
         if fps is None and transform.fps is None and transform.num_frames is None:
             fps = _USUAL_FPS  # of both families; only Qwen3-VL's processor says so itself
         try:
-            indices = transform.sample_frames(metadata, fps=fps)
+            indices: Iterable[int] = transform.sample_frames(metadata, fps=fps)
         except (ValueError, OverflowError) as error:  # of rates that no video has
             raise ValueError(f"{where}: {video.path} cannot be sampled: {error}.") from error
-        return [int(index) for index in indices]
+        return indices
 
     def grid(self, video: Video | VideoClip, *, where: str) -> Grid:
         """The patch grid that :meth:`patches` will make; reads the frames' headers only.
@@ -141,7 +139,10 @@ class VideoProcessor:
 
     def patches(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
         """The video's patches, [patches, patch_dim] float32, and their grid."""
-        frames = _decoded(video, where=where)
+        if isinstance(video, VideoClip):
+            frames = decode_frames(video, where=where)
+        else:
+            frames = [np.asarray(decode_image(frame, where=where)) for frame in video.frames]
         frames += frames[-1:] * self._missing(video)
         if len({frame.shape for frame in frames}) > 1:
             raise ValueError(
@@ -155,13 +156,9 @@ class VideoProcessor:
         self, video: Video | VideoClip, frames: Tensor, *, where: str
     ) -> tuple[Tensor, Grid]:
         transform = self._loaded(where=where)
+        options = {"do_sample_frames": False, "input_data_format": "channels_last"}
         try:
-            features = transform(
-                [frames],
-                do_sample_frames=False,
-                input_data_format="channels_last",
-                return_tensors="pt",
-            )
+            features = transform([frames], return_tensors="pt", **options)
         except ValueError as error:
             raise ValueError(f"{where}: {video.name} cannot be used: {error}.") from error
         time, height, width = features["video_grid_thw"][0].tolist()
@@ -185,20 +182,14 @@ def _size(video: Video | VideoClip, *, where: str) -> tuple[int, int]:
     if isinstance(video, VideoClip):
         return video.height, video.width
     sizes = [image_size(frame, where=where) for frame in video.frames]
+    height, width = sizes[0]
     for frame, size in zip(video.frames, sizes, strict=True):
         if size != sizes[0]:
             raise ValueError(
                 f"{where}: frame {frame} is {size[0]} x {size[1]} pixels, but the video's first"
-                f" frame is {sizes[0][0]} x {sizes[0][1]}: give all frames the same size."
+                f" frame is {height} x {width}: give all frames the same size."
             )
-    return sizes[0]
-
-
-def _decoded(video: Video | VideoClip, *, where: str) -> list[NDArray[np.uint8]]:
-    """The frames, [height, width, 3] each."""
-    if isinstance(video, VideoClip):
-        return decode_frames(video, where=where)
-    return [np.asarray(decode_image(frame, where=where)) for frame in video.frames]
+    return height, width
 
 
 def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:

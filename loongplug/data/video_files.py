@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.conversation import VideoClip
-from loongplug.data.media_files import MediaFile, TarMember, open_media_file, unreadable
+from loongplug.data.media_files import MediaFile, TarMember, opened_media
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
 # All containers that are opened, by FFmpeg's names. Its playlists, patterns of names and scripts
@@ -80,20 +80,6 @@ def _upright(frame: Any) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _source(path: MediaFile, *, where: str) -> Iterator[str | BinaryIO]:
-    """What PyAV opens: a file by its descriptor, which it reads quicker than through Python.
-
-    Never by its name, which may be an address to FFmpeg, and a link to another file by now.
-    """
-    try:
-        file = open_media_file(path)
-    except OSError as error:
-        raise unreadable("video", path, error, where=where) from error
-    with file:
-        yield file if isinstance(path, TarMember) else f"/proc/self/fd/{file.fileno()}"
-
-
-@contextmanager
 def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream; what goes wrong inside says ``where``, too."""
     try:
@@ -103,7 +89,10 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
             f"{where}: {path} is a video file, and PyAV, which reads them, is not installed: pip"
             " install 'loongplug[video]', or give the video's frames as image files."
         ) from error
-    with _source(path, where=where) as source:
+    with opened_media("video", path, where=where) as file:
+        # By its descriptor, which PyAV reads quicker than through Python; never by its name, which
+        # may be an address to FFmpeg, and a link to another file by now.
+        source = file if isinstance(path, TarMember) else f"/proc/self/fd/{file.fileno()}"
         try:
             with av.open(source, container_options=_OPEN_OPTIONS) as container:
                 if not container.streams.video:

@@ -4,12 +4,22 @@ import os
 import signal
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch.utils.data import DataLoader, Dataset
+
+_ROWS = 32  # of map_rows, at a time
+
+
+class ProcessDiedError(RuntimeError):
+    """A background process was killed, mostly for want of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +66,15 @@ class Background[Item, Result](Iterator[Result]):
         self._items = _Once(items)
         self._settings = settings
         self._results: Iterator[tuple[Result, _Failure | None]] | None = None
-        self._died: RuntimeError | None = None
+        self._died: ProcessDiedError | None = None
 
     def __next__(self) -> Result:
         """The next result.
 
         Raises:
             ValueError: the function raised one; with its message.
-            RuntimeError: the function raised something else, or a process has died. Once one has
-                died, every call says so.
+            RuntimeError: the function raised something else, or a process has died (a
+                ProcessDiedError). Once one has died, every call says so.
             Exception: what the items raised, as it was, behind the results of those before.
         """
         if self._settings.processes == 0:
@@ -84,7 +94,7 @@ class Background[Item, Result](Iterator[Result]):
         # RuntimeError is torch's, when it finds a process gone; the others come of asking one for
         # the memory of a result that it announced before it died.
         except (RuntimeError, OSError, EOFError) as error:
-            self._died = RuntimeError(
+            self._died = ProcessDiedError(
                 f"A data loading process has died: {error or type(error).__name__}. Mostly that is"
                 " a lack of memory: give fewer by --num-workers."
             )
@@ -121,6 +131,41 @@ class Background[Item, Result](Iterator[Result]):
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, before)
         return results
+
+
+def map_rows[T](
+    task: Callable[[int], T], count: int, *, processes: int | None, console: Console, title: str
+) -> Iterator[T]:
+    """What ``task`` makes of each row from 0 to ``count``, in their order, with a progress bar.
+
+    Without a number of ``processes``, one for each processor works. What ``task`` returns must be
+    picklable.
+
+    Raises ValueError when a process was killed, and otherwise as :class:`Background` does.
+    """
+    if processes is None:
+        processes = len(os.sched_getaffinity(0))
+    if processes < 1:
+        raise ValueError(f"{processes} processes asked for: expected at least 1.")
+    chunks = [range(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS)]
+    settings = WorkerSettings(processes=min(processes, max(1, len(chunks))))
+    work = Background(lambda rows: [task(row) for row in rows], iter(chunks), settings=settings)
+    try:
+        with warnings.catch_warnings():  # torch's, of more processes than processors
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            first = list(islice(work, 1))  # forks before the progress bar starts its thread
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task(title, total=count)
+            for values in chain(first, work):
+                yield from values
+                progress.advance(bar, len(values))
+    except ProcessDiedError as error:
+        raise ValueError(
+            "A process was killed while it read the rows, perhaps for want of memory: ask for fewer"
+            " with --processes."
+        ) from error
+    finally:
+        work.close()
 
 
 class _Task[Item, Result](Dataset[Any]):

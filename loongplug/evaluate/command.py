@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from loongplug.data.processor import Processor, load_processor, require_fit
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
@@ -21,12 +21,10 @@ def evaluate(
     model: Path,
     data: Path,
     *,
-    media_root: Path | None,
-    confine_media: bool = False,
+    access: RowAccess = ANY_ROW,
     batch_size: int,
     max_new_tokens: int,
     limit: int | None,
-    max_row_mib: int = MAX_ROW_MIB,
     special_tokens_in_text: bool = False,
     device: str,
     json_path: Path | None,
@@ -59,10 +57,8 @@ def evaluate(
     questions = read_questions(
         data,
         processor,
-        media_root=media_root,
-        confine_media=confine_media,
+        access=access,
         limit=limit,
-        max_row_mib=max_row_mib,
         video_style=video_style,
     )
     with progress(len(questions), console) as on_done:

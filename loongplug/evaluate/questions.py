@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, open_media, placeholder
+from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.processor import Processor
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
@@ -33,23 +33,16 @@ def read_questions(
     data: Path,
     processor: Processor,
     *,
-    media_root: Path | None,
     limit: int | None,
-    confine_media: bool = False,
-    max_row_mib: int = MAX_ROW_MIB,
+    access: RowAccess = ANY_ROW,
     video_style: VideoStyle = TIMESTAMPS,
 ) -> list[Question]:
     """The file's rows in order, the first ``limit`` of them; opens image headers only.
 
-    Relative paths of images and frames start at ``media_root``, by default the file's folder;
-    with ``confine_media``, none that lies elsewhere is opened.
-
     Raises:
         ValueError: no file, no rows, or a row that cannot be asked, with its place.
     """
-    rows = JsonlIndex(
-        data, media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-    )
+    rows = JsonlIndex(data, access=access)
     videos = VideoProcessor(processor, video_style)
     questions: list[Question] = []
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
@@ -62,7 +55,10 @@ def read_questions(
                 "right answer, which is compared with the model's."
             )
         prompt = Conversation(messages=tuple(asked), where=where)
-        media = open_media(prompt, rows.media_root(index), videos=videos)
+        media = tuple(
+            open_medium(medium, videos=videos, where=where)
+            for medium in prompt.media(rows.media_root(index))
+        )
         placeholders = [
             placeholder(
                 medium,

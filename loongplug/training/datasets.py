@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,12 +11,12 @@ from megatron.core import parallel_state
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.line_index import said_by
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
+from loongplug.data.rows import RowAccess
 from loongplug.data.source import Assignment, LocalSource, StepSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.workers import WorkerSettings
@@ -88,10 +87,12 @@ class DatasetProvider:
                     files,
                     flag=flag,
                     seed=args.seed,
-                    media_root=args.media_root,
-                    confine_media=args.confine_media,
                     split=split,
-                    max_row_mib=args.max_row_mib,
+                    access=RowAccess(
+                        media_root=args.media_root,
+                        confine_media=args.confine_media,
+                        max_row_mib=args.max_row_mib,
+                    ),
                 ),
                 processor=processor,
                 seq_length=args.seq_length,
@@ -117,11 +118,9 @@ class DatasetProvider:
             # Absent without it, as in the notes of runs before there was the flag.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
         }
-        self.fingerprint = fingerprint(
-            _sources(train), processor, weights=blend.weights, **settings
-        )
+        self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
         self.valid_fingerprint = (
-            fingerprint(_sources(self._valid), processor, **settings) if self._valid else {}
+            fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
         self._loaders: list[MicrobatchLoader] = []  # training and, where there is one, validation
         self.bad_samples = BadSamples(args.bad_sample)  # met in training
@@ -219,11 +218,6 @@ class DatasetProvider:
             pins=platform.name == "cuda",
             on_made=on_made,
         )
-
-
-def _sources(dataset: ChatDataset) -> list[Path | EnergonRows]:
-    """What holds its rows."""
-    return [rows if isinstance(rows, EnergonRows) else rows.path for rows in dataset.sources]
 
 
 def text_needs(args: Namespace) -> list[TextNeeds]:

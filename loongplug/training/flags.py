@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
-from loongplug.data.row_json import MAX_ROW_MIB
+from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.suggest import closest
 

@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from micro.packing import run, skewed_lengths
+from micro.packing import plan, run, skewed_lengths
 from pace import times_slower
-
-from loongplug.data.packing import plan
 
 pytestmark = pytest.mark.quick
 

@@ -7,6 +7,7 @@ import pytest
 
 from loongplug.data.blend import Blend, BlendSpec, open_rows, parse_blend
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
 
@@ -121,7 +122,9 @@ def test_rows_know_their_file_and_their_media_root(tmp_path: Path) -> None:
     rows = open_rows([str(one), str(two)], flag="--data-path", seed=1)
     assert [rows.where(i) for i in range(3)] == [f"{two}:1", f"{one}:1", f"{two}:2"]
     assert [rows.media_root(i) for i in range(3)] == [tmp_path / n for n in "yxy"]
-    rows = open_rows([str(one), str(two)], flag="--data-path", seed=1, media_root="/media")
+    rows = open_rows(
+        [str(one), str(two)], flag="--data-path", seed=1, access=RowAccess(media_root="/media")
+    )
     assert {rows.media_root(i) for i in range(3)} == {Path("/media")}
 
 

@@ -7,10 +7,9 @@ from jinja2 import TemplateError
 from pace import times_slower
 
 from loongplug.data import bounded_template as module
-from loongplug.data.chat_template import render_chat
-from loongplug.data.conversation import Conversation, Message, Part
+from loongplug.data.conversation import Conversation, Message
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.template import tokenize_conversation
+from loongplug.data.template import render_chat, tokenize_conversation
 
 pytestmark = pytest.mark.quick
 
@@ -147,7 +146,7 @@ def test_rows_are_refused_with_their_place(
 ) -> None:
     broken = load_processor(processor.folder)
     broken.tokenizer.chat_template = template
-    messages = (Message("user", (Part("text", "Hi"),)), Message("assistant", (Part("text", "1"),)))
+    messages = (Message("user", ("Hi",)), Message("assistant", ("1",)))
     with pytest.raises(ValueError, match=f"^rows:1: the chat template {message}"):
         tokenize_conversation(
             Conversation(messages, "rows:1"), broken, phase="sft", placeholders=[]

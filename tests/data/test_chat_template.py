@@ -8,8 +8,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from loongplug.data.chat_template import render_chat
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.template import render_chat
 
 pytestmark = pytest.mark.quick
 

@@ -17,8 +17,9 @@ from loongplug.cli import app
 from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.parallel_rows import map_rows
 from loongplug.data.processor import Processor
+from loongplug.data.rows import RowAccess
+from loongplug.data.workers import map_rows
 
 Row = Callable[..., dict[str, Any]]
 
@@ -205,7 +206,7 @@ def test_media_start_at_the_media_root(
     path.write_text(json.dumps(row("Read", "1", images=(name,))) + "\n")
     checker = RowChecker(processor, seq_length=40, training_phase="sft")
     assert [one.kind for one in checker.check(JsonlIndex(path), 0)] == ["media"]
-    assert checker.check(JsonlIndex(path, media_root=tmp_path), 0) == []
+    assert checker.check(JsonlIndex(path, access=RowAccess(media_root=tmp_path)), 0) == []
 
 
 def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:

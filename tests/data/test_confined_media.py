@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from loongplug.commands.data import data as data_commands
 from loongplug.data import media_files
-from loongplug.data.blend import open_rows
+from loongplug.data.blend import Rows, open_rows
 from loongplug.data.check import RowChecker
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.media_files import ConfinedFolder, open_media_file, read_head
 from loongplug.data.processor import Processor
-from loongplug.data.rows import Rows
+from loongplug.data.rows import RowAccess
 from loongplug.data.units import MediaBatch, UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.evaluate.questions import read_questions
@@ -145,7 +145,10 @@ def rows_file(write_rows: Callable[..., Path], row: Callable[..., dict], inside:
 
 def opened(path: Path, root: Path | None, *, confined: bool) -> Rows:
     return open_rows(
-        [str(path)], flag="--data-path", seed=1, media_root=root, confine_media=confined
+        [str(path)],
+        flag="--data-path",
+        seed=1,
+        access=RowAccess(media_root=root, confine_media=confined),
     )
 
 
@@ -198,6 +201,8 @@ def test_commands_confine_as_well(
                 data_commands, [command[0], str(rows_file), *command[1:], *common, *flags]
             )
             assert (REFUSED in shown.stdout) is refused, shown.stdout
-    read_questions(rows_file, processor, media_root=inside, limit=2)
+    read_questions(rows_file, processor, access=RowAccess(media_root=inside), limit=2)
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: image .*{REFUSED}"):
-        read_questions(rows_file, processor, media_root=inside, limit=2, confine_media=True)
+        read_questions(
+            rows_file, processor, access=RowAccess(media_root=inside, confine_media=True), limit=2
+        )

@@ -23,6 +23,7 @@ from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor, load_processor
+from loongplug.data.rows import RowAccess
 from loongplug.data.workers import WorkerSettings
 
 pytest.importorskip("megatron.energon")
@@ -252,7 +253,7 @@ def test_what_cannot_be_used_says_where(
 
 def test_a_row_above_the_limit_is_refused(tmp_path: Path) -> None:
     of_samples(tmp_path / "d", {"json": {"text": "x" * 2**20}}, {"json": {"text": "x"}})
-    rows = EnergonRows(tmp_path / "d", split="train", max_row_mib=1)
+    rows = EnergonRows(tmp_path / "d", split="train", access=RowAccess(max_row_mib=1))
     with pytest.raises(ValueError, match=r"a\.tar:1: the row has 1\.0 MiB, but --max-row-mib is 1"):
         rows.read(0)
     assert rows.read(1) == {"text": "x"}
@@ -419,7 +420,6 @@ def test_check_reads_all_splits(
         tokenizer_model=demo / "processor",
         seq_length=80,
         training_phase="sft",
-        media_root=None,
         video_fps=None,
         processes=2,
     )

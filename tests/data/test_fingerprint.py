@@ -6,6 +6,7 @@ import pytest
 
 from loongplug.data import fingerprint as module
 from loongplug.data.fingerprint import content_digest, fingerprint
+from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor, load_processor
 
 pytestmark = pytest.mark.quick
@@ -69,13 +70,14 @@ def test_several_files_count_as_one(
 def test_a_moved_file_is_the_same_and_other_settings_are_not(
     rows: Path, tmp_path: Path, processor: Processor
 ) -> None:
-    before = fingerprint([rows], processor, seed=1)
+    before = fingerprint([JsonlIndex(rows)], processor, seed=1)
     moved = rows.rename(tmp_path / "moved.jsonl")
-    assert fingerprint([moved], processor, seed=1) == before
-    assert fingerprint([moved], processor, seed=2) != before
+    assert fingerprint([JsonlIndex(moved)], processor, seed=1) == before
+    assert fingerprint([JsonlIndex(moved)], processor, seed=2) != before
     other = tmp_path / "other.jsonl"
     other.write_text("{}\n")
-    assert fingerprint([moved, other], processor) != fingerprint([other, moved], processor)
+    both = [JsonlIndex(moved), JsonlIndex(other)]
+    assert fingerprint(both, processor) != fingerprint(both[::-1], processor)
 
 
 def test_another_template_is_another_stream(
@@ -86,8 +88,8 @@ def test_another_template_is_another_stream(
     for file in processor.folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     copied = load_processor(folder)
-    assert fingerprint([rows], copied) == fingerprint([rows], processor)
+    assert fingerprint([JsonlIndex(rows)], copied) == fingerprint([JsonlIndex(rows)], processor)
     template = folder / "chat_template.jinja"
     assert template.is_file()
     template.write_text(template.read_text() + "\n")
-    assert fingerprint([rows], copied) != fingerprint([rows], processor)
+    assert fingerprint([JsonlIndex(rows)], copied) != fingerprint([JsonlIndex(rows)], processor)

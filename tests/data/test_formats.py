@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loongplug.data.conversation import Conversation, Part, Video, VideoFile, VideoPart
+from loongplug.data.conversation import Conversation, ImagePart, Part, Video, VideoFile, VideoPart
 from loongplug.data.formats import parse_conversation
 
 pytestmark = pytest.mark.quick
@@ -47,8 +47,10 @@ def test_parts_and_strings_and_other_keys() -> None:
 
 
 def as_parts(conversation: Conversation) -> list[tuple[str, list[Any]]]:
-    def shown(part: Part | VideoPart) -> Any:
-        return (part.source, part.fps) if isinstance(part, VideoPart) else (part.kind, part.value)
+    def shown(part: Part) -> Any:
+        if isinstance(part, VideoPart):
+            return part.source, part.fps
+        return ("image", part.name) if isinstance(part, ImagePart) else ("text", part)
 
     return [(m.role, [shown(part) for part in m.parts]) for m in conversation.messages]
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from loongplug.data.images import image_grid
 from loongplug.data.media import MediaLoader, placeholder
-from loongplug.data.processor import IMAGE_TOKEN, Processor
+from loongplug.data.processor import QWEN_TOKENS, Processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 pytestmark = pytest.mark.quick
@@ -45,7 +45,7 @@ def test_grid_from_the_header_is_the_grid_of_the_pixels(
     assert image_grid(path, processor, where=WHERE) == grid
     videos = VideoProcessor(processor, TIMESTAMPS)
     stands = placeholder(path, grid, processor, videos=videos)
-    assert (stands.token, stands.text, stands.run) == (IMAGE_TOKEN, IMAGE_TOKEN, tokens)
+    assert (stands.token, stands.text, stands.run) == (QWEN_TOKENS.image, QWEN_TOKENS.image, tokens)
     vision = media_loader(processor).load([path], where=WHERE)
     assert vision.grid_thw.tolist() == [list(grid)]
     assert vision.pixels.shape == (4 * tokens, 3 * 2 * 16 * 16)

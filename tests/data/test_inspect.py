@@ -99,7 +99,6 @@ def test_histograms(
         [str(write_rows(*rows, "{broken"))],
         tokenizer_model=processor_folder,
         training_phase="sft",
-        media_root=None,
         video_fps=None,
         samples=0,
         plots=tmp_path / "plots",

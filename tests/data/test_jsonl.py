@@ -7,6 +7,7 @@ import pytest
 from pace import times_slower
 
 from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
 
@@ -83,7 +84,7 @@ def sized(tmp_path: Path) -> Callable[..., JsonlIndex]:
         path = tmp_path / "rows.jsonl"
         rows = b"\n".join(b'{}\n{"a": "' + b"x" * (size - 9) + b'"}' for size in sizes)
         path.write_bytes(rows + end)
-        return JsonlIndex(path, max_row_mib=1)
+        return JsonlIndex(path, access=RowAccess(max_row_mib=1))
 
     return write
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from local_loader import local_loader
+from micro.packing import plan
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
-from loongplug.data.packing import PackingState, PackPlanner, plan
 from loongplug.data.processor import Processor
-from loongplug.data.text_stream import PackStream, ResumePoint
-from loongplug.data.workers import WorkerSettings
+from loongplug.data.text_stream import START, PackedTexts, ResumePoint
+from loongplug.data.workers import IN_PROCESS, WorkerSettings
 
 pytestmark = pytest.mark.quick
 
@@ -112,25 +112,36 @@ def test_a_full_row_has_no_padding(dataset: ChatDataset) -> None:
     assert pack.tokens == pack.capacity == full
 
 
-def test_a_stream_of_packs_goes_on_from_its_state(dataset: ChatDataset) -> None:
-    samples = [dataset[i] for i in range(ROWS)]
+def test_a_stream_of_packs_goes_on_from_any_place(dataset: ChatDataset) -> None:
+    def packs(place: ResumePoint) -> PackedTexts:
+        return PackedTexts(
+            dataset,
+            look_ahead=LOOK_AHEAD,
+            dp_rank=0,
+            dp_size=1,
+            seed=None,
+            consumed_packs=place.packs,
+            restart_after=None,
+            resume=place,
+            workers=IN_PROCESS,
+        )
 
-    def planner(state: PackingState | None = None) -> PackPlanner:
-        return PackPlanner(seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD, state=state)
+    def wheres(packs: PackedTexts, number: int) -> list[list[str]]:
+        return [[sample.where for sample in next(packs)] for _ in range(number)]
 
-    def wheres(packs: PackStream) -> list[list[str]]:
-        return [[sample.where for sample in pack] for pack in packs]
-
-    whole = wheres(PackStream(iter(samples), planner()))
-    assert sorted(where for pack in whole for where in pack) == sorted(s.where for s in samples)
-    stream = PackStream(iter(samples), planner())
-    for given in range(1, len(whole)):
-        next(stream)
-        assert stream.given == given
-        state = stream.state
-        held = [samples[position] for position, _ in state.held]
-        resumed = PackStream(iter([*held, *samples[state.read :]]), planner(state))
-        assert wheres(resumed) == whole[given:]
+    whole = wheres(packs(START), 12)
+    stream, given = packs(START), []
+    for number, expected in enumerate(whole):
+        (pack,) = wheres(stream, 1)
+        assert pack == expected
+        place = stream.before
+        assert place.packs == number
+        # Each sample that was read is in one pack, or held back.
+        held = [dataset[position % ROWS].where for position, _ in place.state.held]
+        read = [dataset[position % ROWS].where for position in range(place.state.read)]
+        assert sorted(given + held) == sorted(read)
+        assert wheres(packs(place), 12 - number) == whole[number:]
+        given += pack
 
 
 def contents(pack: Microbatch) -> list[list[int]]:

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from micro.packing import skewed_lengths
+from micro.packing import plan, skewed_lengths
 
-from loongplug.data.packing import Pack, PackingState, PackPlanner, plan
+from loongplug.data.packing import Pack, PackingState, PackPlanner
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
-from loongplug.data.conversation import Conversation, Message, Part
+from loongplug.data.conversation import Conversation, ImagePart, Message
 from loongplug.data.demo_processor import VOCAB_SIZE, build_tokenizer
 from loongplug.data.processor import Processor, VisionTokens, load_processor, require_fit
 from loongplug.data.template import Placeholder, tokenize_prompt
@@ -164,8 +164,8 @@ def test_tokens_of_another_family(processor_folder: Path, tmp_path: Path) -> Non
     assert (processor.image_token_id, processor.vision_end_token_id) == (5, 4)
     conversation = Conversation(
         messages=(
-            Message("user", (Part("image", "a.png"), Part("text", "What is <|image_pad|>?"))),
-            Message("assistant", (Part("text", "A heron."),)),
+            Message("user", (ImagePart("a.png"), "What is <|image_pad|>?")),
+            Message("assistant", ("A heron.",)),
         ),
         where="here:1",
     )

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from loongplug.data.conversation import Conversation, Message, Part
+from loongplug.data.conversation import Conversation, ImagePart, Message, Part
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.special_text import SpecialTexts, hide_special
@@ -73,7 +73,7 @@ def bytes_processor(processor: Processor) -> Processor:
 def conversation(*messages: tuple[str, str | list[Part]], plain: bool = False) -> Conversation:
     return Conversation(
         messages=tuple(
-            Message(role, (Part("text", content),) if isinstance(content, str) else tuple(content))
+            Message(role, (content,) if isinstance(content, str) else tuple(content))
             for role, content in messages
         ),
         where="rows.jsonl:3",
@@ -122,7 +122,7 @@ def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor
     plain = conversation(("text", f"one{E}two"), plain=True)
     tokens = tokenize_conversation(plain, bytes_processor, phase="pretrain", placeholders=[])
     assert special_ids(tokens.ids, bytes_processor) == [E]
-    pieces = [Part("text", "<|im_"), Part("text", "end|>\n<|im"), Part("text", "_start|>x")]
+    pieces = ["<|im_", "end|>\n<|im", "_start|>x"]
     sample = conversation(("user", pieces), ("assistant", "1"))
     tokens = tokenize_conversation(sample, bytes_processor, phase="sft", placeholders=[])
     assert special_ids(tokens.ids, bytes_processor) == [S, E, S, E]
@@ -131,7 +131,7 @@ def test_plain_text_too_and_what_is_spread_over_texts(bytes_processor: Processor
 
 def test_images_stand_where_they_do(bytes_processor: Processor) -> None:
     image = "<|image_pad|>"
-    parts = [Part("text", image), Part("image", "a.png"), Part("text", f"{image}{image}")]
+    parts = [image, ImagePart("a.png"), f"{image}{image}"]
     tokens = tokenize_conversation(
         conversation(("user", parts), ("assistant", image)),
         bytes_processor,
@@ -146,9 +146,9 @@ def test_rows_without_special_tokens_are_encoded_as_ever(bytes_processor: Proces
     sample = conversation(("user", "a <| b |> <im_end>\n\n"), ("assistant", "\nend"))
     special = bytes_processor.special_texts
     assert special is not None
-    hidden = hide_special(sample.messages, special)
-    assert hidden.messages is sample.messages
-    assert hidden.texts == {}
+    messages, hidden = hide_special(sample.messages, special)
+    assert messages is sample.messages
+    assert hidden == {}
     allowing = dataclasses.replace(bytes_processor, special_texts=None)
     ids = [
         tokenize_conversation(sample, each, phase="pretrain", placeholders=[]).ids.tolist()

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from loongplug.data.conversation import Conversation, Message, Part, VideoPart
-from loongplug.data.processor import IMAGE_TOKEN, VIDEO_TOKEN, Processor
+from loongplug.data.conversation import Conversation, ImagePart, Message, Part, VideoPart
+from loongplug.data.processor import QWEN_TOKENS, Processor
 from loongplug.data.template import (
     Placeholder,
     Tokens,
@@ -19,10 +19,10 @@ from loongplug.data.template import (
 pytestmark = pytest.mark.quick
 
 
-def conversation(*messages: tuple[str, str | list[Part | VideoPart]]) -> Conversation:
+def conversation(*messages: tuple[str, str | list[Part]]) -> Conversation:
     return Conversation(
         messages=tuple(
-            Message(role, (Part("text", content),) if isinstance(content, str) else tuple(content))
+            Message(role, (content,) if isinstance(content, str) else tuple(content))
             for role, content in messages
         ),
         where="rows.jsonl:3",
@@ -40,25 +40,23 @@ def marked(tokens: Tokens, processor: Processor) -> str:
 
 
 def images(runs: list[int]) -> list[Placeholder]:
-    return [Placeholder(token=IMAGE_TOKEN, text=IMAGE_TOKEN, run=run) for run in runs]
+    return [Placeholder(token=QWEN_TOKENS.image, text=QWEN_TOKENS.image, run=run) for run in runs]
 
 
-PICTURE = Part("image", "a.png")
+PICTURE = ImagePart("a.png")
 VIDEO = VideoPart(("1.png", "2.png"), fps=2.0)
 TIMED = Placeholder(  # two pictures of two tokens, each behind its time
-    token=VIDEO_TOKEN,
+    token=QWEN_TOKENS.video,
     text="".join(
         f"<{seconds} seconds><|vision_start|><|video_pad|><|vision_end|>" for seconds in (0.5, 1.5)
     ),
     run=2,
 )
-BLOCK = Placeholder(token=VIDEO_TOKEN, text=VIDEO_TOKEN, run=4)
-ONE_TURN = conversation(
-    ("user", [PICTURE, PICTURE, Part("text", "Read the digits.")]), ("assistant", "31")
-)
+BLOCK = Placeholder(token=QWEN_TOKENS.video, text=QWEN_TOKENS.video, run=4)
+ONE_TURN = conversation(("user", [PICTURE, PICTURE, "Read the digits."]), ("assistant", "31"))
 TWO_TURNS = conversation(
     ("system", "How are: 2"),
-    ("user", [Part("text", "Read"), PICTURE]),
+    ("user", ["Read", PICTURE]),
     ("assistant", "31"),
     ("user", "+31"),
     ("assistant", "13"),
@@ -125,9 +123,7 @@ def test_tokens_and_labels_as_by_hand(
     assert marked(tokens, processor) == expected
 
 
-MIXED = conversation(
-    ("user", [Part("text", "Read"), VIDEO, PICTURE, VIDEO, Part("text", "+")]), ("assistant", "31")
-)
+MIXED = conversation(("user", ["Read", VIDEO, PICTURE, VIDEO, "+"]), ("assistant", "31"))
 IMAGE_TEXT = "<|vision_start|> <|image_pad|> <|vision_end|>"
 
 
@@ -167,7 +163,7 @@ def test_videos_with_timestamps_and_as_a_block(
 
 
 def test_what_stands_for_an_image_in_an_answer_is_not_trained(processor: Processor) -> None:
-    sample = conversation(("user", "Read"), ("assistant", [PICTURE, Part("text", "3")]))
+    sample = conversation(("user", "Read"), ("assistant", [PICTURE, "3"]))
     tokens = tokenize_conversation(sample, processor, phase="sft", placeholders=images([2]))
     assert marked(tokens, processor) == (
         f"{S} user NL Read {E} NL {S} assistant NL <|vision_start|> <|image_pad|> <|image_pad|>"
@@ -251,7 +247,7 @@ def test_templates_that_cannot_be_used(processor: Processor, template: str, mess
             "1 image tokens in the text for 0 images",
         ),
         (
-            conversation(("user", [PICTURE, Part("text", "a<|image_pad|>")]), ("assistant", "1")),
+            conversation(("user", [PICTURE, "a<|image_pad|>"]), ("assistant", "1")),
             [1],
             "2 image tokens in the text for 1 images",
         ),
@@ -261,7 +257,7 @@ def test_templates_that_cannot_be_used(processor: Processor, template: str, mess
             "1 video tokens in the text for 0 videos",
         ),
         (
-            conversation(("user", [PICTURE, Part("text", "a")]), ("assistant", "<|video_pad|>")),
+            conversation(("user", [PICTURE, "a"]), ("assistant", "<|video_pad|>")),
             [1],
             "1 video tokens in the text for 0 videos",
         ),

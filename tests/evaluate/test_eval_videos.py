@@ -161,7 +161,6 @@ def test_answers_are_those_of_transformers(
     share = evaluate(
         model_folder,
         data,
-        media_root=None,
         batch_size=batch_size,
         max_new_tokens=MAX_NEW_TOKENS,
         limit=None,

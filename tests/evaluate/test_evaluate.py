@@ -13,6 +13,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from loongplug.data.demo_processor import VOCAB_SIZE, write_processor
 from loongplug.data.processor import load_processor
+from loongplug.data.rows import RowAccess
 from loongplug.evaluate.command import evaluate
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
@@ -103,7 +104,6 @@ def read_rows(path: Path) -> list:
 
 run = partial(
     evaluate,
-    media_root=None,
     batch_size=4,
     max_new_tokens=MAX_NEW_TOKENS,
     limit=None,
@@ -115,7 +115,7 @@ run = partial(
 def answers_of(model_folder: Path, data: Path, *, batch_size: int) -> list[str]:
     model = load_model(model_folder, device="cpu")
     processor = load_processor(model_folder)
-    questions = read_questions(data, processor, media_root=None, limit=None)
+    questions = read_questions(data, processor, limit=None)
     done: list[int] = []
     answers = generate_answers(
         model,
@@ -227,7 +227,7 @@ def test_images_are_looked_for_in_the_media_root(model_folder, data, tmp_path):
     elsewhere.write_text(data.read_text())
     with pytest.raises(ValueError, match=r"rows.jsonl:1: no image file at .*0.png"):
         run(model_folder, elsewhere)
-    run(model_folder, elsewhere, media_root=data.parent, limit=1)
+    run(model_folder, elsewhere, access=RowAccess(media_root=data.parent), limit=1)
 
 
 def test_what_is_wrong_is_said_in_a_sentence(model_folder, data, tmp_path):

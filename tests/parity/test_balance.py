@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from loongplug.data.text_stream import PaddedTexts
+from loongplug.data.text_stream import padded_texts
 from loongplug.data.units import MediaBatch
 from loongplug.data.workers import IN_PROCESS
 from loongplug.training.arguments import parse_arguments
@@ -36,7 +36,7 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
     assert provider._balance is not None
     planned = []
     for replica in range(cell.dp):
-        texts = PaddedTexts(
+        texts = padded_texts(
             provider.train,
             micro_batch_size=1,
             dp_rank=replica,
@@ -48,7 +48,7 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
         )
         for _ in range(STEPS):
             grids = [MediaBatch.of(n, next(texts)).grids for n in range(cell.microbatches)]
-            planned.append(provider._balance.owners(grids, replicas=cell.encoder_replicas))
+            planned.append(provider._balance.assign(grids, replicas=cell.encoder_replicas))
     return planned
 
 
@@ -56,7 +56,7 @@ def parts_with_images(rank: int, *, flags: list[str], parts: int) -> list[set[in
     """Of each sample of a cell: in which of the sequence's parts its images lie."""
     parsed = parse_arguments(flags)
     data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
-    texts = PaddedTexts(
+    texts = padded_texts(
         data.train,
         micro_batch_size=1,
         dp_rank=0,
