@@ -5,13 +5,13 @@ import functools
 from argparse import Namespace
 
 import pytest
+from pages.sizes import with_placeholder_ids
 
 from loongplug.models.hf_model import hf_config
 from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
 from loongplug.training.rules import layout as layout_rules
 from loongplug.training.rules import model as model_rules
-from loongplug.training.sizes import with_placeholder_ids
 from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
 
 pytestmark = pytest.mark.quick
