@@ -51,8 +51,7 @@ def known_sizes(args: Namespace) -> StepSizes | None:
 
 
 @rule(
-    reason="every data parallel rank runs the same number of microbatches",
-    cure="give a multiple",
+    reason="every data parallel rank runs the same number of microbatches", cure="give a multiple"
 )
 def global_batch(args: Namespace, model: Any) -> str | None:
     """`--global-batch-size`, or a size on the way there, is no multiple of micro-batch size x dp"""

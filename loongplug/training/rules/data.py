@@ -10,7 +10,7 @@ from typing import Any
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
 from loongplug.data.schemas import LEAST_FPS
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import rule, value_of
 
 
 @rule(
@@ -37,10 +37,7 @@ def data_given(args: Namespace, model: Any) -> str | None:
     return None
 
 
-@rule(
-    reason="there is nothing to read",
-    cure="correct the path",
-)
+@rule(reason="there is nothing to read", cure="correct the path")
 def data_exists(args: Namespace, model: Any) -> str | None:
     """a data path or a `--media-root` that does not exist"""
     missing = [] if args.media_root is None else [args.media_root]
@@ -104,18 +101,12 @@ def one_row(args: Namespace, model: Any) -> str | None:
     """`--packing` with a `--micro-batch-size` or `--eval-micro-batch-size` above 1"""
     if not args.packing:
         return None
-    sizes = {
-        "--micro-batch-size": args.micro_batch_size,
-        "--eval-micro-batch-size": args.eval_micro_batch_size,
-    }
-    wrong = [f"{flag} {size}" for flag, size in sizes.items() if size not in (None, 1)]
+    flags = ("--micro-batch-size", "--eval-micro-batch-size")
+    wrong = [f"{flag} {size}" for flag in flags if (size := value_of(args, flag)) not in (None, 1)]
     return f"--packing with {' and '.join(wrong)}" if wrong else None
 
 
-@rule(
-    reason="LoongPlug loads samples and the tokenizer itself",
-    cure="drop the flag",
-)
+@rule(reason="LoongPlug loads samples and the tokenizer itself", cure="drop the flag")
 def data_loading(args: Namespace, model: Any) -> str | None:
     """a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` other than
     `HuggingFaceTokenizer`
@@ -128,9 +119,5 @@ def data_loading(args: Namespace, model: Any) -> str | None:
 
 
 def _data_flags(args: Namespace) -> list[tuple[str, list[str]]]:
-    flags = (
-        ("--data-path", args.data_path),
-        ("--train-data-path", args.train_data_path),
-        ("--valid-data-path", args.valid_data_path),
-    )
-    return [(flag, values) for flag, values in flags if values]
+    flags = ("--data-path", "--train-data-path", "--valid-data-path")
+    return [(flag, values) for flag in flags if (values := value_of(args, flag))]

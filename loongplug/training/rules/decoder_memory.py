@@ -4,12 +4,21 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.schedule.tensor_names import RECOMPUTED
-from loongplug.training.rules.rule import FUSED_ACCUMULATION, excludes, flag, rule
+from loongplug.training.rules.rule import (
+    FUSED_ACCUMULATION,
+    LOCAL_LAYERS,
+    among,
+    any_of,
+    excludes,
+    flag,
+    rule,
+)
 
 _FLAG = "--fine-grained-activation-offloading"
-_EXPERTS = ("dispatched_input",)
+_DISPATCHED = among("--offload-tensors", ("dispatched_input",))
+_NODES = among("--recompute-modules", RECOMPUTED)
 # Whose outputs are let go of; Megatron asks TransformerEngine for the state of fp8 there.
-_DISCARDED = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
+_DISCARDED = among("--recompute-modules", ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"))
 
 
 @rule(
@@ -24,17 +33,12 @@ _DISCARDED = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
 )
 def which(args: Namespace, model: Any) -> str | None:
     """The switch stands with one of the two kinds of names."""
-    names = [
-        flag
-        for flag, given in (
-            ("--offload-tensors", args.offload_tensors),
-            ("--offload-modules", args.offload_modules),
-        )
-        if given
-    ]
     if args.fine_grained_activation_offloading:
-        return None if len(names) == 1 else f"{_FLAG} with {' and '.join(names) or 'no names'}"
-    return f"{names[0]} without {_FLAG}" if "--offload-tensors" in names else None
+        if bool(args.offload_tensors) != bool(args.offload_modules):
+            return None
+        both = "--offload-tensors and --offload-modules"
+        return f"{_FLAG} with {both if args.offload_tensors else 'no names'}"
+    return f"--offload-tensors without {_FLAG}" if args.offload_tensors else None
 
 
 nothing_saved = excludes(
@@ -44,8 +48,6 @@ nothing_saved = excludes(
     reason="layers that are recomputed as a whole keep their inputs only",
     cure="drop one of them",
 )
-
-
 fused_accumulation = excludes(
     flag("--offload-tensors"),
     FUSED_ACCUMULATION,
@@ -65,38 +67,32 @@ fused_accumulation = excludes(
 )
 def experts(args: Namespace, model: Any) -> str | None:
     """`--offload-tensors dispatched_input` for a model without experts"""
-    found = [name for name in args.offload_tensors if name in _EXPERTS]
-    return f"--offload-tensors {' '.join(found)}" if found and not args.num_experts else None
+    return None if args.num_experts else _DISPATCHED.said(args) or None
 
 
 @rule(
     name="decoder-recompute-nodes",
-    refuses="`--recompute-modules` "
-    + ", ".join(f"`{name}`" for name in RECOMPUTED)
-    + " without `--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
+    refuses=f"`--recompute-modules` {_NODES.in_docs} without "
+    "`--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
     reason="these are parts of the overlap's schedule",
     cure="add both, or use --recompute-granularity full",
 )
 def nodes(args: Namespace, model: Any) -> str | None:
     """Parts that are schedule nodes are recomputed where there are such nodes."""
-    given = [name for name in args.recompute_modules or () if name in RECOMPUTED]
-    lacks = [
-        *([] if args.overlap_moe_expert_parallel_comm else ["--overlap-moe-expert-parallel-comm"]),
-        *(
-            []
-            if args.recompute_granularity == "selective"
-            else ["--recompute-granularity selective"]
-        ),
-    ]
-    if not given or not lacks:
-        return None
-    return f"--recompute-modules {' '.join(given)} without {' and '.join(lacks)}"
+    lacks = []
+    if not args.overlap_moe_expert_parallel_comm:
+        lacks.append("--overlap-moe-expert-parallel-comm")
+    if args.recompute_granularity != "selective":
+        lacks.append("--recompute-granularity selective")
+    given = _NODES.said(args)
+    return f"{given} without {' and '.join(lacks)}" if given and lacks else None
 
 
-@rule(
+nodes_alone = excludes(
+    any_of(among("--recompute-modules", ("layernorm",)), flag("--offload-modules"), joined=" and "),
+    _NODES,
     name="decoder-recompute-nodes-alone",
-    refuses="`--recompute-modules layernorm` or `--offload-modules` with "
-    + ", ".join(f"`{name}`" for name in RECOMPUTED),
+    refuses=f"`--recompute-modules layernorm` or `--offload-modules` with {_NODES.in_docs}",
     reason=(
         "Megatron begins these in one node of a layer and ends them in another, and a node "
         "that is computed twice does its own part only"
@@ -106,36 +102,14 @@ def nodes(args: Namespace, model: Any) -> str | None:
         "--offload-tensors"
     ),
 )
-def nodes_alone(args: Namespace, model: Any) -> str | None:
-    """What Megatron spreads over several nodes stands without nodes that are computed twice."""
-    given = [name for name in args.recompute_modules or () if name in RECOMPUTED]
-    others = [
-        *(
-            ["--recompute-modules layernorm"]
-            if "layernorm" in (args.recompute_modules or ())
-            else []
-        ),
-        *(["--offload-modules"] if args.offload_modules else []),
-    ]
-    if not given or not others:
-        return None
-    return f"{' and '.join(others)} with --recompute-modules {' '.join(given)}"
-
-
-@rule(
+discarded = excludes(
+    _DISCARDED,
+    LOCAL_LAYERS,
     name="decoder-recompute-discarded",
-    refuses="`--recompute-modules` "
-    + ", ".join(f"`{name}`" for name in _DISCARDED)
-    + " without TransformerEngine",
+    refuses=f"`--recompute-modules` {_DISCARDED.in_docs} without TransformerEngine",
     reason="Megatron recomputes these by functions of it",
     cure=(
         "recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
         "(--recompute-granularity full)"
     ),
 )
-def discarded(args: Namespace, model: Any) -> str | None:
-    """What lets go of outputs is recomputed where TransformerEngine is."""
-    given = [name for name in args.recompute_modules or () if name in _DISCARDED]
-    if not given or args.transformer_impl == "transformer_engine":
-        return None
-    return f"--recompute-modules {' '.join(given)} with --transformer-impl {args.transformer_impl}"

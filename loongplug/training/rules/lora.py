@@ -6,20 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.settings import LINEARS, LoraSettings
 from loongplug.models.registry import family_of
-from loongplug.training.rules.rule import rule
-from loongplug.training.rules.start import WRITTEN, value_of, within_export
+from loongplug.training.rules.rule import any_of, flag, rule
+from loongplug.training.rules.start import WRITTEN, value_if_any, within_export
 
 OWN_FOLDER = "give the adapters a folder beside the others"
 
 
 def _lora(model: Any) -> Iterator[tuple[str, LoraSettings]]:
-    if isinstance(model, VisionLanguageArchitecture):
-        for name, architecture in model.modules().items():
-            if architecture.lora is not None:
-                yield f"model.{model.keys[name]}.lora", architecture.lora
+    for name, architecture in model.modules().items():
+        if architecture.lora is not None:
+            yield f"model.{model.keys[name]}.lora", architecture.lora
 
 
 @rule(
@@ -75,10 +73,8 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
 )
 def lora_folders(args: Namespace, model: Any) -> str | None:
     """`--load-lora` or `--save-lora` where no module has `lora`"""
-    flags = [flag for flag in ("--load-lora", "--save-lora") if value_of(args, flag)]
-    if not flags or any(True for _ in _lora(model)):
-        return None
-    return f"{' and '.join(flags)} with a model without adapters"
+    given = any_of(flag("--load-lora"), flag("--save-lora"), joined=" and ").said(args)
+    return f"{given} with a model without adapters" if given and not any(_lora(model)) else None
 
 
 @rule(
@@ -97,7 +93,7 @@ def shared_lora_folder(args: Namespace) -> str | None:
 
     A checkpoint's folder may have others in it: its own files are all named by iterations.
     """
-    hf = value_of(args, "--save-hf")
+    hf = value_if_any(args, "--save-hf")
     if args.save_lora and hf and Path(args.save_lora).resolve().is_relative_to(Path(hf).resolve()):
         return f"--save-lora {args.save_lora} with --save-hf {hf}"
     return within_export(args, flag="--save-lora", written=("--save-hf", *WRITTEN))
@@ -134,8 +130,6 @@ def shared_experts_beside_the_exchange(args: Namespace, model: Any) -> str | Non
 )
 def rate_multiples(args: Namespace, model: Any) -> str | None:
     """an `lr_mult` that is not above 0"""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
     wrong = [
         f"model.{model.keys[name]}.lr_mult is {architecture.lr_mult:g}"
         for name, architecture in model.modules().items()
@@ -151,7 +145,7 @@ def rate_multiples(args: Namespace, model: Any) -> str | None:
 )
 def rates_twice(args: Namespace, model: Any) -> str | None:
     """`--decoupled-lr` with `model.foundation.lr_mult`"""
-    if not isinstance(model, VisionLanguageArchitecture) or args.decoupled_lr is None:
-        return None
     rate = model.foundation.lr_mult
-    return f"--decoupled-lr with model.foundation.lr_mult {rate:g}" if rate != 1.0 else None
+    if args.decoupled_lr is None or rate == 1.0:
+        return None
+    return f"--decoupled-lr with model.foundation.lr_mult {rate:g}"
