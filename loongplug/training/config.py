@@ -28,8 +28,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from loongplug.data.outside_yaml import require_bounded_yaml
 from loongplug.models.registry import Family, dotted, families, family_of
 from loongplug.paths import configs_dir
-from loongplug.training.suggest import the_closest_is
-from loongplug.training.typed import TARGET, Filler, plain
+from loongplug.training.typed import TARGET, Filler, plain, the_closest_is
 
 _MODEL = "model"  # the package all model YAML lives in
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)

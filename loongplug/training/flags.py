@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.data.row_json import MAX_ROW_MIB
 from loongplug.schedule.tensor_names import NAMES
-from loongplug.training.suggest import closest
+from loongplug.training.typed import closest
 
 DEVICES = ("auto", "cpu", "cuda")
 PHASES = ("pretrain", "sft")

@@ -143,7 +143,7 @@ class TrainingMetrics:
     bad_samples: dict[str, int]  # left out in training, by kind
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TrainingProgress:
     """Collects reports on every rank, shows them on rank 0, sums the run up.
 

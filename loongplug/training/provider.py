@@ -5,6 +5,7 @@ Beside it, a stage without memory, for who asks for sizes.
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,32 +97,21 @@ def build_on_meta(
     return stage
 
 
+@dataclass(eq=False)
 class ModelProvider:
     """Build the chunks of one rank and remember them, so that they can be exported at the end."""
 
-    def __init__(
-        self,
-        model: Any,
-        family: Family,
-        *,
-        engine: Engine,
-        backend: Backend,
-        freezing: Freezing | None = None,
-        hf_folder: Path | None = None,
-        adapter_folder: Path | None = None,
-        offload: TensorOffload | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.model = model
-        self.family = family
-        self.engine = engine
-        self.backend = backend
-        self.freezing = freezing
-        self.hf_folder = hf_folder
-        self.adapter_folder = adapter_folder
-        self.offload = offload
-        self.seed = seed
-        self.chunks: list[MultimodalModel] = []
+    model: Any
+    family: Family
+    _: KW_ONLY
+    engine: Engine
+    backend: Backend
+    freezing: Freezing | None = None
+    hf_folder: Path | None = None
+    adapter_folder: Path | None = None
+    offload: TensorOffload | None = None
+    seed: int = 0
+    chunks: list[MultimodalModel] = field(default_factory=list, init=False)
 
     def __call__(
         self,

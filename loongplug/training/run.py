@@ -15,7 +15,6 @@ from megatron.training.global_vars import get_tensorboard_writer, set_global_var
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.write_errors import write_error
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
@@ -151,6 +150,7 @@ def _run(
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
     soundness = Soundness(args, forward_step)
+    sizes = step_sizes(args)
     with (
         traced(
             args.trace, platform=platform, rank=args.rank, world_size=args.world_size
@@ -163,7 +163,7 @@ def _run(
             mapping=with_adapters(hugging_face.mapping, table),
             soundness=soundness,
         ),
-        _rated(step_sizes(args)),
+        applied(rates_table(rates_of(sizes))) if sizes and sizes.vary else nullcontext(),
     ):
         set_global_variables(args)
         reports, unwritten = _pretrain(
@@ -192,6 +192,13 @@ def _pretrain(
     """Megatron's own loop, with our progress beside it; what is wrong with the metrics' file."""
     from megatron.training.training import pretrain
 
+    def noted(step: StepReport) -> None:
+        writer = get_tensorboard_writer()  # one rank has it
+        if writer is not None:  # what Megatron does not know of a step
+            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
+        if on_report is not None:
+            on_report(step)
+
     tap = LogTap(
         lambda: TrainingProgress(
             total=args.train_iters,
@@ -201,7 +208,7 @@ def _pretrain(
             counts_tokens=speaks_for_replica(),
             has_loss=_speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
-            on_report=_also_in_tensorboard(on_report),
+            on_report=noted,
             met=datasets.bad_samples.counts,
         )
     )
@@ -251,13 +258,6 @@ def _told_what_was_built(
     return applied(setup_table(built))
 
 
-def _rated(sizes: StepSizes | None) -> AbstractContextManager[None]:
-    """Count the learning rate's course by steps of these sizes."""
-    if sizes is None or not sizes.vary:
-        return nullcontext()
-    return applied(rates_table(rates_of(sizes)))
-
-
 @contextmanager
 def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Report exchanges of features and switches between parallel states to ``recorder``."""
@@ -269,21 +269,6 @@ def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     finally:
         PARALLEL_STATES.on_switch = None
         destroy_parallel_states()  # a process may run again
-
-
-def _also_in_tensorboard(
-    on_report: Callable[[StepReport], None] | None,
-) -> Callable[[StepReport], None]:
-    """Write what Megatron does not know of a step beside its own scalars."""
-
-    def noted(step: StepReport) -> None:
-        writer = get_tensorboard_writer()  # one rank has it
-        if writer is not None:
-            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
-        if on_report is not None:
-            on_report(step)
-
-    return noted
 
 
 def _speaks_for_loss() -> bool:

@@ -66,7 +66,7 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
         *(layout_rules.decoder_heads, layout_rules.decoder_ffn, layout_rules.vocabulary),
         *(hetero.encoder_sizes, model_rules.positive_sizes, model_rules.query_groups),
         *(model_rules.encoder_shape, model_rules.deepstack, model_rules.windows),
-        *(model_rules.mrope, experts.experts_divide, experts.expert_width),
+        *(model_rules.mrope, experts.expert_count, experts.expert_width),
         experts.experts_per_token,
     ):
         assert check(args, model) is None, check.__name__

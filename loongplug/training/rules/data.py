@@ -15,10 +15,8 @@ from loongplug.training.rules.rule import rule, value_of
 
 @rule(
     reason="it would not be known what to train on",
-    cure=(
-        "give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
-        "--valid-data-path FILE for held-out data"
-    ),
+    cure="give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
+    "--valid-data-path FILE for held-out data",
     training_only=True,
 )
 def data_given(args: Namespace, model: Any) -> str | None:
@@ -50,15 +48,12 @@ def data_exists(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="energon",
     reason="that package reads such datasets' lists, and other folders are no data",
-    cure=(
-        "pip install 'loongplug[energon]', run energon prepare, and give "
-        "--dataloader-type energon; or name a JSONL file"
-    ),
+    cure="pip install 'loongplug[energon]', run energon prepare, and give "
+    "--dataloader-type energon; or name a JSONL file",
     training_only=True,
 )
-def energon_datasets(args: Namespace, model: Any) -> str | None:
+def energon(args: Namespace, model: Any) -> str | None:
     """`--dataloader-type energon` without the package megatron-energon, and a folder as data path
     without that flag or without what `energon prepare` writes into it
     """
@@ -77,15 +72,12 @@ def energon_datasets(args: Namespace, model: Any) -> str | None:
 
 @rule(
     refuses=f"`--video-fps` below {LEAST_FPS:g}",
-    reason=(
-        "it is the number of frames taken per second of a video, and slower ones have times "
-        "beyond what positions can count"
-    ),
+    reason="it is the number of frames taken per second of a video, and slower ones have times "
+    "beyond what positions can count",
     cure=f"give {LEAST_FPS:g} or more",
     training_only=True,
 )
 def video_rate(args: Namespace, model: Any) -> str | None:
-    """The frames taken per second of a video are more than next to none."""
     rate = args.video_fps
     if rate is None or not math.isfinite(rate):  # another rule asks for finite numbers
         return None
@@ -93,11 +85,10 @@ def video_rate(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="packing-rows",
     reason="a pack is a microbatch of several samples already",
     cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
 )
-def one_row(args: Namespace, model: Any) -> str | None:
+def packing_rows(args: Namespace, model: Any) -> str | None:
     """`--packing` with a `--micro-batch-size` or `--eval-micro-batch-size` above 1"""
     if not args.packing:
         return None

@@ -22,17 +22,13 @@ _DISCARDED = among("--recompute-modules", ("layernorm", "moe_act", "mla_up_proj"
 
 
 @rule(
-    name="decoder-offload",
     refuses=f"`{_FLAG}` without names or with both kinds of them, and `--offload-tensors` "
     "without it",
-    reason=(
-        "`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
-        "asks for TransformerEngine; together they would move the same tensors twice"
-    ),
+    reason="`--offload-tensors` is LoongPlug's way and `--offload-modules` Megatron's, which "
+    "asks for TransformerEngine; together they would move the same tensors twice",
     cure=f"give {_FLAG} --offload-tensors and names",
 )
-def which(args: Namespace, model: Any) -> str | None:
-    """The switch stands with one of the two kinds of names."""
+def decoder_offload(args: Namespace, model: Any) -> str | None:
     if args.fine_grained_activation_offloading:
         if bool(args.offload_tensors) != bool(args.offload_modules):
             return None
@@ -41,44 +37,37 @@ def which(args: Namespace, model: Any) -> str | None:
     return f"--offload-tensors without {_FLAG}" if args.offload_tensors else None
 
 
-nothing_saved = excludes(
+decoder_offload_recompute = excludes(
     flag("--offload-tensors"),
     flag("--recompute-granularity full"),
-    name="decoder-offload-recompute",
     reason="layers that are recomputed as a whole keep their inputs only",
     cure="drop one of them",
 )
-fused_accumulation = excludes(
+decoder_offload_fusion = excludes(
     flag("--offload-tensors"),
     FUSED_ACCUMULATION,
-    name="decoder-offload-fusion",
-    reason=(
-        "what a backward finds are new objects, in which the fused kernel does not find a "
-        "weight's gradient buffer"
-    ),
+    reason="what a backward finds are new objects, in which the fused kernel does not find a "
+    "weight's gradient buffer",
     cure="add --no-gradient-accumulation-fusion",
 )
 
 
 @rule(
-    name="decoder-offload-experts",
     reason="nothing is dispatched there",
     cure="name fc1_output or fc2_input instead",
 )
-def experts(args: Namespace, model: Any) -> str | None:
+def decoder_offload_experts(args: Namespace, model: Any) -> str | None:
     """`--offload-tensors dispatched_input` for a model without experts"""
     return None if args.num_experts else _DISPATCHED.said(args) or None
 
 
 @rule(
-    name="decoder-recompute-nodes",
     refuses=f"`--recompute-modules` {_NODES.in_docs} without "
     "`--overlap-moe-expert-parallel-comm` and `--recompute-granularity selective`",
     reason="these are parts of the overlap's schedule",
     cure="add both, or use --recompute-granularity full",
 )
-def nodes(args: Namespace, model: Any) -> str | None:
-    """Parts that are schedule nodes are recomputed where there are such nodes."""
+def decoder_recompute_nodes(args: Namespace, model: Any) -> str | None:
     lacks = []
     if not args.overlap_moe_expert_parallel_comm:
         lacks.append("--overlap-moe-expert-parallel-comm")
@@ -88,28 +77,20 @@ def nodes(args: Namespace, model: Any) -> str | None:
     return f"{given} without {' and '.join(lacks)}" if given and lacks else None
 
 
-nodes_alone = excludes(
+decoder_recompute_nodes_alone = excludes(
     any_of(among("--recompute-modules", ("layernorm",)), flag("--offload-modules"), joined=" and "),
     _NODES,
-    name="decoder-recompute-nodes-alone",
     refuses=f"`--recompute-modules layernorm` or `--offload-modules` with {_NODES.in_docs}",
-    reason=(
-        "Megatron begins these in one node of a layer and ends them in another, and a node "
-        "that is computed twice does its own part only"
-    ),
-    cure=(
-        "drop layernorm (a2a_overlap_post_attn computes the norm twice), and offload by "
-        "--offload-tensors"
-    ),
+    reason="Megatron begins these in one node of a layer and ends them in another, and a node "
+    "that is computed twice does its own part only",
+    cure="drop layernorm (a2a_overlap_post_attn computes the norm twice), and offload by "
+    "--offload-tensors",
 )
-discarded = excludes(
+decoder_recompute_discarded = excludes(
     _DISCARDED,
     LOCAL_LAYERS,
-    name="decoder-recompute-discarded",
     refuses=f"`--recompute-modules` {_DISCARDED.in_docs} without TransformerEngine",
     reason="Megatron recomputes these by functions of it",
-    cure=(
-        "recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
-        "(--recompute-granularity full)"
-    ),
+    cure="recompute core_attn or mlp, the parts of the overlapped schedule, or whole layers "
+    "(--recompute-granularity full)",
 )

@@ -19,8 +19,8 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@rule(name="expert-parallel", reason="there are no experts to distribute", cure="drop the flag")
-def dense_with_expert_flags(args: Namespace, model: Any) -> str | None:
+@rule(reason="there are no experts to distribute", cure="drop the flag")
+def expert_parallel(args: Namespace, model: Any) -> str | None:
     """`--expert-model-parallel-size` or `--expert-tensor-parallel-size` above 1 with a dense
     model
     """
@@ -33,14 +33,11 @@ def dense_with_expert_flags(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="expert-world",
     reason="each copy of the experts takes that many ranks",
-    cure=(
-        "change the number of processes, or the parallel sizes (expert tp is tp unless "
-        "--expert-tensor-parallel-size is given)"
-    ),
+    cure="change the number of processes, or the parallel sizes (expert tp is tp unless "
+    "--expert-tensor-parallel-size is given)",
 )
-def experts_world(args: Namespace, model: Any) -> str | None:
+def expert_world(args: Namespace, model: Any) -> str | None:
     """the number of ranks is no multiple of expert tp x ep x pp"""
     etp, ep, pp = _etp(args), args.expert_model_parallel_size, args.pipeline_model_parallel_size
     each, ranks = etp * ep * pp, args.world_size
@@ -50,11 +47,10 @@ def experts_world(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="expert-count",
     reason="every rank of an expert parallel group holds as many experts",
     cure="choose another --expert-model-parallel-size",
 )
-def experts_divide(args: Namespace, model: Any) -> str | None:
+def expert_count(args: Namespace, model: Any) -> str | None:
     """`num_experts` that ep does not divide"""
     ep = args.expert_model_parallel_size
     if not args.num_experts or ep < 1 or args.num_experts % ep == 0:
@@ -76,10 +72,8 @@ def expert_width(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="each rank holds an equal slice of what every token goes through",
-    cure=(
-        "correct model.foundation.shared_expert_ffn_hidden_size, or choose another "
-        "--tensor-model-parallel-size"
-    ),
+    cure="correct model.foundation.shared_expert_ffn_hidden_size, or choose another "
+    "--tensor-model-parallel-size",
 )
 def shared_expert_width(args: Namespace, model: Any) -> str | None:
     """a `shared_expert_ffn_hidden_size` that tp does not divide"""
@@ -101,11 +95,10 @@ def experts_per_token(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="expert-sequence-parallel",
     reason="the ranks of a tensor parallel group would all send the same tokens to the experts",
     cure="add --sequence-parallel",
 )
-def experts_sequence_parallel(args: Namespace, model: Any) -> str | None:
+def expert_sequence_parallel(args: Namespace, model: Any) -> str | None:
     """experts with tp above 1 and no `--sequence-parallel`"""
     tp = args.tensor_model_parallel_size
     if not args.num_experts or tp < 2 or args.sequence_parallel:
@@ -139,10 +132,9 @@ def _by_sample(args: Namespace) -> str:
     return "--moe-router-load-balancing-type seq_aux_loss" if "seq_aux_loss" in types else ""
 
 
-balancing_by_sample = excludes(
+packing_balancing = excludes(
     flag("--packing"),
     Choice(said=_by_sample, in_docs="`--moe-router-load-balancing-type seq_aux_loss`"),
-    name="packing-balancing",
     reason="it balances row by row, and would take a pack for one sample",
     cure="use aux_loss or global_aux_loss, or drop --packing",
 )
@@ -159,7 +151,6 @@ def dispatcher(args: Namespace, model: Any) -> str | None:
 grouped_gemm = excludes(
     flag("--moe-grouped-gemm"),
     LOCAL_LAYERS,
-    name="grouped-gemm",
     refuses="`--moe-grouped-gemm` without TransformerEngine",
     reason="it is TransformerEngine that has it",
     cure="drop the flag: experts are grouped where they can be",

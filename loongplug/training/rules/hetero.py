@@ -8,7 +8,6 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
 from loongplug.training.rules.rule import (
     FUSED_ACCUMULATION,
-    Choice,
     any_of,
     excludes,
     flag,
@@ -68,7 +67,6 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
     cure="drop the flag",
 )
 def encoder_state(args: Namespace, model: Any) -> str | None:
-    """An encoder with a layout of its own meets no flag that knows one layout only."""
     as_decoder = encoder_tp(args, model) == args.tensor_model_parallel_size
     if as_decoder and mode_of(args).encoder_tp is None:
         return None
@@ -102,17 +100,14 @@ def encoder_sizes(args: Namespace, model: Any) -> str | None:
 one_mode = excludes(
     flag("--enable-encoder-hetero-dp"),
     flag("--enable-full-hetero-dp"),
-    name="one-mode",
     reason="they are two ways to spread the same work",
     cure="drop one; full separation is the faster one with a pipeline",
 )
 
 
 @rule(
-    reason=(
-        "elsewhere every replica encodes all units, or one of each group at a time: there is"
-        " nothing to choose"
-    ),
+    reason="elsewhere every replica encodes all units, or one of each group at a time: there is"
+    " nothing to choose",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
 def balance(args: Namespace, model: Any) -> str | None:
@@ -137,53 +132,40 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 
 @rule(
     refuses=f"{_OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
-    reason=(
-        "elsewhere the encoder works in between the decoder's microbatches, so that nothing "
-        "of it can be away"
-    ),
+    reason="elsewhere the encoder works in between the decoder's microbatches, so that nothing "
+    "of it can be away",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
 def offload(args: Namespace, model: Any) -> str | None:
-    """Something can only be away where encoder and decoder take turns."""
     given = _OFFLOAD.said(args)
     if not given or mode_of(args).on_every_stage:
         return None
     return f"{given} in the mode {mode_of(args).name}"
 
 
-offload_and_fusion = excludes(
+offload_fusion = excludes(
     flag("--offload-encoder-activations"),
     FUSED_ACCUMULATION,
-    name="offload-fusion",
-    reason=(
-        "what comes back to a backward are new objects, in which the fused kernel does not "
-        "find a weight's gradient buffer"
-    ),
-    cure=(
-        "add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead"
-    ),
+    reason="what comes back to a backward are new objects, in which the fused kernel does not "
+    "find a weight's gradient buffer",
+    cure="add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead",
 )
 
 
-offload_and_registration = excludes(
+offload_nccl = excludes(
     flag("--offload-encoder-state"),
-    Choice(said=lambda args: "--use-nccl-ub" * args.nccl_ub, in_docs="`--use-nccl-ub`"),
-    name="offload-nccl",
+    flag("--use-nccl-ub", argument="nccl_ub"),
     reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
     cure="drop one of them",
 )
 
 
-offload_and_hybrid_optimizer = excludes(
+offload_optimizer = excludes(
     flag("--offload-encoder-state"),
     flag("--optimizer-cpu-offload"),
-    name="offload-optimizer",
-    reason=(
-        "that optimizer has copies of weights of its own, and keeps its state on the host already"
-    ),
-    cure=(
-        "drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
-        "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
-        "optimizer's state is on the host"
-    ),
+    reason="that optimizer has copies of weights of its own, and keeps its state on the host "
+    "already",
+    cure="drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
+    "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
+    "optimizer's state is on the host",
 )

@@ -8,9 +8,7 @@ from loongplug.training.rules.rule import excludes, flag, rule
 
 
 @rule(
-    reason=(
-        "the others gather parameters in a way that modules with layouts of their own have not"
-    ),
+    reason="the others gather parameters in a way that modules with layouts of their own have not",
     cure="drop the flag for adam",
 )
 def optimizer(args: Namespace, model: Any) -> str | None:
@@ -21,7 +19,6 @@ def optimizer(args: Namespace, model: Any) -> str | None:
 sharded_optimizer = excludes(
     flag("--optimizer sgd"),
     flag("--use-distributed-optimizer"),
-    name="sharded-optimizer",
     reason="Megatron shards the state of Adam only",
     cure="drop one of the two",
 )
@@ -29,10 +26,8 @@ sharded_optimizer = excludes(
 
 @rule(
     reason="Megatron takes that optimizer from it, and would say so only when the model is there",
-    cure=(
-        "install TransformerEngine, or drop the flag, where its memory is there "
-        "(docs/models.md; the launch scripts need it on fewer than 16 GPUs)"
-    ),
+    cure="install TransformerEngine, or drop the flag, where its memory is there "
+    "(docs/models.md; the launch scripts need it on fewer than 16 GPUs)",
 )
 def precision_aware_optimizer(args: Namespace, model: Any) -> str | None:
     """`--use-precision-aware-optimizer` on CUDA without TransformerEngine"""

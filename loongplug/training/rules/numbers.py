@@ -41,7 +41,6 @@ def optimizer_numbers(args: Namespace, model: Any) -> str | None:
     cure="give one of these",
 )
 def seed(args: Namespace, model: Any) -> str | None:
-    """The seed is one that all generators take."""
     return None if 1 <= args.seed <= _LAST_SEED else f"--seed {args.seed}"
 
 

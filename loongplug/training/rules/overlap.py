@@ -34,45 +34,38 @@ def _not_interleaved(args: Namespace) -> str:
     return f"pp {pp} and no virtual stages"
 
 
-something_to_overlap = excludes(
+moe_overlap = excludes(
     _OVERLAP,
     Choice(said=_nothing_travels, in_docs="a dense model or ep 1"),
-    name="moe-overlap",
     reason="no token travels to an expert on another rank, so there is nothing to overlap",
     cure="raise --expert-model-parallel-size, or drop the flag",
 )
-overlap_stages = excludes(
+moe_overlap_stages = excludes(
     _OVERLAP,
     Choice(said=_not_interleaved, in_docs="pipeline stages and no virtual ones"),
-    name="moe-overlap-stages",
-    reason=(
-        "of Megatron's pipeline schedules only the interleaved one runs a microbatch's "
-        "forward together with another's backward"
-    ),
+    reason="of Megatron's pipeline schedules only the interleaved one runs a microbatch's "
+    "forward together with another's backward",
     cure="add --num-virtual-stages-per-pipeline-rank, or drop the pipeline",
 )
 
 
 @rule(
-    name="moe-overlap-precision",
     refuses=f"`{_FLAG}` without `--bf16`",
     reason="Megatron's schedule for it is made for 16-bit weights",
     cure="add --bf16",
     verified=False,
 )
-def overlap_precision(args: Namespace, model: Any) -> str | None:
-    """Weights are in 16 bits."""
+def moe_overlap_precision(args: Namespace, model: Any) -> str | None:
     return f"{_FLAG} in fp32" if _OVERLAP.said(args) and not (args.bf16 or args.fp16) else None
 
 
-overlap_dispatcher = excludes(
+moe_overlap_dispatcher = excludes(
     _OVERLAP,
     flag("--moe-token-dispatcher-type allgather"),
-    name="moe-overlap-dispatcher",
     reason="the schedule's nodes are those of an all-to-all",
     cure="use the alltoall dispatcher",
 )
-overlap_recompute = excludes(
+moe_overlap_recompute = excludes(
     _OVERLAP,
     any_of(
         flag("--recompute-granularity full"),
@@ -83,49 +76,39 @@ overlap_recompute = excludes(
         in_docs="full recompute or with that of a whole layer of experts "
         "(`--recompute-modules moe`)",
     ),
-    name="moe-overlap-recompute",
-    reason=(
-        "what is recomputed as a whole cannot be scheduled part by part, and would exchange "
-        "its tokens once more"
-    ),
-    cure=(
-        "use --recompute-granularity selective with --recompute-modules a2a_overlap_attn "
-        "a2a_overlap_post_attn a2a_overlap_mlp"
-    ),
+    reason="what is recomputed as a whole cannot be scheduled part by part, and would exchange "
+    "its tokens once more",
+    cure="use --recompute-granularity selective with --recompute-modules a2a_overlap_attn "
+    "a2a_overlap_post_attn a2a_overlap_mlp",
 )
-overlapped_once = excludes(
+moe_overlap_once = excludes(
     _OVERLAP,
     any_of(
         flag("--moe-shared-expert-overlap"),
         flag("--overlap-dispatch-backward-with-experts-wgrad"),
     ),
-    name="moe-overlap-once",
     reason="these put other work beside the same exchange",
     cure="choose one of them",
 )
 
 
 @rule(
-    name="moe-overlap-details",
     refuses=f"{_DETAILS.in_docs} without `{_FLAG}`",
     reason="they say how its schedule runs",
     cure=f"add {_FLAG}, or drop them",
 )
-def overlap_details(args: Namespace, model: Any) -> str | None:
-    """What says how to overlap comes with the overlap."""
+def moe_overlap_details(args: Namespace, model: Any) -> str | None:
     return None if _OVERLAP.said(args) else _DETAILS.said(args) or None
 
 
-delayed_gradients = excludes(
+delayed_wgrad = excludes(
     Choice(
         said=lambda args: LOCAL_LAYERS.said(args) and flag("--delay-wgrad-compute").said(args),
         in_docs="`--delay-wgrad-compute`",
     ),
     FUSED_ACCUMULATION,
-    name="delayed-wgrad",
-    refuses=(
-        f"`--delay-wgrad-compute` without TransformerEngine and with {FUSED_ACCUMULATION.in_docs}"
-    ),
+    refuses="`--delay-wgrad-compute` without TransformerEngine and with "
+    f"{FUSED_ACCUMULATION.in_docs}",
     reason="the fused kernel belongs to a backward that computes the weights' gradients too",
     cure="add --no-gradient-accumulation-fusion",
 )

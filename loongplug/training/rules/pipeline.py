@@ -11,10 +11,8 @@ from loongplug.training.step_sizes import eval_sizes
 
 @rule(
     reason="every stage holds the same number of layers, at least one",
-    cure=(
-        "change --pipeline-model-parallel-size, or say how to split by "
-        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
-    ),
+    cure="change --pipeline-model-parallel-size, or say how to split by "
+    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
 )
 def pipeline_layers(args: Namespace, model: Any) -> str | None:
     """decoder layers that pp does not divide, or fewer than pp"""

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +13,19 @@ Check = Callable[[Namespace, Any], str | None]
 class Rule:
     """One refusal: when (in words and as a check), why, and what to do instead.
 
-    ``name`` stays the same from version to version; errors end with it. ``check`` gets Megatron's
-    arguments, with the model's architecture and LoongPlug's defaults in place, and the model's
-    config. It answers what is wrong with the given values, or None, also where its inputs are
-    missing: another rule asks for them. It must not communicate: every rank evaluates every rule
-    alike. Rules of ``training_only`` do not concern a conversion, those with ``verified``
-    false no run that is held against another one in fp32.
+    ``name`` is that of the variable in its file, and stays the same from version to version; errors
+    end with it. ``check`` gets Megatron's arguments, with the model's architecture and LoongPlug's
+    defaults in place, and the model's config. It answers what is wrong with the given values, or
+    None, also where its inputs are missing: another rule asks for them. It must not communicate:
+    every rank evaluates every rule alike. Rules of ``training_only`` do not concern a conversion,
+    those with ``verified`` false no run that is held against another one in fp32.
     """
 
-    name: str
     refuses: str
     check: Check
     reason: str
     cure: str
+    name: str = ""
     training_only: bool = False
     verified: bool = True
 
@@ -38,7 +38,6 @@ def rule(
     *,
     reason: str,
     cure: str,
-    name: str | None = None,
     refuses: str | None = None,
     training_only: bool = False,
     verified: bool = True,
@@ -47,7 +46,6 @@ def rule(
 
     def made(check: Check) -> Rule:
         return Rule(
-            name=name or check.__name__.replace("_", "-"),
             refuses=refuses or " ".join((check.__doc__ or "").split()),
             check=check,
             reason=reason,
@@ -79,16 +77,19 @@ LOCAL_LAYERS = Choice(
         if args.transformer_impl == "transformer_engine"
         else f"--transformer-impl {args.transformer_impl}"
     ),
-    in_docs="layers that are not TransformerEngine's",
+    in_docs="no TransformerEngine",
 )
 
 
-def flag(text: str) -> Choice:
-    """A switch, such as ``--packing``, or a flag with its value, such as ``--optimizer sgd``."""
+def flag(text: str, *, argument: str | None = None) -> Choice:
+    """A switch, such as ``--packing``, or a flag with its value, such as ``--optimizer sgd``.
+
+    ``argument`` is its name in the arguments, where that is another.
+    """
     name, _, value = text.partition(" ")
 
     def said(args: Namespace) -> str:
-        given = value_of(args, name)
+        given = value_of(args, argument or name)
         asked = given == value if value else given is not False and given not in (None, "", [])
         return text if asked else ""
 
@@ -124,13 +125,7 @@ def flag_of(name: str) -> str:
 
 
 def excludes(
-    one: Choice,
-    other: Choice,
-    *,
-    name: str,
-    reason: str,
-    cure: str,
-    refuses: str | None = None,
+    one: Choice, other: Choice, *, reason: str, cure: str, refuses: str | None = None
 ) -> Rule:
     """The rule that two choices do not go together."""
 
@@ -139,12 +134,16 @@ def excludes(
         return f"{first} with {second}" if first and second else None
 
     refuses = refuses or f"{one.in_docs} with {other.in_docs}"
-    return Rule(name=name, refuses=refuses, check=check, reason=reason, cure=cure)
+    return Rule(refuses=refuses, check=check, reason=reason, cure=cure)
 
 
 def rules_of(module: ModuleType) -> tuple[Rule, ...]:
     """The rules of a file, in its order. A file that asks another's rule imports that file."""
-    return tuple(each for each in vars(module).values() if isinstance(each, Rule))
+    return tuple(
+        replace(each, name=name.replace("_", "-"))
+        for name, each in vars(module).items()
+        if isinstance(each, Rule)
+    )
 
 
 def indivisible(what: str, value: int, *, args: Namespace) -> str | None:

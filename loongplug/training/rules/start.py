@@ -29,7 +29,6 @@ _COUNTS = (
     *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters"),
     *("--save-interval", "--log-interval", "--eval-interval"),
 )
-HF_OWN_FOLDER = "give the export a folder of its own"
 
 
 @rule(reason="a run is not defined without them", cure="add them")
@@ -70,10 +69,8 @@ def tokenizer_folder(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="images would not be found among the tokens, or tokens not in the embedding",
-    cure=(
-        "use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
-        "model.foundation.vocab_size"
-    ),
+    cure="use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
+    "model.foundation.vocab_size",
 )
 def tokenizer_fits(args: Namespace, model: Any) -> str | None:
     """the tokenizer lacks the model's special tokens, gives them other ids, or has more ids than
@@ -123,26 +120,21 @@ def checkpoint_to_load(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="an export replaces its own files there, and has to find them as it wrote them",
-    cure=HF_OWN_FOLDER,
+    cure="give the export a folder of its own",
 )
 def hf_own_folder(args: Namespace, model: Any) -> str | None:
     """`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, or weights,
     adapters, a tokenizer, data, media or a config that it reads, as or in that of `--save-hf`;
     the working directory in it
     """
-    return within_hf_folder(args)
-
-
-def within_hf_folder(args: Namespace) -> str | None:
-    """What else a run writes or reads in the folder of ``--save-hf``; of train.py's arguments.
-
-    A checkpoint's folder may have others in it: its own files are all named by iterations.
-    """
     return within_export(args, flag="--save-hf", written=WRITTEN)
 
 
 def within_export(args: Namespace, *, flag: str, written: Sequence[str]) -> str | None:
-    """What stands in the way of an export to ``flag``'s folder, files of ``written`` among it."""
+    """What stands in the way of an export to ``flag``'s folder, files of ``written`` among it.
+
+    A checkpoint's folder may have others in it: its own files are all named by iterations.
+    """
     folder = value_if_any(args, flag)
     if not folder:
         return None
@@ -171,11 +163,10 @@ def learning_rates(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="warm-up",
     reason="the learning rate would never decay",
     cure="shorten the warm-up or lengthen the run",
 )
-def warmup(args: Namespace, model: Any) -> str | None:
+def warm_up(args: Namespace, model: Any) -> str | None:
     """`--lr-warmup-iters` not below `--lr-decay-iters` (or `--train-iters`)"""
     end = args.lr_decay_iters or args.train_iters
     if end is None or end < 1 or args.lr_warmup_iters < end:

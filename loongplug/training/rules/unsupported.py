@@ -44,7 +44,6 @@ UNSUPPORTED = (
     cure="drop the flag",
 )
 def unsupported(args: Namespace, model: Any) -> str | None:
-    """No flag is given that would change a part of the loop that LoongPlug replaces."""
     given = [flag_of(name) for name in UNSUPPORTED if getattr(args, name) not in _UNSET]
     if args.cuda_graph_impl != "none":
         given.append("--cuda-graph-impl")
