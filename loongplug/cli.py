@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from loongplug.commands.bench import bench
 from loongplug.commands.data import data
 from loongplug.commands.options import (
     HANDS_ON,
@@ -15,6 +14,8 @@ from loongplug.commands.options import (
     MaxRowMib,
     Ranks,
     SpecialTokensInText,
+    Steps,
+    Warmup,
     user_errors,
 )
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 
@@ -201,3 +203,36 @@ def estimate(
                 json_path=json_path,
             )
         )
+
+
+@bench.command("step", context_settings=HANDS_ON)
+def bench_step(
+    context: typer.Context,
+    ranks: Ranks = 1,
+    warmup: Warmup = 3,
+    steps: Steps = 10,
+    json_path: Json = None,
+) -> None:
+    """Measure tokens/s and peak memory of a training run, given by train.py's own flags.
+
+    Everything that is no option of this command goes to training unchanged.
+    """
+    with user_errors():
+        from loongplug.bench.step import bench_step as run
+
+        run(context.args, ranks=ranks, warmup=warmup, steps=steps, json_path=json_path)
+
+
+@bench.command("levels")
+def bench_levels(
+    rounds: Annotated[int, typer.Option(help="How often each level takes its turn.")] = 3,
+    pictures: Annotated[
+        Path, typer.Option(help="A folder for a picture of one step of each level.")
+    ] = Path("runs/bench/levels"),
+    json_path: Json = None,
+) -> None:
+    """Measure the levels of heterogeneous parallelism side by side on the CPU."""
+    with user_errors():
+        from loongplug.bench.levels import bench_levels as run
+
+        run(rounds=rounds, json_path=json_path, pictures=pictures)

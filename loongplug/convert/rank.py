@@ -41,8 +41,8 @@ from loongplug.training.flags import read_command_line
 from loongplug.training.log import megatron_output
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.provider import ModelProvider, backend_of, engine_of
-from loongplug.training.rules.lora import OWN_FOLDER, shared_lora_folder
-from loongplug.training.rules.start import HF_OWN_FOLDER, within_hf_folder
+from loongplug.training.rules.lora import lora_own_folder
+from loongplug.training.rules.start import hf_own_folder
 from loongplug.training.same_start import require_same_start
 
 # What Megatron wants to know of any run, and its checkpoints without optimizer and random state.
@@ -166,10 +166,9 @@ def _check_ends(given: Namespace) -> None:
             "give a target: --save DIR (checkpoint), --save-hf DIR (Hugging Face) or --save-lora "
             "DIR (adapters)"
         )
-    if shared := shared_lora_folder(given):
-        raise ValueError(f"{shared}: {OWN_FOLDER}")
-    if within := within_hf_folder(given):
-        raise ValueError(f"{within}: {HF_OWN_FOLDER}")
+    for rule in (lora_own_folder, hf_own_folder):
+        if problem := rule(given, None):
+            raise ValueError(f"{problem}: {rule.cure}")
     if given.load and given.load_lora:
         raise ValueError(
             "--load and --load-lora both have adapters; give --load-hf DIR with --load-lora DIR"

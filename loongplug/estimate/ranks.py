@@ -19,8 +19,7 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of
-from loongplug.training.provider import engine_of
-from loongplug.training.sizes import build_on_meta
+from loongplug.training.provider import build_on_meta, engine_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,6 @@ def _chunks(parsed: ParsedArguments, engine: Engine, *, stage: int) -> tuple[Mul
             vp_stage=None if virtual is None else number,
             states=engine.states,
         )
-        assert isinstance(chunk, MultimodalModel)
         # As Megatron's Float16Module does to all there is.
         chunks.append(chunk.bfloat16() if args.bf16 else chunk)
     freezing = freezing_of(args, parsed.model)

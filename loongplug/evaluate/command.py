@@ -11,8 +11,14 @@ from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
 from loongplug.evaluate.questions import read_questions
-from loongplug.evaluate.report import print_scores, print_wrong, progress
-from loongplug.evaluate.scoring import is_match, tally, tally_by_kind
+from loongplug.evaluate.report import (
+    is_match,
+    print_scores,
+    print_wrong,
+    progress,
+    tally,
+    tally_by_kind,
+)
 from loongplug.observe.metrics_file import merge_metrics, read_metrics
 from loongplug.platform import choose_device
 

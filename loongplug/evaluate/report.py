@@ -1,8 +1,9 @@
-"""What a person sees of an evaluation."""
+"""How many answers are right, and what a person sees of an evaluation."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,10 +11,39 @@ from rich.table import Table
 from rich.text import Text
 
 from loongplug.evaluate.questions import Question
-from loongplug.evaluate.scoring import Tally
 
 WRONG_ANSWERS_SHOWN = 5
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many answers there were and how many of them were right."""
+
+    correct: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        """The exact match, from 0 to 1."""
+        return self.correct / self.total if self.total else 0.0
+
+
+def is_match(given: str, expected: str) -> bool:
+    """Whether two answers are the same text, white space around them aside."""
+    return given.strip() == expected.strip()
+
+
+def tally(matches: Sequence[bool]) -> Tally:
+    """The count over all answers."""
+    return Tally(correct=sum(matches), total=len(matches))
+
+
+def tally_by_kind(matches: Sequence[bool], kinds: Sequence[str | None]) -> dict[str, Tally]:
+    """The count per kind of question, by name; questions without a kind are left out."""
+    names = sorted({kind for kind in kinds if kind is not None})
+    pairs = list(zip(matches, kinds, strict=True))
+    return {name: tally([match for match, kind in pairs if kind == name]) for name in names}
 
 
 @contextmanager

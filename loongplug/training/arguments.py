@@ -15,7 +15,7 @@ from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
 from loongplug.models.registry import Family
 from loongplug.schedule.tensor_names import RECOMPUTED
-from loongplug.training.config import ComposedModel, compose_model, to_yaml_data
+from loongplug.training.config import compose_model, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line, requested_device
 from loongplug.training.rules import violated_rules
@@ -101,7 +101,8 @@ def parse_arguments(
     if args.offload_tensors:
         args.fine_grained_activation_offloading = False  # to Megatron: its own kind of it
     validate_with_megatron(args)
-    model = _with_tokenizer(args, composed)
+    tokenizer, texts = read_tokenizer(Path(args.tokenizer_model)), composed.family.special_tokens
+    model = with_token_ids(composed.config, tokenizer, special_tokens=texts)
     return ParsedArguments(
         args=args,
         model=model,
@@ -143,14 +144,6 @@ def _contradictions(
             )
         )
     return problems
-
-
-def _with_tokenizer(args: Namespace, composed: ComposedModel) -> Any:
-    return with_token_ids(
-        composed.config,
-        read_tokenizer(Path(args.tokenizer_model)),
-        special_tokens=composed.family.special_tokens,
-    )
 
 
 def validate_with_megatron(args: Namespace) -> None:

@@ -28,8 +28,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from loongplug.data.outside_yaml import require_bounded_yaml
 from loongplug.models.registry import Family, dotted, families, family_of
 from loongplug.paths import configs_dir
-from loongplug.training.suggest import the_closest_is
-from loongplug.training.typed import TARGET, Filler, plain
+from loongplug.training.typed import TARGET, Filler, plain, the_closest_is
 
 _MODEL = "model"  # the package all model YAML lives in
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
@@ -47,22 +46,6 @@ class ComposedModel:
     def to_yaml(self) -> str:
         """The model as a file that ``--config-file`` takes."""
         return OmegaConf.to_yaml(OmegaConf.create(self.yaml))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """The model's file, and the folders beside its own whose files it can mount."""
-
-    file: Path
-    folders: tuple[Path, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """One YAML file of the composition and the key its content is mounted under."""
-
-    file: Path
-    package: str
 
 
 def available_models(*, trusted_packages: Sequence[str] = ()) -> dict[str, Path]:
@@ -112,17 +95,18 @@ def compose_model(
             ``_target_``; the message names the file and the key, and the closest known name.
     """
     file = _model_file(model_name, config_file, trusted_packages=trusted_packages)
-    source = _Source(file=file, folders=_mountable(trusted_packages))
-    settings = dict(_parse_override(override, source) for override in overrides)
-    data = _compose(source, settings)
-    origins = _Origins(source, settings)
+    folders = _mountable(trusted_packages)
+    bare = _Composition(file, folders, settings={})
+    settings = dict(_parse_override(override, bare) for override in overrides)
+    source = _Composition(file, folders, settings=settings)
+    data = source.data()
     known = families(trusted_packages)
 
     for key in data:
         if key != _MODEL:
             raise ValueError(
-                f"{origins.of(str(key))}: {key} is no key of a model file, whose content belongs "
-                f"under {_MODEL} (start the file with the line '# @package {_MODEL}')"
+                f"{source.origin(str(key))}: {key} is no key of a model file, whose content "
+                f"belongs under {_MODEL} (start the file with the line '# @package {_MODEL}')"
             )
     root = data.get(_MODEL)
     if not isinstance(root, Mapping) or TARGET not in root:
@@ -130,13 +114,13 @@ def compose_model(
             f"{file}: {_MODEL}.{TARGET} is missing; it names the model's config class, such as "
             f"{dotted(next(iter(known.values())).config_class)}"
         )
-    filler = Filler(resolve=lambda target: _resolve(target, trusted_packages), origin=origins.of)
+    filler = Filler(resolve=lambda target: _resolve(target, trusted_packages), origin=source.origin)
     try:
         config_class = _resolve(str(root[TARGET]), trusted_packages)
         family = family_of(config_class, trusted_packages=trusted_packages)
     except ValueError as error:
         raise ValueError(
-            f"{origins.of(f'{_MODEL}.{TARGET}')}: {_MODEL}.{TARGET} is refused: {error}"
+            f"{source.origin(f'{_MODEL}.{TARGET}')}: {_MODEL}.{TARGET} is refused: {error}"
         ) from error
     config = filler.fill(config_class, root, key=_MODEL)
     if filler.problems:
@@ -169,7 +153,7 @@ def _model_file(
     return file
 
 
-def _parse_override(override: str, source: _Source) -> tuple[str, str]:
+def _parse_override(override: str, bare: "_Composition") -> tuple[str, str]:
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         raise ValueError(
@@ -177,7 +161,7 @@ def _parse_override(override: str, source: _Source) -> tuple[str, str]:
         )
     key, value = match["key"], match["value"]
     if not key.startswith(f"{_MODEL}."):
-        known = _dotted_keys(_compose(source, {}))
+        known = _dotted_keys(bare.data())
         raise ValueError(
             f"override {override}: {key} is no key of a model{the_closest_is(key, known)} "
             f"(all keys start with {_MODEL}.)"
@@ -202,24 +186,73 @@ def _dotted_keys(data: Mapping[Any, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Search:
-    """Where Hydra starts, and all folders it looks for mounted files in."""
+class _Composition:
+    """A model's file with the files it mounts and the overrides, as Hydra puts them together."""
 
-    name: str
-    folders: tuple[Path, ...]
-    overrides: tuple[str, ...]
+    def __init__(
+        self, file: Path, mountable: Sequence[Path], *, settings: Mapping[str, str]
+    ) -> None:
+        """``mountable``: the folders beside its own whose files it can mount."""
+        own = _own_folder()
+        packaged = file.is_relative_to(own)
+        first = own if packaged else file.parent
+        others = [folder for folder in mountable if folder != first]
+        self._file = file
+        self._settings = settings
+        self._folders = (first, *others)
+        self._name = str(file.relative_to(own).with_suffix("")) if packaged else file.stem
+        self._overrides = [f"++{key}={value}" for key, value in settings.items()]
+        self._overrides.append(f"hydra.searchpath=[{','.join(map(_quoted, others))}]")
 
+    def data(self) -> dict[Any, Any]:
+        """The composed plain data, with interpolations resolved."""
+        file = self._file
+        try:
+            require_bounded_yaml(file)
+            if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
+                raise ValueError(f"{file}: hydra is no key of a model file; remove it")
+            with _hydra(self._folders[0]):
+                composed = compose(self._name, overrides=self._overrides)
+            data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        except MissingConfigException as error:
+            raise ValueError(_missing_file(file, error)) from error
+        except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, OSError) as error:
+            raise ValueError(f"{file} does not compose: {' '.join(str(error).split())}") from error
+        assert isinstance(data, dict)
+        return data
 
-def _search(source: _Source, settings: Mapping[str, str]) -> _Search:
-    file, own = source.file, _own_folder()
-    packaged = file.is_relative_to(own)
-    name = str(file.relative_to(own).with_suffix("")) if packaged else file.stem
-    first = own if packaged else file.parent
-    others = [folder for folder in source.folders if folder != first]
-    overrides = [f"++{key}={value}" for key, value in settings.items()]
-    overrides.append(f"hydra.searchpath=[{','.join(map(_quoted, others))}]")
-    return _Search(name=name, folders=(first, *others), overrides=tuple(overrides))
+    @functools.cached_property
+    def _layers(self) -> list[tuple[Path, str]]:
+        """Each file of a composition that succeeded, in the order they were merged, and the key
+        that its content is mounted under.
+        """
+        with _hydra(self._folders[0]):
+            loader = GlobalHydra.instance().config_loader()
+            found = loader.compute_defaults_list(
+                config_name=self._name, overrides=self._overrides, run_mode=RunMode.RUN
+            )
+        layers = []
+        for default in found.defaults:
+            places = [folder / f"{default.config_path}.yaml" for folder in self._folders]
+            file = next((place for place in places if place.is_file()), None)
+            if file is not None:  # Hydra's own are elsewhere
+                layers.append((file, default.package or ""))
+        return layers
+
+    def origin(self, key: str) -> str:
+        """The override or the last file that sets ``key``, else the file mounted nearest above."""
+        path = re.sub(r"\[\d+\]$", "", key)
+        if path in self._settings:
+            return f"override {path}={self._settings[path]}"
+        for file, package in reversed(self._layers):
+            rest = _below(path, package)
+            if rest and _contains(file, rest):
+                return str(file)
+        for name, value in self._settings.items():
+            if name.startswith(f"{path}.") or path.startswith(f"{name}."):
+                return f"override {name}={value}"
+        above = [layer for layer in self._layers if _below(path, layer[1]) is not None]
+        return str(max(above, key=lambda layer: len(layer[1]))[0])
 
 
 def _quoted(folder: Path) -> str:
@@ -261,46 +294,6 @@ def _hydra(folder: Path) -> Iterator[None]:
         sources["file"] = files
 
 
-def _compose(source: _Source, settings: Mapping[str, str]) -> dict[Any, Any]:
-    """The composed plain data, with interpolations resolved."""
-    file, search = source.file, _search(source, settings)
-    try:
-        require_bounded_yaml(file)
-        if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
-            raise ValueError(f"{file}: hydra is no key of a model file; remove it")
-        with _hydra(search.folders[0]):
-            composed = compose(search.name, overrides=list(search.overrides))
-        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except MissingConfigException as error:
-        raise ValueError(_missing_file(file, error)) from error
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, OSError) as error:
-        raise ValueError(f"{file} does not compose: {' '.join(str(error).split())}") from error
-    assert isinstance(data, dict)
-    return data
-
-
-def _layers(source: _Source, settings: Mapping[str, str]) -> list[_Layer]:
-    """The files of a composition that succeeded, in the order they were merged."""
-    search = _search(source, settings)
-    with _hydra(search.folders[0]):
-        defaults = (
-            GlobalHydra.instance()
-            .config_loader()
-            .compute_defaults_list(
-                config_name=search.name,
-                overrides=list(search.overrides),
-                run_mode=RunMode.RUN,
-            )
-        )
-    layers = []
-    for default in defaults.defaults:
-        places = [folder / f"{default.config_path}.yaml" for folder in search.folders]
-        found = next((place for place in places if place.is_file()), None)
-        if found is not None:  # Hydra's own are elsewhere
-            layers.append(_Layer(file=found, package=default.package or ""))
-    return layers
-
-
 def _missing_file(file: Path, error: MissingConfigException) -> str:
     missing = error.missing_cfg_file or "a mounted file"
     options = [str(option) for option in error.options or ()]
@@ -335,33 +328,6 @@ def _resolve(target: str, trusted_packages: Sequence[str]) -> type:
     if not is_config:
         raise ValueError(f"{target} is no frozen dataclass of {' or '.join(allowed)}")
     return found
-
-
-class _Origins:
-    """Finds out which file or override set a key, for error messages."""
-
-    def __init__(self, source: _Source, settings: Mapping[str, str]) -> None:
-        self._source = source
-        self._settings = settings
-
-    @functools.cached_property
-    def _layers(self) -> list[_Layer]:
-        return _layers(self._source, self._settings)
-
-    def of(self, key: str) -> str:
-        """The override or the last file that sets ``key``, else the file mounted nearest above."""
-        path = re.sub(r"\[\d+\]$", "", key)
-        if path in self._settings:
-            return f"override {path}={self._settings[path]}"
-        for layer in reversed(self._layers):
-            rest = _below(path, layer.package)
-            if rest and _contains(layer.file, rest):
-                return str(layer.file)
-        for name, value in self._settings.items():
-            if name.startswith(f"{path}.") or path.startswith(f"{name}."):
-                return f"override {name}={value}"
-        above = [layer for layer in self._layers if _below(path, layer.package) is not None]
-        return str(max(above, key=lambda layer: len(layer.package)).file)
 
 
 def _below(key: str, package: str) -> list[str] | None:

@@ -147,10 +147,7 @@ class DatasetProvider:
         news = replica_group() if self.bad_samples.skips else None
         valid_bad_samples = BadSamples(args.bad_sample)
         for bad_samples in (self.bad_samples, valid_bad_samples):
-            bad_samples.speaks = (
-                parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-                and parallel_state.get_tensor_model_parallel_rank() == 0
-            )
+            bad_samples.speaks = speaks_for_replica()
         train = self._source(
             self.train,
             micro_batch_size=args.micro_batch_size,
@@ -218,6 +215,14 @@ class DatasetProvider:
             pins=platform.name == "cuda",
             on_made=on_made,
         )
+
+
+def speaks_for_replica() -> bool:
+    """One rank per data parallel replica: its first stage's first tensor parallel rank."""
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
 
 
 def text_needs(args: Namespace) -> list[TextNeeds]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[in
     return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
 
 
+@dataclass(eq=False)
 class ReplicaDelivery:
     """The first rank of an encoder replica loads for it; all ranks of the replica get the pixels.
 
@@ -31,39 +33,25 @@ class ReplicaDelivery:
     stage may ask for a microbatch only once that has come through the stages before.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Sequence[int]],
-        group: dist.ProcessGroup | None,
-        *,
-        patch_dim: int,
-        device: torch.device,
-        news: dist.ProcessGroup | None,
-        channel: int,
-    ) -> None:
-        """``replicas``: the ranks of each encoder replica of this model replica. ``group``: of the
-        one that this rank is of, None where it is of none. ``news``: a gloo group of the ranks of
-        the model replica, None where no sample may be left out. ``channel`` tells apart several
-        of these on one group.
-        """
-        self._replicas = replicas
-        self._group = group
-        self._patch_dim = patch_dim
-        self._device = device
-        self._news = news
-        self._channel = channel
-        self._sending: deque[dist.Work] = deque()
+    replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica of this model replica
+    group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
+    _: KW_ONLY
+    patch_dim: int
+    device: torch.device
+    news: dist.ProcessGroup | None  # gloo, of the model replica; None: no sample may be left out
+    channel: int  # tells apart several of these on one group
+    _sending: deque[dist.Work] = field(default_factory=deque, init=False)
 
     def __call__(self, planned: PlannedMicrobatch) -> tuple[Tensor | None, set[int]]:
         """A :data:`~loongplug.data.loader.Delivery`.
 
         Collective: all ranks of the model replica, as far as ``planned`` has images or videos.
         """
-        ranks, media = self._replicas[planned.encoder_replica], planned.media
+        ranks, media = self.replicas[planned.encoder_replica], planned.media
         loaded = None if planned.load is None else planned.load()
         bad = set() if loaded is None else set(loaded.bad)
-        if self._news is not None and media.media:
-            bad = self._told(media, bad, self._news, first=ranks[0])
+        if self.news is not None and media.media:
+            bad = self._told(media, bad, self.news, first=ranks[0])
         encodes = dist.get_rank() in ranks
         return (self._pixels(media, loaded) if encodes else None), bad
 
@@ -73,27 +61,27 @@ class ReplicaDelivery:
         """What the loading rank, ``first``, knows."""
         if first != dist.get_rank():
             flags = torch.empty(len(media.media), dtype=torch.uint8)
-            dist.recv(flags, src=first, group=news, tag=self._channel)
+            dist.recv(flags, src=first, group=news, tag=self.channel)
             return {media.samples[medium] for medium in flags.nonzero().flatten().tolist()}
         flags = torch.tensor([sample in bad for sample in media.samples], dtype=torch.uint8)
         while self._sending and self._sending[0].is_completed():
             self._sending.popleft().wait()
         for rank in dist.get_process_group_ranks(news):
             if rank != first:
-                work = dist.isend(flags, dst=rank, group=news, tag=self._channel)
+                work = dist.isend(flags, dst=rank, group=news, tag=self.channel)
                 assert work is not None, "this rank is in the group"
                 self._sending.append(work)
         return bad
 
     def _pixels(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
         if loaded is None:
-            pixels = torch.empty(media.patches, self._patch_dim, device=self._device)
+            pixels = torch.empty(media.patches, self.patch_dim, device=self.device)
         else:
             # Pinned by the background processes' thread; where there are none, only here.
-            pixels = to_device(loaded.pixels, self._device)
-        assert self._group is not None, "this rank encodes"
-        if media.media and dist.get_world_size(self._group) > 1:
-            dist.broadcast(pixels, group=self._group, group_src=0)
+            pixels = to_device(loaded.pixels, self.device)
+        assert self.group is not None, "this rank encodes"
+        if media.media and dist.get_world_size(self.group) > 1:
+            dist.broadcast(pixels, group=self.group, group_src=0)
         return pixels
 
 

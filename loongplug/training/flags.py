@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.schedule.tensor_names import NAMES
-from loongplug.training.suggest import closest
+from loongplug.training.typed import closest
 
 DEVICES = ("auto", "cpu", "cuda")
 PHASES = ("pretrain", "sft")
@@ -142,6 +142,16 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title="LoongPlug")
+
+    def switch(flag: str, help: str) -> None:
+        group.add_argument(flag, action="store_true", help=help)
+
+    def value(flag: str, metavar: str, help: str, **options: Any) -> None:
+        group.add_argument(flag, metavar=metavar, help=help, **options)
+
+    def values(flag: str, metavar: str, help: str, **options: Any) -> None:
+        value(flag, metavar, help, nargs="+", default=[], **options)
+
     source = group.add_mutually_exclusive_group()
     source.add_argument(
         "--model-name", metavar="NAME", help="a model of configs/models/<family>/NAME.yaml"
@@ -153,163 +163,113 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="pretrain: loss on all text; sft: loss on the assistant's answers",
     )
     _add_device(group)
-    group.add_argument(
+    values(
         "--trusted-packages",
-        nargs="+",
-        default=[],
-        metavar="PACKAGE",
-        help="packages beside loongplug whose config classes _target_ may name",
+        "PACKAGE",
+        "packages beside loongplug whose config classes _target_ may name",
     )
-    group.add_argument(
-        "--print-config", action="store_true", help="print the model's YAML and exit"
+    switch("--print-config", "print the model's YAML and exit")
+    switch(
+        "--packing", "fill sequences with several samples each; batch sizes then count sequences"
     )
-    _add_packing(group)
-    _add_freezing(group)
-    group.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face folder")
-    group.add_argument(
-        "--save-hf", metavar="DIR", help="export to a Hugging Face folder at the end"
+    value(
+        "--packing-look-ahead",
+        "N",
+        "a sequence is filled from the next N samples (default: 256)",
+        type=int,
+        default=256,
     )
-    group.add_argument(
-        "--load-lora", metavar="DIR", help="start the adapters from a folder of peft's kind"
+    values(
+        "--freeze-parameters",
+        "PATTERN",
+        "freeze the parameters whose full names match, such as 'image_encoder.*' '*norm*'",
     )
-    group.add_argument(
-        "--save-lora", metavar="DIR", help="write the adapters alone at the end, as peft loads them"
+    values(
+        "--train-parameters",
+        "PATTERN",
+        "train the parameters whose full names match, whatever else is frozen",
     )
-    group.add_argument(
+    value("--load-hf", "DIR", "start from a Hugging Face folder")
+    value("--save-hf", "DIR", "export to a Hugging Face folder at the end")
+    value("--load-lora", "DIR", "start the adapters from a folder of peft's kind")
+    value("--save-lora", "DIR", "write the adapters alone at the end, as peft loads them")
+    value(
         "--media-root",
-        metavar="DIR",
-        help="what relative paths of images and videos start at; else each data file's folder",
+        "DIR",
+        "what relative paths of images and videos start at; else each data file's folder",
     )
-    group.add_argument(
+    switch(
         "--confine-media",
-        action="store_true",
-        help="refuse images and videos that lie outside of that folder, links followed",
+        "refuse images and videos that lie outside of that folder, links followed",
     )
-    group.add_argument(
+    value(
         "--video-fps",
+        "N",
+        "frames to take per second of video files whose row does not say; else as the model's"
+        " folder says",
         type=float,
-        metavar="N",
-        help="frames to take per second of video files whose row does not say; else as the"
-        " model's folder says",
     )
-    group.add_argument("--metrics-json", metavar="FILE", help="write the run's metrics to FILE")
-    group.add_argument(
+    value("--metrics-json", "FILE", "write the run's metrics to FILE")
+    value(
         "--metrics-name",
-        metavar="NAME",
-        help="put them under NAME into that file, beside what it has from an earlier run",
+        "NAME",
+        "put them under NAME into that file, beside what it has from an earlier run",
     )
-    group.add_argument(
-        "--trace", metavar="DIR", help="write every rank's events to DIR, for loongplug trace"
-    )
+    value("--trace", "DIR", "write every rank's events to DIR, for loongplug trace")
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,
         default="fatal",
         help="a sample that cannot be used is left out and counted, or ends the run (default)",
     )
-    _add_rows(group)
-    _add_encoder_modes(group)
-    _add_offload(group)
-
-
-def _add_rows(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
+    value(
         "--max-row-mib",
+        "N",
+        f"a row of more than N MiB cannot be used (default: {MAX_ROW_MIB})",
         type=int,
         default=MAX_ROW_MIB,
-        metavar="N",
-        help=f"a row of more than N MiB cannot be used (default: {MAX_ROW_MIB})",
     )
-    group.add_argument(
+    switch(
         "--special-tokens-in-text",
-        action="store_true",
-        help="special tokens that are written in the text of rows are special tokens; else text",
+        "special tokens that are written in the text of rows are special tokens; else text",
     )
-
-
-def _add_encoder_modes(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
+    switch(
         "--enable-encoder-hetero-dp",
-        action="store_true",
-        help="heterogeneous DP: the ranks of a tensor parallel group encode different microbatches",
+        "heterogeneous DP: the ranks of a tensor parallel group encode different microbatches",
     )
-    group.add_argument(
+    switch(
         "--enable-full-hetero-dp",
-        action="store_true",
-        help="full separation: all ranks encode before the decoder's schedule and after it",
+        "full separation: all ranks encode before the decoder's schedule and after it",
     )
-    group.add_argument(
+    switch(
         "--use-vit-dp-balance",
-        action="store_true",
-        help="spread a step's images over the encoder's replicas by what they cost",
+        "spread a step's images over the encoder's replicas by what they cost",
     )
-    group.add_argument(
+    value(
         "--dp-balance-trigger-threshold-vit",
+        "X",
+        "only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
         type=float,
-        metavar="X",
-        help="only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
     )
-
-
-def _add_freezing(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--freeze-parameters",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="freeze the parameters whose full names match, such as 'image_encoder.*' '*norm*'",
-    )
-    group.add_argument(
-        "--train-parameters",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="train the parameters whose full names match, whatever else is frozen",
-    )
-
-
-def _add_offload(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
+    away = "in host memory while the decoder works"
+    switch(
         "--full-hetero-dp-cpu-offload",
-        action="store_true",
-        help="full separation: features and their gradients are in host memory while the decoder"
-        " works, but for two microbatches'",
+        f"full separation: features and their gradients are {away}, but for two microbatches'",
     )
-    group.add_argument(
+    switch(
         "--offload-encoder-activations",
-        action="store_true",
-        help="full separation: what the encoder's backward needs is in host memory while the"
-        " decoder works",
+        f"full separation: what the encoder's backward needs is {away}",
     )
-    group.add_argument(
+    switch(
         "--offload-encoder-state",
-        action="store_true",
-        help="full separation: the encoder's parameters, gradients and optimizer state are in host"
-        " memory while the decoder works",
+        f"full separation: the encoder's parameters, gradients and optimizer state are {away}",
     )
-    group.add_argument(
+    values(
         "--offload-tensors",
-        nargs="+",
-        default=[],
+        "NAME",
+        "with --fine-grained-activation-offloading: activations of the decoder's layers that are in"
+        " host memory between forward and backward, of " + ", ".join(NAMES),
         choices=NAMES,
-        metavar="NAME",
-        help="with --fine-grained-activation-offloading: activations of the decoder's layers that"
-        " are in host memory between forward and backward, of " + ", ".join(NAMES),
-    )
-
-
-def _add_packing(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--packing",
-        action="store_true",
-        help="fill sequences with several samples each; batch sizes then count sequences",
-    )
-    group.add_argument(
-        "--packing-look-ahead",
-        type=int,
-        default=256,
-        metavar="N",
-        help="a sequence is filled from the next N samples (default: 256)",
     )
 
 

@@ -8,66 +8,56 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TextIO
 
 from torch import Tensor
 
+from loongplug.platform.replacements import ReplacementTable
 from loongplug.platform.upstream_seams import training_log_table
-from loongplug.training.progress import StepReport, TrainingProgress
+from loongplug.training.progress import TrainingProgress
 
 
 class LogTap:
-    """While entered, every iteration that Megatron logs goes to a TrainingProgress as well.
+    """Every iteration and evaluation that Megatron logs, to a TrainingProgress as well.
 
-    The progress is made at the first iteration, when the parallel state is there to ask.
+    The ``progress`` is made at the first iteration, when the parallel state is there to ask.
     """
 
-    def __init__(self, make_progress: Callable[[], TrainingProgress], *, interval: int) -> None:
-        """``interval`` is Megatron's, from line to line."""
+    def __init__(self, make_progress: Callable[[], TrainingProgress]) -> None:
         self._make_progress = make_progress
-        self._progress: TrainingProgress | None = None
-        self._table = training_log_table(
+        self.progress: TrainingProgress | None = None
+
+    @contextlib.contextmanager
+    def tapped(self, *, interval: int) -> Iterator[None]:
+        """Around the training loop; ``interval`` is Megatron's, from line to line."""
+        table = training_log_table(
             self._on_iteration, on_evaluation=self._on_evaluation, interval=interval
         )
-
-    def __enter__(self) -> "LogTap":
-        self._table.apply()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._table.undo()
-        if self._progress is not None:
-            self._progress.close()
-
-    @property
-    def reports(self) -> list[StepReport]:
-        """All reports so far, oldest first."""
-        return [] if self._progress is None else self._progress.reports
-
-    @property
-    def valid_loss(self) -> float | None:
-        """The last evaluation's loss, None where there was none."""
-        return None if self._progress is None else self._progress.valid_loss
-
-    @property
-    def bad_samples(self) -> dict[str, int]:
-        """Samples that were left out, of all ranks, by kind."""
-        return {} if self._progress is None else self._progress.bad_samples
+        with applied(table):
+            try:
+                yield
+            finally:
+                if self.progress is not None:
+                    self.progress.close()
 
     def _on_evaluation(self, losses: dict[str, Tensor]) -> None:
-        if self._progress is not None:
-            self._progress.evaluated(losses.get("lm loss"))
+        if self.progress is not None:
+            self.progress.evaluated(losses.get("lm loss"))
 
     def _on_iteration(self, iteration: int, losses: dict[str, Tensor]) -> None:
-        if self._progress is None:
-            self._progress = self._make_progress()
-        self._progress.step(iteration, losses.get("lm loss"))
+        if self.progress is None:
+            self.progress = self._make_progress()
+        self.progress.step(iteration, losses.get("lm loss"))
+
+
+@contextlib.contextmanager
+def applied(table: ReplacementTable) -> Iterator[None]:
+    """Inside, the replacements of ``table`` are in place."""
+    table.apply()
+    try:
+        yield
+    finally:
+        table.undo()
 
 
 WithoutSave = Literal["show", "drop", "log"]

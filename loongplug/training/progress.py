@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.progress import (
 
 from loongplug.data.bad_samples import BAD_KINDS, BadKind
 from loongplug.observe.metrics_file import merge_metrics, write_metrics
+from loongplug.training.forward_step import ForwardStep
 
 
 @dataclass(frozen=True)
@@ -43,39 +44,6 @@ class StepReport:
         return self.tokens / self.capacity if self.capacity > 0 else 0.0
 
 
-class TokenCounter(Protocol):
-    """What this rank has trained on so far."""
-
-    tokens: int  # before padding; counted by ranks of the first stage
-    capacity: int  # with padding
-    started: float | None  # time.monotonic() of the first microbatch
-    valid_tokens: list[torch.Tensor]  # that counted in the evaluation; where losses are made
-
-
-class ProgressSink(Protocol):
-    """Where reports are shown."""
-
-    def report(self, step: StepReport) -> None:
-        """Show one report."""
-        ...
-
-    def say(self, line: str) -> None:
-        """Show a line beside the reports."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        ...
-
-
-def describe(step: StepReport, *, total: int) -> str:
-    """One plain line for one report."""
-    return (
-        f"iteration {step.iteration}/{total} | loss {step.loss:.4f} | "
-        f"{step.tokens_per_second:,.0f} tokens/s | {step.fill_rate:.1%} full"
-    )
-
-
 class PlainLines:
     """A line at most every ``every_seconds``, and one for the first and the last iteration."""
 
@@ -94,10 +62,10 @@ class PlainLines:
         due = self._last_time is None or now - self._last_time >= self._every
         if due or step.iteration == self._total:
             self._last_time = now
-            print(
-                f"{describe(step, total=self._total)}{self._eta(step.iteration, now)}",
-                file=self._stream,
-                flush=True,
+            self.say(
+                f"iteration {step.iteration}/{self._total} | loss {step.loss:.4f} | "
+                f"{step.tokens_per_second:,.0f} tokens/s | {step.fill_rate:.1%} full"
+                f"{self._eta(step.iteration, now)}"
             )
 
     def _eta(self, iteration: int, now: float) -> str:
@@ -137,22 +105,15 @@ class RichBar:
 
     def report(self, step: StepReport) -> None:
         """Move the bar."""
+        columns: dict[str, Any] = {
+            "loss": f"{step.loss:.4f}",
+            "rate": f"{step.tokens_per_second:,.0f}",
+            "fill": f"{step.fill_rate:.1%}",
+        }
+        done = step.iteration
         if self._task is None:  # a resumed run starts where it was, which is no speed
-            self._task = self._bar.add_task(
-                "training",
-                total=self._total,
-                completed=step.iteration,
-                loss="-",
-                rate="-",
-                fill="-",
-            )
-        self._bar.update(
-            self._task,
-            completed=step.iteration,
-            loss=f"{step.loss:.4f}",
-            rate=f"{step.tokens_per_second:,.0f}",
-            fill=f"{step.fill_rate:.1%}",
-        )
+            self._task = self._bar.add_task("", total=self._total, completed=done, **columns)
+        self._bar.update(self._task, completed=done, **columns)
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
@@ -163,7 +124,7 @@ class RichBar:
         self._bar.stop()
 
 
-def progress_sink(stream: TextIO, *, total: int) -> ProgressSink:
+def progress_sink(stream: TextIO, *, total: int) -> PlainLines | RichBar:
     """The bar where ``stream`` is a terminal, plain lines elsewhere."""
     return RichBar(stream, total=total) if stream.isatty() else PlainLines(stream, total=total)
 
@@ -182,49 +143,36 @@ class TrainingMetrics:
     bad_samples: dict[str, int]  # left out in training, by kind
 
 
+@dataclass(kw_only=True, eq=False)
 class TrainingProgress:
     """Collects reports on every rank, shows them on rank 0, sums the run up.
+
+    Bad pixels are met by the one rank of a replica that loads them, all other bad samples by every
+    rank of it: the latter are summed over the ranks that count tokens.
 
     Collective: every rank calls :meth:`step` in every iteration; every ``interval`` iterations
     (and in the first and last one) one all-reduce over the default group brings the last stage's
     loss and all ranks' counts of tokens and bad samples together.
     """
 
-    def __init__(
-        self,
-        *,
-        total: int,
-        interval: int,
-        device: torch.device,
-        counter: TokenCounter,
-        counts_tokens: bool,
-        has_loss: bool,
-        sink: ProgressSink | None,
-        on_report: Callable[[StepReport], None] | None = None,
-        bad_samples: Mapping[BadKind, int] | None = None,
-    ) -> None:
-        """``counts_tokens``: this rank speaks for its data parallel replica (tp 0, stage 0).
-        ``has_loss``: this rank speaks for the loss (the last stage's tp 0 of replica 0).
-        ``on_report`` is called on every rank. ``bad_samples`` are those that this rank has met so
-        far, by kind. Bad pixels are met by the one rank of a replica that loads them, all others by
-        every rank of it: the latter are summed over the ranks that count tokens.
-        """
-        self._total = total
-        self._interval = interval
-        self._device = device
-        self._counter = counter
-        self._counts_tokens = counts_tokens
-        self._has_loss = has_loss
-        self._sink = sink
-        self._on_report = on_report
-        self._met: Mapping[BadKind, int] = {} if bad_samples is None else bad_samples
+    total: int
+    interval: int
+    device: torch.device
+    counter: ForwardStep
+    counts_tokens: bool  # this rank speaks for its data parallel replica (tp 0, stage 0)
+    has_loss: bool  # this rank speaks for the loss (the last stage's tp 0 of replica 0)
+    sink: PlainLines | RichBar | None
+    on_report: Callable[[StepReport], None] | None = None  # called on every rank
+    met: Mapping[BadKind, int] = field(default_factory=dict)  # bad samples of this rank so far
+
+    def __post_init__(self) -> None:
         self.bad_samples: dict[str, int] = {}  # of all replicas, by kind; none that is 0
         self.valid_loss: float | None = None  # of the last evaluation
+        self.reports: list[StepReport] = []
         self._iteration = 0
         self._losses: list[torch.Tensor] = []
         self._reported_tokens = 0
         self._reported_capacity = 0
-        self.reports: list[StepReport] = []
         self._last_time: float | None = None
 
     def step(self, iteration: int, loss: torch.Tensor | None) -> None:
@@ -232,7 +180,7 @@ class TrainingProgress:
         self._iteration = iteration
         if loss is not None:
             self._losses.append(loss.detach().float().reshape(()))
-        if iteration % self._interval == 0 or iteration == self._total or not self.reports:
+        if iteration % self.interval == 0 or iteration == self.total or not self.reports:
             self._report(iteration)
 
     def evaluated(self, loss: torch.Tensor | None) -> None:
@@ -240,10 +188,10 @@ class TrainingProgress:
 
         One without a trained token has no loss, and ends no run: the training is sound.
         """
-        tokens = torch.stack(self._counter.valid_tokens).sum() if self._counter.valid_tokens else 0
-        self._counter.valid_tokens.clear()
+        tokens = torch.stack(self.counter.valid_tokens).sum() if self.counter.valid_tokens else 0
+        self.counter.valid_tokens.clear()
         all_loss, counted = self._sum(
-            loss.item() if self._has_loss and loss is not None else 0.0, float(tokens)
+            loss.item() if self.has_loss and loss is not None else 0.0, float(tokens)
         )
         self.valid_loss = all_loss if counted else None
         said = (
@@ -251,25 +199,25 @@ class TrainingProgress:
             if self.valid_loss is None
             else f"{self.valid_loss:.4f}"
         )
-        if self._sink is not None:
-            self._sink.say(f"iteration {self._iteration} | validation loss {said}")
+        if self.sink is not None:
+            self.sink.say(f"iteration {self._iteration} | validation loss {said}")
 
     def _sum(self, *values: float) -> list[float]:
         """Sums over all ranks; float64 is exact for counts far beyond any run's."""
-        sums = torch.tensor(values, dtype=torch.float64, device=self._device)
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
         result: list[float] = sums.tolist()
         return result
 
     def _report(self, iteration: int) -> None:
-        tokens, capacity = self._counter.tokens, self._counter.capacity
+        tokens, capacity = self.counter.tokens, self.counter.capacity
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
         all_loss, all_tokens, all_capacity, *bad = self._sum(
-            loss.item() if self._has_loss else 0.0,
-            tokens - self._reported_tokens if self._counts_tokens else 0,
-            capacity - self._reported_capacity if self._counts_tokens else 0,
+            loss.item() if self.has_loss else 0.0,
+            tokens - self._reported_tokens if self.counts_tokens else 0,
+            capacity - self._reported_capacity if self.counts_tokens else 0,
             *(
-                self._met.get(kind, 0) if self._counts_tokens or kind == "pixels" else 0
+                self.met.get(kind, 0) if self.counts_tokens or kind == "pixels" else 0
                 for kind in BAD_KINDS
             ),
         )
@@ -277,7 +225,7 @@ class TrainingProgress:
             kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count
         }
         now = time.monotonic()
-        since = self._last_time if self._last_time is not None else self._counter.started
+        since = self._last_time if self._last_time is not None else self.counter.started
         assert since is not None, "a report comes after the first microbatch"
         report = StepReport(
             iteration=iteration,
@@ -290,19 +238,19 @@ class TrainingProgress:
         self._reported_tokens, self._reported_capacity = tokens, capacity
         self._last_time = now
         self.reports.append(report)
-        if self._sink is not None:
-            self._sink.report(report)
-        if self._on_report is not None:
-            self._on_report(report)
+        if self.sink is not None:
+            self.sink.report(report)
+        if self.on_report is not None:
+            self.on_report(report)
 
     def close(self) -> None:
         """End the display."""
-        if self._sink is None:
+        if self.sink is None:
             return
         if self.bad_samples:
             kinds = ", ".join(f"{kind} {count}" for kind, count in self.bad_samples.items())
-            self._sink.say(f"bad samples left out: {sum(self.bad_samples.values())} ({kinds})")
-        self._sink.close()
+            self.sink.say(f"bad samples left out: {sum(self.bad_samples.values())} ({kinds})")
+        self.sink.close()
 
 
 def summarize(

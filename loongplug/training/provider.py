@@ -1,9 +1,15 @@
-"""The model provider that Megatron's training loop calls, once per stage or virtual chunk."""
+"""The model provider that Megatron's training loop calls, once per stage or virtual chunk.
+
+Beside it, a stage without memory, for who asks for sizes.
+"""
 
 from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
@@ -22,6 +28,7 @@ from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.parallel.module_state import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
@@ -58,32 +65,53 @@ def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload |
     )
 
 
+def build_on_meta(
+    model: Any,
+    family: Family,
+    args: Namespace,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    states: Mapping[str, ModuleState | None] | None = None,
+) -> MultimodalModel:
+    """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
+
+    ``states`` are those of encoders by their entries' names, where they are not the decoder's. No
+    collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
+    """
+    config = core_transformer_config_from_args(args, DecoderConfig)
+    config.use_cpu_initialization = True  # upstream names a CUDA device otherwise
+    config.perform_initialization = False
+    with torch.device("meta"):
+        stage: MultimodalModel = family.load_builder()(
+            model,
+            config,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            states=states,
+            backend="local",
+        )
+    return stage
+
+
+@dataclass(eq=False)
 class ModelProvider:
     """Build the chunks of one rank and remember them, so that they can be exported at the end."""
 
-    def __init__(
-        self,
-        model: Any,
-        family: Family,
-        *,
-        engine: Engine,
-        backend: Backend,
-        freezing: Freezing | None = None,
-        hf_folder: Path | None = None,
-        adapter_folder: Path | None = None,
-        offload: TensorOffload | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.model = model
-        self.family = family
-        self.engine = engine
-        self.backend = backend
-        self.freezing = freezing
-        self.hf_folder = hf_folder
-        self.adapter_folder = adapter_folder
-        self.offload = offload
-        self.seed = seed
-        self.chunks: list[MultimodalModel] = []
+    model: Any
+    family: Family
+    _: KW_ONLY
+    engine: Engine
+    backend: Backend
+    freezing: Freezing | None = None
+    hf_folder: Path | None = None
+    adapter_folder: Path | None = None
+    offload: TensorOffload | None = None
+    seed: int = 0
+    chunks: list[MultimodalModel] = field(default_factory=list, init=False)
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -15,7 +15,6 @@ from megatron.training.global_vars import get_tensorboard_writer, set_global_var
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.write_errors import write_error
 from loongplug.data.microbatch import Microbatch
-from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.lora.mapping import adapter_table, with_adapters
@@ -42,11 +41,11 @@ from loongplug.training.checkpoints import (
     has_checkpoint,
     use_whole_checkpoints,
 )
-from loongplug.training.datasets import DatasetProvider
+from loongplug.training.datasets import DatasetProvider, speaks_for_replica
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of
-from loongplug.training.log import LogTap, WithoutSave, megatron_output
+from loongplug.training.log import LogTap, WithoutSave, applied, megatron_output
 from loongplug.training.outputs import outputs_ready
 from loongplug.training.progress import (
     StepReport,
@@ -61,10 +60,9 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
-from loongplug.training.rates import rates_of
 from loongplug.training.same_start import require_same_data, require_same_start
 from loongplug.training.soundness import Soundness
-from loongplug.training.step_sizes import step_sizes
+from loongplug.training.step_sizes import rates_of, step_sizes
 
 
 class Watch(Protocol):
@@ -152,6 +150,7 @@ def _run(
     )
     forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
     soundness = Soundness(args, forward_step)
+    sizes = step_sizes(args)
     with (
         traced(
             args.trace, platform=platform, rank=args.rank, world_size=args.world_size
@@ -164,7 +163,7 @@ def _run(
             mapping=with_adapters(hugging_face.mapping, table),
             soundness=soundness,
         ),
-        _rated(step_sizes(args)),
+        applied(rates_table(rates_of(sizes))) if sizes and sizes.vary else nullcontext(),
     ):
         set_global_variables(args)
         reports, unwritten = _pretrain(
@@ -193,20 +192,27 @@ def _pretrain(
     """Megatron's own loop, with our progress beside it; what is wrong with the metrics' file."""
     from megatron.training.training import pretrain
 
-    with LogTap(
+    def noted(step: StepReport) -> None:
+        writer = get_tensorboard_writer()  # one rank has it
+        if writer is not None:  # what Megatron does not know of a step
+            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
+        if on_report is not None:
+            on_report(step)
+
+    tap = LogTap(
         lambda: TrainingProgress(
             total=args.train_iters,
             interval=args.log_interval,
             device=current_platform().device,
             counter=forward_step,
-            counts_tokens=_speaks_for_replica(),
+            counts_tokens=speaks_for_replica(),
             has_loss=_speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
-            on_report=_also_in_tensorboard(on_report),
-            bad_samples=datasets.bad_samples.counts,
-        ),
-        interval=args.log_interval,
-    ) as tap:
+            on_report=noted,
+            met=datasets.bad_samples.counts,
+        )
+    )
+    with tap.tapped(interval=args.log_interval):
         try:
             pretrain(
                 pretrain_cfg_container_from_args(args),
@@ -216,17 +222,19 @@ def _pretrain(
                 provider,
             )
         finally:  # a run that SIGTERM ends leaves by SystemExit
-            unwritten = _leave_metrics(args, tap)
+            unwritten = _leave_metrics(args, tap.progress)
             if unwritten is not None and sys.exception() is not None:
                 print(f"loongplug: {unwritten}", file=sys.stderr, flush=True)
-    return tap.reports, unwritten
+    return tap.progress.reports if tap.progress is not None else [], unwritten
 
 
-def _leave_metrics(args: Namespace, tap: LogTap) -> ValueError | None:
+def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueError | None:
     """Write ``--metrics-json``; an error comes back, for when the model has been exported."""
-    if not (tap.reports and args.metrics_json and args.rank == 0):
+    if progress is None or not progress.reports or not args.metrics_json or args.rank != 0:
         return None
-    figures = summarize(tap.reports, valid_loss=tap.valid_loss, bad_samples=tap.bad_samples)
+    figures = summarize(
+        progress.reports, valid_loss=progress.valid_loss, bad_samples=progress.bad_samples
+    )
     try:
         leave_metrics(Path(args.metrics_json), figures, name=args.metrics_name)
     except OSError as error:
@@ -236,10 +244,9 @@ def _leave_metrics(args: Namespace, tap: LogTap) -> ValueError | None:
     return None
 
 
-@contextmanager
 def _told_what_was_built(
     engine: Engine, watch: Watch | None, *, mapping: Mapping, soundness: Soundness
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """``engine``, and the others behind it, get chunks and optimizer before the first step."""
 
     def built(chunks: list[Any], optimizer: Any) -> None:
@@ -248,26 +255,7 @@ def _told_what_was_built(
         if watch is not None:
             watch.built(chunks, optimizer, mapping=mapping)
 
-    table = setup_table(built)
-    table.apply()
-    try:
-        yield
-    finally:
-        table.undo()
-
-
-@contextmanager
-def _rated(sizes: StepSizes | None) -> Iterator[None]:
-    """Count the learning rate's course by steps of these sizes."""
-    if sizes is None or not sizes.vary:
-        yield
-        return
-    table = rates_table(rates_of(sizes))
-    table.apply()
-    try:
-        yield
-    finally:
-        table.undo()
+    return applied(setup_table(built))
 
 
 @contextmanager
@@ -281,29 +269,6 @@ def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     finally:
         PARALLEL_STATES.on_switch = None
         destroy_parallel_states()  # a process may run again
-
-
-def _also_in_tensorboard(
-    on_report: Callable[[StepReport], None] | None,
-) -> Callable[[StepReport], None]:
-    """Write what Megatron does not know of a step beside its own scalars."""
-
-    def noted(step: StepReport) -> None:
-        writer = get_tensorboard_writer()  # one rank has it
-        if writer is not None:
-            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
-        if on_report is not None:
-            on_report(step)
-
-    return noted
-
-
-def _speaks_for_replica() -> bool:
-    """One rank per data parallel replica: its first stage's first tensor parallel rank."""
-    return (
-        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
 
 
 def _speaks_for_loss() -> bool:

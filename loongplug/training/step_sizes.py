@@ -1,8 +1,12 @@
-"""The sizes of training and evaluation steps that the flags ask for."""
+"""The sizes of training and evaluation steps that the flags ask for, and the learning rate's course
+over steps of different sizes.
+"""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import pairwise
+from typing import Any
 
 from loongplug.data.step_sizes import StepSizes
 
@@ -86,3 +90,36 @@ def settle_step_sizes(args: Namespace, *, dp: int) -> None:
     if sizes.vary:
         args.step_batch_size_schedule = sizes.schedule(seq_length=args.seq_length)
         args._is_global_batch_size_explicitly_specified = False  # it refuses both from a user
+
+
+def rates_of(sizes: StepSizes) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """A wrapper of Megatron's making of the scheduler, whose unit are samples.
+
+    Warm-up, decay and weight decay then end with the iterations that their flags name.
+    """
+
+    def wrapper(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @wraps(original)
+        def get_optimizer_param_scheduler(optimizer: Any) -> Any:
+            from megatron.training.global_vars import get_args
+
+            scheduler = original(optimizer)
+            _count_samples(scheduler, get_args(), sizes)
+            scheduler.step(0)
+            return scheduler
+
+        return get_optimizer_param_scheduler
+
+    return wrapper
+
+
+def _count_samples(scheduler: Any, args: Namespace, sizes: StepSizes) -> None:
+    decay = args.lr_decay_iters  # upstream has set it where it was not given
+    scheduler.lr_decay_steps = end = sizes.samples(decay)
+    scheduler.wd_incr_steps = sizes.samples(args.train_iters)
+    if args.lr_warmup_fraction is None:
+        scheduler.lr_warmup_steps = sizes.samples(args.lr_warmup_iters)
+    else:
+        scheduler.lr_warmup_steps = args.lr_warmup_fraction * end
+    if args.lr_wsd_decay_iters is not None:
+        scheduler.wsd_decay_steps = end - sizes.samples(max(0, decay - args.lr_wsd_decay_iters))

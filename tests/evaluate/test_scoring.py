@@ -2,7 +2,7 @@
 
 import pytest
 
-from loongplug.evaluate.scoring import Tally, is_match, tally, tally_by_kind
+from loongplug.evaluate.report import Tally, is_match, tally, tally_by_kind
 
 pytestmark = pytest.mark.quick
 

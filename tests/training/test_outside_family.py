@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages.sizes import model_size
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen2VLForConditionalGeneration
@@ -20,7 +21,6 @@ from loongplug.convert.rank import convert
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.config import available_models, compose_model
 from loongplug.training.run import run
-from loongplug.training.sizes import model_size
 
 PACKAGE, MODEL = "qwen2_vl", "qwen2_vl_tiny"
 OUTSIDE = Path(__file__).resolve().parents[1] / "models" / "outside"

@@ -147,7 +147,7 @@ def met(rank: int) -> tuple[dict[str, int], str]:
         counts_tokens=rank in (0, 1),
         has_loss=rank == 2,
         sink=PlainLines(stream, total=1),
-        bad_samples=counts,
+        met=counts,
     )
     counts |= {"length": 3, "pixels": rank}
     progress.step(1, None)

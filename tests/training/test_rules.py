@@ -20,9 +20,9 @@ from loongplug.models.registry import family_of
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, violated_rules
-from loongplug.training.rules.lora import shared_lora_folder
+from loongplug.training.rules.lora import lora_own_folder
 from loongplug.training.rules.rule import rules_of
-from loongplug.training.rules.start import within_hf_folder
+from loongplug.training.rules.start import hf_own_folder
 from loongplug.training.rules.unsupported import UNSUPPORTED
 
 pytestmark = pytest.mark.quick
@@ -162,10 +162,10 @@ def test_an_export_keeps_out_of_what_the_run_reads(tmp_path: Path) -> None:
             flag = f"--{name.replace('_', '-')}"
             args = Namespace(save_hf=f"{tmp_path}/out", save_lora=None, **{name: given})
             expected = f"{flag} {path} with --save-hf {tmp_path}/out" if shared else None
-            assert within_hf_folder(args) == expected
+            assert hf_own_folder(args, None) == expected
             args = Namespace(save_hf=None, save_lora=f"{tmp_path}/out", **{name: given})
             expected = f"{flag} {path} with --save-lora {tmp_path}/out" if shared else None
-            assert shared_lora_folder(args) == expected
+            assert lora_own_folder(args, None) == expected
 
 
 def test_experts_are_no_dense_linears_to_adapters(prepared_experts: Run) -> None:
@@ -267,7 +267,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
 
 
 def test_every_file_of_rules_is_in_the_table_and_has_its_cases() -> None:
-    files = {module.name for module in pkgutil.iter_modules(rules.__path__)} - {"rule", "modes"}
+    files = {module.name for module in pkgutil.iter_modules(rules.__path__)} - {"rule"}
     tables = {name for name in files if rules_of(getattr(rules, name)) in rules.SUBJECTS.values()}
     assert tables == files
     assert files | {"kinds"} == {

@@ -15,8 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from loongplug.checkpoint.same_rates import checked_rates
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.arguments import parse_arguments
-from loongplug.training.rates import _count_samples
-from loongplug.training.step_sizes import parsed_schedule, step_sizes
+from loongplug.training.step_sizes import _count_samples, parsed_schedule, step_sizes
 
 pytestmark = pytest.mark.quick
 

@@ -5,13 +5,13 @@ import functools
 from argparse import Namespace
 
 import pytest
+from pages.sizes import with_placeholder_ids
 
 from loongplug.models.hf_model import hf_config
 from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
 from loongplug.training.rules import layout as layout_rules
 from loongplug.training.rules import model as model_rules
-from loongplug.training.sizes import with_placeholder_ids
 from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
 
 pytestmark = pytest.mark.quick
@@ -66,7 +66,7 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
         *(layout_rules.decoder_heads, layout_rules.decoder_ffn, layout_rules.vocabulary),
         *(hetero.encoder_sizes, model_rules.positive_sizes, model_rules.query_groups),
         *(model_rules.encoder_shape, model_rules.deepstack, model_rules.windows),
-        *(model_rules.mrope, experts.experts_divide, experts.expert_width),
+        *(model_rules.mrope, experts.expert_count, experts.expert_width),
         experts.experts_per_token,
     ):
         assert check(args, model) is None, check.__name__

@@ -1,8 +1,7 @@
 """The one table of refusals at start-up, put together from a file for each subject.
 
-A new rule goes into its subject's file, a new subject into ``SUBJECTS``. What belongs here are
-rules and the table of modes that meet in the docs (``modes.py``); nothing that communicates, and
-nothing that runs.
+A new rule goes into its subject's file, a new subject into ``SUBJECTS``. Nothing here
+communicates or runs.
 """
 
 from argparse import Namespace

@@ -14,16 +14,12 @@ _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
     refuses=f"`{_RAMP}` without `--global-batch-size` or with increments that do not lead "
     f"there, `{_SCHEDULE}` with `--global-batch-size` or with sizes that do not grow, either "
     "with the other or with `--decrease-batch-size-if-needed`",
-    reason=(
-        "each step's size follows from the samples before it, in every layout and after a resume"
-    ),
-    cure=(
-        f"give {_RAMP} START INCREMENT SAMPLES and the last size by --global-batch-size, or "
-        f"all sizes by {_SCHEDULE} 'TOKENS:SIZE TOKENS:SIZE'"
-    ),
+    reason="each step's size follows from the samples before it, in every layout and after a "
+    "resume",
+    cure=f"give {_RAMP} START INCREMENT SAMPLES and the last size by --global-batch-size, or "
+    f"all sizes by {_SCHEDULE} 'TOKENS:SIZE TOKENS:SIZE'",
 )
 def batch_ramp(args: Namespace, model: Any) -> str | None:
-    """Growing batch sizes are asked for in one way, and grow."""
     flag = _SCHEDULE if args.rampup_batch_size is None else _RAMP
     given = args.step_batch_size_schedule if flag == _SCHEDULE else args.rampup_batch_size
     if given is None:
@@ -51,8 +47,7 @@ def known_sizes(args: Namespace) -> StepSizes | None:
 
 
 @rule(
-    reason="every data parallel rank runs the same number of microbatches",
-    cure="give a multiple",
+    reason="every data parallel rank runs the same number of microbatches", cure="give a multiple"
 )
 def global_batch(args: Namespace, model: Any) -> str | None:
     """`--global-batch-size`, or a size on the way there, is no multiple of micro-batch size x dp"""

@@ -10,15 +10,13 @@ from typing import Any
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
 from loongplug.data.schemas import LEAST_FPS
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import rule, value_of
 
 
 @rule(
     reason="it would not be known what to train on",
-    cure=(
-        "give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
-        "--valid-data-path FILE for held-out data"
-    ),
+    cure="give --train-data-path FILE (or FILE FILE, or WEIGHT FILE WEIGHT FILE), and "
+    "--valid-data-path FILE for held-out data",
     training_only=True,
 )
 def data_given(args: Namespace, model: Any) -> str | None:
@@ -37,10 +35,7 @@ def data_given(args: Namespace, model: Any) -> str | None:
     return None
 
 
-@rule(
-    reason="there is nothing to read",
-    cure="correct the path",
-)
+@rule(reason="there is nothing to read", cure="correct the path")
 def data_exists(args: Namespace, model: Any) -> str | None:
     """a data path or a `--media-root` that does not exist"""
     missing = [] if args.media_root is None else [args.media_root]
@@ -53,15 +48,12 @@ def data_exists(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="energon",
     reason="that package reads such datasets' lists, and other folders are no data",
-    cure=(
-        "pip install 'loongplug[energon]', run energon prepare, and give "
-        "--dataloader-type energon; or name a JSONL file"
-    ),
+    cure="pip install 'loongplug[energon]', run energon prepare, and give "
+    "--dataloader-type energon; or name a JSONL file",
     training_only=True,
 )
-def energon_datasets(args: Namespace, model: Any) -> str | None:
+def energon(args: Namespace, model: Any) -> str | None:
     """`--dataloader-type energon` without the package megatron-energon, and a folder as data path
     without that flag or without what `energon prepare` writes into it
     """
@@ -80,15 +72,12 @@ def energon_datasets(args: Namespace, model: Any) -> str | None:
 
 @rule(
     refuses=f"`--video-fps` below {LEAST_FPS:g}",
-    reason=(
-        "it is the number of frames taken per second of a video, and slower ones have times "
-        "beyond what positions can count"
-    ),
+    reason="it is the number of frames taken per second of a video, and slower ones have times "
+    "beyond what positions can count",
     cure=f"give {LEAST_FPS:g} or more",
     training_only=True,
 )
 def video_rate(args: Namespace, model: Any) -> str | None:
-    """The frames taken per second of a video are more than next to none."""
     rate = args.video_fps
     if rate is None or not math.isfinite(rate):  # another rule asks for finite numbers
         return None
@@ -96,26 +85,19 @@ def video_rate(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="packing-rows",
     reason="a pack is a microbatch of several samples already",
     cure="use --micro-batch-size 1, and a longer --seq-length for more samples at once",
 )
-def one_row(args: Namespace, model: Any) -> str | None:
+def packing_rows(args: Namespace, model: Any) -> str | None:
     """`--packing` with a `--micro-batch-size` or `--eval-micro-batch-size` above 1"""
     if not args.packing:
         return None
-    sizes = {
-        "--micro-batch-size": args.micro_batch_size,
-        "--eval-micro-batch-size": args.eval_micro_batch_size,
-    }
-    wrong = [f"{flag} {size}" for flag, size in sizes.items() if size not in (None, 1)]
+    flags = ("--micro-batch-size", "--eval-micro-batch-size")
+    wrong = [f"{flag} {size}" for flag in flags if (size := value_of(args, flag)) not in (None, 1)]
     return f"--packing with {' and '.join(wrong)}" if wrong else None
 
 
-@rule(
-    reason="LoongPlug loads samples and the tokenizer itself",
-    cure="drop the flag",
-)
+@rule(reason="LoongPlug loads samples and the tokenizer itself", cure="drop the flag")
 def data_loading(args: Namespace, model: Any) -> str | None:
     """a `--dataloader-type` other than `external` and `energon`, a `--tokenizer-type` other than
     `HuggingFaceTokenizer`
@@ -128,9 +110,5 @@ def data_loading(args: Namespace, model: Any) -> str | None:
 
 
 def _data_flags(args: Namespace) -> list[tuple[str, list[str]]]:
-    flags = (
-        ("--data-path", args.data_path),
-        ("--train-data-path", args.train_data_path),
-        ("--valid-data-path", args.valid_data_path),
-    )
-    return [(flag, values) for flag, values in flags if values]
+    flags = ("--data-path", "--train-data-path", "--valid-data-path")
+    return [(flag, values) for flag in flags if (values := value_of(args, flag))]

@@ -4,57 +4,53 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from loongplug.training.rules.rule import Choice, excludes, flag, indivisible, rule
+from loongplug.training.rules.rule import LOCAL_LAYERS, Choice, excludes, flag, indivisible, rule
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 DISPATCHERS = ("alltoall", "allgather")
 
 
-@rule(
-    name="expert-parallel",
-    reason="there are no experts to distribute",
-    cure="drop the flag",
-)
-def dense_with_expert_flags(args: Namespace, model: Any) -> str | None:
+def _etp(args: Namespace) -> int:
+    size: int | None = args.expert_tensor_parallel_size
+    return args.tensor_model_parallel_size if size is None else size
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@rule(reason="there are no experts to distribute", cure="drop the flag")
+def expert_parallel(args: Namespace, model: Any) -> str | None:
     """`--expert-model-parallel-size` or `--expert-tensor-parallel-size` above 1 with a dense
     model
     """
-    given = [
-        f"{flag} {value}"
-        for flag, value in (
-            ("--expert-model-parallel-size", args.expert_model_parallel_size),
-            ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size or 1),
-        )
-        if value > 1
-    ]
+    sizes = {
+        "--expert-model-parallel-size": args.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size or 1,
+    }
+    given = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
     return None if args.num_experts else ", ".join(given) or None
 
 
 @rule(
-    name="expert-world",
     reason="each copy of the experts takes that many ranks",
-    cure=(
-        "change the number of processes, or the parallel sizes (expert tp is tp unless "
-        "--expert-tensor-parallel-size is given)"
-    ),
+    cure="change the number of processes, or the parallel sizes (expert tp is tp unless "
+    "--expert-tensor-parallel-size is given)",
 )
-def experts_world(args: Namespace, model: Any) -> str | None:
+def expert_world(args: Namespace, model: Any) -> str | None:
     """the number of ranks is no multiple of expert tp x ep x pp"""
     etp, ep, pp = _etp(args), args.expert_model_parallel_size, args.pipeline_model_parallel_size
-    if not args.num_experts or min(etp, ep, pp) < 1 or args.world_size % (etp * ep * pp) == 0:
+    each, ranks = etp * ep * pp, args.world_size
+    if not args.num_experts or min(etp, ep, pp) < 1 or ranks % each == 0:
         return None
-    return (
-        f"{args.world_size} ranks do not divide by expert tp {etp} x ep {ep} x pp {pp} = "
-        f"{etp * ep * pp}"
-    )
+    return f"{ranks} ranks do not divide by expert tp {etp} x ep {ep} x pp {pp} = {each}"
 
 
 @rule(
-    name="expert-count",
     reason="every rank of an expert parallel group holds as many experts",
     cure="choose another --expert-model-parallel-size",
 )
-def experts_divide(args: Namespace, model: Any) -> str | None:
+def expert_count(args: Namespace, model: Any) -> str | None:
     """`num_experts` that ep does not divide"""
     ep = args.expert_model_parallel_size
     if not args.num_experts or ep < 1 or args.num_experts % ep == 0:
@@ -76,10 +72,8 @@ def expert_width(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="each rank holds an equal slice of what every token goes through",
-    cure=(
-        "correct model.foundation.shared_expert_ffn_hidden_size, or choose another "
-        "--tensor-model-parallel-size"
-    ),
+    cure="correct model.foundation.shared_expert_ffn_hidden_size, or choose another "
+    "--tensor-model-parallel-size",
 )
 def shared_expert_width(args: Namespace, model: Any) -> str | None:
     """a `shared_expert_ffn_hidden_size` that tp does not divide"""
@@ -101,11 +95,10 @@ def experts_per_token(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="expert-sequence-parallel",
     reason="the ranks of a tensor parallel group would all send the same tokens to the experts",
     cure="add --sequence-parallel",
 )
-def experts_sequence_parallel(args: Namespace, model: Any) -> str | None:
+def expert_sequence_parallel(args: Namespace, model: Any) -> str | None:
     """experts with tp above 1 and no `--sequence-parallel`"""
     tp = args.tensor_model_parallel_size
     if not args.num_experts or tp < 2 or args.sequence_parallel:
@@ -123,41 +116,31 @@ def balancing(args: Namespace, model: Any) -> str | None:
     """
     if not args.num_experts:
         return None
-    types, coefficients = (
-        _listed(args.moe_router_load_balancing_type),
-        _listed(args.moe_aux_loss_coeff),
-    )
-    wrong = [kind for kind in types if kind not in BALANCING]
-    if wrong:
-        return f"--moe-router-load-balancing-type {' '.join(wrong)}"
+    option, types = "--moe-router-load-balancing-type", _listed(args.moe_router_load_balancing_type)
+    coefficients = _listed(args.moe_aux_loss_coeff)
+    if wrong := [kind for kind in types if kind not in BALANCING]:
+        return f"{option} {' '.join(wrong)}"
     if len(coefficients) != len(types):
-        return (
-            f"{len(coefficients)} --moe-aux-loss-coeff for {len(types)} "
-            "--moe-router-load-balancing-type"
-        )
+        return f"{len(coefficients)} --moe-aux-loss-coeff for {len(types)} {option}"
     if min(coefficients) < 0:
         return f"--moe-aux-loss-coeff {min(coefficients)}"
     return None
 
 
-balancing_by_sample = excludes(
+def _by_sample(args: Namespace) -> str:
+    types = _listed(args.moe_router_load_balancing_type) if args.num_experts else ()
+    return "--moe-router-load-balancing-type seq_aux_loss" if "seq_aux_loss" in types else ""
+
+
+packing_balancing = excludes(
     flag("--packing"),
-    Choice(
-        said="--moe-router-load-balancing-type seq_aux_loss",
-        asked=lambda args: (
-            args.num_experts and "seq_aux_loss" in _listed(args.moe_router_load_balancing_type)
-        ),
-    ),
-    name="packing-balancing",
+    Choice(said=_by_sample, in_docs="`--moe-router-load-balancing-type seq_aux_loss`"),
     reason="it balances row by row, and would take a pack for one sample",
     cure="use aux_loss or global_aux_loss, or drop --packing",
 )
 
 
-@rule(
-    reason="the others need kernels that are not tested here",
-    cure="drop the flag",
-)
+@rule(reason="the others need kernels that are not tested here", cure="drop the flag")
 def dispatcher(args: Namespace, model: Any) -> str | None:
     """a `--moe-token-dispatcher-type` other than `alltoall` and `allgather`"""
     if not args.num_experts or args.moe_token_dispatcher_type in DISPATCHERS:
@@ -165,21 +148,10 @@ def dispatcher(args: Namespace, model: Any) -> str | None:
     return f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}"
 
 
-@rule(
+grouped_gemm = excludes(
+    flag("--moe-grouped-gemm"),
+    LOCAL_LAYERS,
+    refuses="`--moe-grouped-gemm` without TransformerEngine",
     reason="it is TransformerEngine that has it",
     cure="drop the flag: experts are grouped where they can be",
 )
-def grouped_gemm(args: Namespace, model: Any) -> str | None:
-    """`--moe-grouped-gemm` without TransformerEngine"""
-    if not args.moe_grouped_gemm or args.transformer_impl == "transformer_engine":
-        return None
-    return f"--moe-grouped-gemm with --transformer-impl {args.transformer_impl}"
-
-
-def _etp(args: Namespace) -> int:
-    size: int | None = args.expert_tensor_parallel_size
-    return args.tensor_model_parallel_size if size is None else size
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [value]

@@ -3,7 +3,6 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.training.freezing import freezing_of
 from loongplug.training.rules.rule import rule
 
@@ -15,8 +14,6 @@ from loongplug.training.rules.rule import rule
 )
 def something_trains(args: Namespace, model: Any) -> str | None:
     """`freeze` of encoder, projector and foundation without `--train-parameters`"""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
     freezing = freezing_of(args, model)
     if freezing.train or set(freezing.modules) != set(model.modules()):
         return None

@@ -4,34 +4,38 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.hetero.modes import mode_of
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
-from loongplug.training.rules.rule import FUSED_ACCUMULATION, Choice, excludes, flag, rule
+from loongplug.training.rules.rule import (
+    FUSED_ACCUMULATION,
+    any_of,
+    excludes,
+    flag,
+    rule,
+    value_of,
+)
 
-_OFFLOAD = {
-    f"--{name.replace('_', '-')}": name
-    for name in (
-        "full_hetero_dp_cpu_offload",
-        "offload_encoder_activations",
-        "offload_encoder_state",
-    )
-}
+_OFFLOAD = any_of(
+    flag("--full-hetero-dp-cpu-offload"),
+    flag("--offload-encoder-activations"),
+    flag("--offload-encoder-state"),
+    in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-activations`, "
+    "`--offload-encoder-state`",
+)
 
 # Megatron's flags that count over one layout for all modules, or make groups for one.
 _ONE_LAYOUT = {
-    "log_params_norm": False,
-    "log_num_zeros_in_grad": False,
-    "num_distributed_optimizer_instances": 1,
+    "--log-params-norm": False,
+    "--log-num-zeros-in-grad": False,
+    "--num-distributed-optimizer-instances": 1,
 }
 
 
-def encoder_tp(args: Namespace, model: Any) -> int | None:
-    """The encoder's tensor parallel size; None for a model without an encoder."""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
+def encoder_tp(args: Namespace, model: Any) -> int:
+    """The encoder's tensor parallel size."""
     own: int | None = model.vision.tensor_model_parallel_size
-    return own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
+    size: int = own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
+    return size
 
 
 @rule(
@@ -44,7 +48,7 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
     """
     tp, decoder = encoder_tp(args, model), args.tensor_model_parallel_size
     stages = args.pipeline_model_parallel_size
-    if tp is None or decoder < 1 or stages < 1:
+    if decoder < 1 or stages < 1:
         return None
     everywhere = mode_of(args).on_every_stage
     if tp in encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere):
@@ -58,21 +62,15 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
 
 @rule(
     refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
-    "heterogeneous DP, full separation): "
-    + ", ".join(f"`--{name.replace('_', '-')}`" for name in _ONE_LAYOUT),
+    "heterogeneous DP, full separation): " + ", ".join(f"`{flag}`" for flag in _ONE_LAYOUT),
     reason="these count parameters, or make groups, by one layout for all modules",
     cure="drop the flag",
 )
 def encoder_state(args: Namespace, model: Any) -> str | None:
-    """An encoder with a layout of its own meets no flag that knows one layout only."""
-    own = encoder_tp(args, model) not in (None, args.tensor_model_parallel_size)
-    if not own and mode_of(args).encoder_tp is None:
+    as_decoder = encoder_tp(args, model) == args.tensor_model_parallel_size
+    if as_decoder and mode_of(args).encoder_tp is None:
         return None
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name, value in _ONE_LAYOUT.items()
-        if getattr(args, name) != value
-    ]
+    given = [flag for flag, usual in _ONE_LAYOUT.items() if value_of(args, flag) != usual]
     return ", ".join(given) or None
 
 
@@ -83,7 +81,7 @@ def encoder_state(args: Namespace, model: Any) -> str | None:
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
     """encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does not divide"""
     tp = encoder_tp(args, model)
-    if tp is None or encoder_layout(args, model) is not None:
+    if encoder_layout(args, model) is not None:
         return None
     encoder = model.vision
     sizes = {
@@ -102,17 +100,14 @@ def encoder_sizes(args: Namespace, model: Any) -> str | None:
 one_mode = excludes(
     flag("--enable-encoder-hetero-dp"),
     flag("--enable-full-hetero-dp"),
-    name="one-mode",
     reason="they are two ways to spread the same work",
     cure="drop one; full separation is the faster one with a pipeline",
 )
 
 
 @rule(
-    reason=(
-        "elsewhere every replica encodes all units, or one of each group at a time: there is"
-        " nothing to choose"
-    ),
+    reason="elsewhere every replica encodes all units, or one of each group at a time: there is"
+    " nothing to choose",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
 def balance(args: Namespace, model: Any) -> str | None:
@@ -136,54 +131,41 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    refuses=", ".join(f"`{flag}`" for flag in _OFFLOAD) + " without `--enable-full-hetero-dp`",
-    reason=(
-        "elsewhere the encoder works in between the decoder's microbatches, so that nothing "
-        "of it can be away"
-    ),
+    refuses=f"{_OFFLOAD.in_docs} without `--enable-full-hetero-dp`",
+    reason="elsewhere the encoder works in between the decoder's microbatches, so that nothing "
+    "of it can be away",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
 def offload(args: Namespace, model: Any) -> str | None:
-    """Something can only be away where encoder and decoder take turns."""
-    given = [flag for flag, name in _OFFLOAD.items() if getattr(args, name)]
+    given = _OFFLOAD.said(args)
     if not given or mode_of(args).on_every_stage:
         return None
-    return f"{', '.join(given)} in the mode {mode_of(args).name}"
+    return f"{given} in the mode {mode_of(args).name}"
 
 
-offload_and_fusion = excludes(
+offload_fusion = excludes(
     flag("--offload-encoder-activations"),
     FUSED_ACCUMULATION,
-    name="offload-fusion",
-    reason=(
-        "what comes back to a backward are new objects, in which the fused kernel does not "
-        "find a weight's gradient buffer"
-    ),
-    cure=(
-        "add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead"
-    ),
+    reason="what comes back to a backward are new objects, in which the fused kernel does not "
+    "find a weight's gradient buffer",
+    cure="add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead",
 )
 
 
-offload_and_registration = excludes(
+offload_nccl = excludes(
     flag("--offload-encoder-state"),
-    Choice(said="--use-nccl-ub", asked=lambda args: args.nccl_ub),
-    name="offload-nccl",
+    flag("--use-nccl-ub", argument="nccl_ub"),
     reason="NCCL knows the encoder's buffers by their addresses, and they come back at others",
     cure="drop one of them",
 )
 
 
-offload_and_hybrid_optimizer = excludes(
+offload_optimizer = excludes(
     flag("--offload-encoder-state"),
     flag("--optimizer-cpu-offload"),
-    name="offload-optimizer",
-    reason=(
-        "that optimizer has copies of weights of its own, and keeps its state on the host already"
-    ),
-    cure=(
-        "drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
-        "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
-        "optimizer's state is on the host"
-    ),
+    reason="that optimizer has copies of weights of its own, and keeps its state on the host "
+    "already",
+    cure="drop --optimizer-cpu-offload, so that the decoder's state stays on the device and "
+    "the encoder's leaves in phase 2, or drop --offload-encoder-state, so that all of the "
+    "optimizer's state is on the host",
 )

@@ -55,10 +55,7 @@ def decoder_heads(args: Namespace, model: Any) -> str | None:
     return "; ".join(problem for problem in problems if problem) or None
 
 
-@rule(
-    reason="each rank holds an equal slice",
-    cure="choose another --tensor-model-parallel-size",
-)
+@rule(reason="each rank holds an equal slice", cure="choose another --tensor-model-parallel-size")
 def decoder_ffn(args: Namespace, model: Any) -> str | None:
     """a decoder `ffn_hidden_size` that tp does not divide"""
     if args.num_experts:  # no layer has that width

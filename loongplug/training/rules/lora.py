@@ -6,20 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.lora.settings import LINEARS, LoraSettings
 from loongplug.models.registry import family_of
-from loongplug.training.rules.rule import rule
-from loongplug.training.rules.start import WRITTEN, value_of, within_export
-
-OWN_FOLDER = "give the adapters a folder beside the others"
+from loongplug.training.rules.rule import any_of, flag, rule
+from loongplug.training.rules.start import WRITTEN, value_if_any, within_export
 
 
 def _lora(model: Any) -> Iterator[tuple[str, LoraSettings]]:
-    if isinstance(model, VisionLanguageArchitecture):
-        for name, architecture in model.modules().items():
-            if architecture.lora is not None:
-                yield f"model.{model.keys[name]}.lora", architecture.lora
+    for name, architecture in model.modules().items():
+        if architecture.lora is not None:
+            yield f"model.{model.keys[name]}.lora", architecture.lora
 
 
 @rule(
@@ -75,43 +71,30 @@ def _linears(args: Namespace, model: Any, *, module: str) -> list[str]:
 )
 def lora_folders(args: Namespace, model: Any) -> str | None:
     """`--load-lora` or `--save-lora` where no module has `lora`"""
-    flags = [flag for flag in ("--load-lora", "--save-lora") if value_of(args, flag)]
-    if not flags or any(True for _ in _lora(model)):
-        return None
-    return f"{' and '.join(flags)} with a model without adapters"
+    given = any_of(flag("--load-lora"), flag("--save-lora"), joined=" and ").said(args)
+    return f"{given} with a model without adapters" if given and not any(_lora(model)) else None
 
 
 @rule(
     reason="an export replaces its own files there, and has to find them as it wrote them",
-    cure=OWN_FOLDER,
+    cure="give the adapters a folder beside the others",
 )
 def lora_own_folder(args: Namespace, model: Any) -> str | None:
     """`--save-lora` as, in or around the folder of `--save-hf`, as or around that of anything else
     that a run writes or reads, or the working directory
     """
-    return shared_lora_folder(args)
-
-
-def shared_lora_folder(args: Namespace) -> str | None:
-    """What else is written to or around ``--save-lora``, or into it; of train.py's arguments.
-
-    A checkpoint's folder may have others in it: its own files are all named by iterations.
-    """
-    hf = value_of(args, "--save-hf")
+    hf = value_if_any(args, "--save-hf")
     if args.save_lora and hf and Path(args.save_lora).resolve().is_relative_to(Path(hf).resolve()):
         return f"--save-lora {args.save_lora} with --save-hf {hf}"
     return within_export(args, flag="--save-lora", written=("--save-hf", *WRITTEN))
 
 
 @rule(
-    name="lora-shared-experts",
-    reason=(
-        "the linears then leave gathering and reducing to Megatron's dispatcher, which "
-        "knows no adapters"
-    ),
+    reason="the linears then leave gathering and reducing to Megatron's dispatcher, which "
+    "knows no adapters",
     cure="drop the flag, or name target_modules of the attention alone",
 )
-def shared_experts_beside_the_exchange(args: Namespace, model: Any) -> str | None:
+def lora_shared_experts(args: Namespace, model: Any) -> str | None:
     """`--moe-shared-expert-overlap` with adapters on the shared experts and tp above 1"""
     if not args.moe_shared_expert_overlap or args.moe_shared_expert_intermediate_size is None:
         return None
@@ -128,14 +111,11 @@ def shared_experts_beside_the_exchange(args: Namespace, model: Any) -> str | Non
 
 
 @rule(
-    name="lr-mult",
     reason="a module with no rate does not train",
     cure="give a positive number, or freeze the module",
 )
-def rate_multiples(args: Namespace, model: Any) -> str | None:
+def lr_mult(args: Namespace, model: Any) -> str | None:
     """an `lr_mult` that is not above 0"""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
     wrong = [
         f"model.{model.keys[name]}.lr_mult is {architecture.lr_mult:g}"
         for name, architecture in model.modules().items()
@@ -145,13 +125,12 @@ def rate_multiples(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="lr-mult-decoupled",
     reason="the embeddings would have two learning rates",
     cure="give one of the two",
 )
-def rates_twice(args: Namespace, model: Any) -> str | None:
+def lr_mult_decoupled(args: Namespace, model: Any) -> str | None:
     """`--decoupled-lr` with `model.foundation.lr_mult`"""
-    if not isinstance(model, VisionLanguageArchitecture) or args.decoupled_lr is None:
-        return None
     rate = model.foundation.lr_mult
-    return f"--decoupled-lr with model.foundation.lr_mult {rate:g}" if rate != 1.0 else None
+    if args.decoupled_lr is None or rate == 1.0:
+        return None
+    return f"--decoupled-lr with model.foundation.lr_mult {rate:g}"

@@ -8,9 +8,7 @@ from loongplug.training.rules.rule import excludes, flag, rule
 
 
 @rule(
-    reason=(
-        "the others gather parameters in a way that modules with layouts of their own have not"
-    ),
+    reason="the others gather parameters in a way that modules with layouts of their own have not",
     cure="drop the flag for adam",
 )
 def optimizer(args: Namespace, model: Any) -> str | None:
@@ -21,18 +19,15 @@ def optimizer(args: Namespace, model: Any) -> str | None:
 sharded_optimizer = excludes(
     flag("--optimizer sgd"),
     flag("--use-distributed-optimizer"),
-    name="sharded-optimizer",
     reason="Megatron shards the state of Adam only",
     cure="drop one of the two",
 )
 
 
 @rule(
-    reason=("Megatron takes that optimizer from it, and would say so only when the model is there"),
-    cure=(
-        "install TransformerEngine, or drop the flag, where its memory is there "
-        "(docs/models.md; the launch scripts need it on fewer than 16 GPUs)"
-    ),
+    reason="Megatron takes that optimizer from it, and would say so only when the model is there",
+    cure="install TransformerEngine, or drop the flag, where its memory is there "
+    "(docs/models.md; the launch scripts need it on fewer than 16 GPUs)",
 )
 def precision_aware_optimizer(args: Namespace, model: Any) -> str | None:
     """`--use-precision-aware-optimizer` on CUDA without TransformerEngine"""
@@ -49,22 +44,11 @@ def precision_aware_optimizer(args: Namespace, model: Any) -> str | None:
 )
 def precision(args: Namespace, model: Any) -> str | None:
     """`--fp16`, `--fp8-format`, `--fp4-format`"""
-    given = [
-        flag
-        for flag, value in (
-            ("--fp16", args.fp16),
-            ("--fp8-format", args.fp8),
-            ("--fp4-format", args.fp4),
-        )
-        if value
-    ]
-    return " and ".join(given) or None
+    given = {"--fp16": args.fp16, "--fp8-format": args.fp8, "--fp4-format": args.fp4}
+    return " and ".join(flag for flag, value in given.items() if value) or None
 
 
-@rule(
-    reason="only torch_dist checkpoints load into another layout",
-    cure="drop the flag",
-)
+@rule(reason="only torch_dist checkpoints load into another layout", cure="drop the flag")
 def checkpoint_format(args: Namespace, model: Any) -> str | None:
     """`--ckpt-format` other than `torch_dist`"""
     return f"--ckpt-format {args.ckpt_format}" if args.ckpt_format != "torch_dist" else None

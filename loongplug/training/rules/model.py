@@ -4,18 +4,12 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.training.rules.rule import rule
 
 
-@rule(
-    reason="no such module can be built",
-    cure="correct the YAML",
-)
+@rule(reason="no such module can be built", cure="correct the YAML")
 def positive_sizes(args: Namespace, model: Any) -> str | None:
     """a size, or another number, of the model that is not above 0"""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
     wrong = [
         f"model.{model.keys[module]}.{name} is {value}"
         for module, architecture in model.modules().items()
@@ -43,7 +37,7 @@ def query_groups(args: Namespace, model: Any) -> str | None:
 )
 def encoder_shape(args: Namespace, model: Any) -> str | None:
     """encoder heads of a size that is no multiple of 4, or a position table that is no square"""
-    if not isinstance(model, VisionLanguageArchitecture) or positive_sizes(args, model) is not None:
+    if positive_sizes(args, model) is not None:
         return None
     encoder = model.vision
     hidden, heads = encoder.hidden_size, encoder.num_attention_heads
@@ -61,10 +55,7 @@ def encoder_shape(args: Namespace, model: Any) -> str | None:
 )
 def deepstack(args: Namespace, model: Any) -> str | None:
     """`deepstack_layers` out of range, unsorted, or more than there are decoder layers"""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
-    taps = model.vision.taps()
-    layers = model.vision.num_layers
+    taps, layers = model.vision.taps(), model.vision.num_layers
     if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
         return f"deepstack_layers {list(taps)} of an encoder of {layers} layers"
     if len(taps) > model.foundation.num_layers:
@@ -73,12 +64,12 @@ def deepstack(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason=("windows are made of whole tokens, and a layer that does not exist attends to nothing"),
+    reason="windows are made of whole tokens, and a layer that does not exist attends to nothing",
     cure="correct model.image_encoder",
 )
 def windows(args: Namespace, model: Any) -> str | None:
     """a `window_size` smaller than one token, `full_attention_layers` out of range or unsorted"""
-    if not isinstance(model, VisionLanguageArchitecture) or positive_sizes(args, model) is not None:
+    if positive_sizes(args, model) is not None:
         return None
     encoder = model.vision
     side = getattr(encoder, "window_size", None)
@@ -87,7 +78,7 @@ def windows(args: Namespace, model: Any) -> str | None:
     token = encoder.patch_size * encoder.spatial_merge_size
     if side < token:
         return f"window_size {side} with tokens of {token} x {token} pixels"
-    full, layers = encoder.full_attention_layers, encoder.num_layers  # type: ignore[attr-defined]
+    full, layers = encoder.full_attention_layers, encoder.num_layers
     if list(full) != sorted(set(full)) or any(not 0 <= layer < layers for layer in full):
         return f"full_attention_layers {list(full)} of an encoder of {layers} layers"
     return None
@@ -99,11 +90,10 @@ def windows(args: Namespace, model: Any) -> str | None:
 )
 def mrope(args: Namespace, model: Any) -> str | None:
     """an `mrope_section` that does not sum to half of `kv_channels`, or cannot interleave"""
-    if not isinstance(model, VisionLanguageArchitecture):
-        return None
-    sections, pairs = model.foundation.mrope_section, model.foundation.kv_channels // 2
-    if model.foundation.kv_channels % 2 or sum(sections) != pairs or min(sections) < 0:
-        return f"mrope_section {list(sections)} with kv_channels {model.foundation.kv_channels}"
+    sections, channels = model.foundation.mrope_section, model.foundation.kv_channels
+    pairs = channels // 2
+    if channels % 2 or sum(sections) != pairs or min(sections) < 0:
+        return f"mrope_section {list(sections)} with kv_channels {channels}"
     # Height takes every third pair from the second one on, width from the third one on.
     if model.foundation.interleaved_mrope and any(
         axis + 3 * (sections[axis] - 1) >= pairs for axis in (1, 2)

@@ -4,29 +4,23 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import flag_of, rule
 
 _LAST_SEED = 2**31 - 1
 
 
-@rule(
-    reason="weights would be so after the first step",
-    cure="give a finite number",
-)
+@rule(reason="weights would be so after the first step", cure="give a finite number")
 def finite_numbers(args: Namespace, model: Any) -> str | None:
     """a flag whose number is NaN or infinite"""
     wrong = [
-        f"--{name.replace('_', '-')} is {value:g}"
+        f"{flag_of(name)} is {value:g}"
         for name, value in sorted(vars(args).items())
         if isinstance(value, float) and not math.isfinite(value)
     ]
     return ", ".join(wrong) or None
 
 
-@rule(
-    reason="no optimizer takes them",
-    cure="correct the numbers; betas are below 1",
-)
+@rule(reason="no optimizer takes them", cure="correct the numbers; betas are below 1")
 def optimizer_numbers(args: Namespace, model: Any) -> str | None:
     """`--lr`, `--min-lr`, `--decoupled-lr`, `--decoupled-min-lr`, `--weight-decay` or `--adam-eps`
     below 0, `--adam-beta1` or `--adam-beta2` outside of 0 to 1
@@ -34,7 +28,7 @@ def optimizer_numbers(args: Namespace, model: Any) -> str | None:
     least = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_eps")
     given = {name: getattr(args, name) for name in (*least, "adam_beta1", "adam_beta2")}
     wrong = [
-        f"--{name.replace('_', '-')} is {value:g}"
+        f"{flag_of(name)} is {value:g}"
         for name, value in given.items()
         if value is not None and (value < 0 or (name not in least and value >= 1))
     ]
@@ -47,7 +41,6 @@ def optimizer_numbers(args: Namespace, model: Any) -> str | None:
     cure="give one of these",
 )
 def seed(args: Namespace, model: Any) -> str | None:
-    """The seed is one that all generators take."""
     return None if 1 <= args.seed <= _LAST_SEED else f"--seed {args.seed}"
 
 

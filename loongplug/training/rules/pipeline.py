@@ -11,10 +11,8 @@ from loongplug.training.step_sizes import eval_sizes
 
 @rule(
     reason="every stage holds the same number of layers, at least one",
-    cure=(
-        "change --pipeline-model-parallel-size, or say how to split by "
-        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
-    ),
+    cure="change --pipeline-model-parallel-size, or say how to split by "
+    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
 )
 def pipeline_layers(args: Namespace, model: Any) -> str | None:
     """decoder layers that pp does not divide, or fewer than pp"""
@@ -42,10 +40,7 @@ def virtual_needs_pipeline(args: Namespace, model: Any) -> str | None:
     return "virtual pipeline stages with pp 1"
 
 
-@rule(
-    reason="every virtual stage holds the same number of layers",
-    cure="choose a divisor",
-)
+@rule(reason="every virtual stage holds the same number of layers", cure="choose a divisor")
 def virtual_layers(args: Namespace, model: Any) -> str | None:
     """a stage's layers do not divide into its virtual stages"""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
@@ -93,8 +88,7 @@ def virtual_microbatches(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="two ranks would send and receive several tensors in one exchange",
-    cure="drop the flag",
+    reason="two ranks would send and receive several tensors in one exchange", cure="drop the flag"
 )
 def virtual_overlap(args: Namespace, model: Any) -> str | None:
     """virtual stages at pp 2 with `--no-overlap-p2p-communication`"""

@@ -1,8 +1,8 @@
 """What a rule is, and the sizes that several of them look at."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +13,19 @@ Check = Callable[[Namespace, Any], str | None]
 class Rule:
     """One refusal: when (in words and as a check), why, and what to do instead.
 
-    ``name`` stays the same from version to version; errors end with it. ``check`` gets Megatron's
-    arguments, with the model's architecture and LoongPlug's defaults in place, and the model's
-    config. It answers what is wrong with the given values, or None, also where its inputs are
-    missing: another rule asks for them. It must not communicate: every rank evaluates every rule
-    alike. Rules of ``training_only`` do not concern a conversion, those with ``verified``
-    false no run that is held against another one in fp32.
+    ``name`` is that of the variable in its file, and stays the same from version to version; errors
+    end with it. ``check`` gets Megatron's arguments, with the model's architecture and LoongPlug's
+    defaults in place, and the model's config. It answers what is wrong with the given values, or
+    None, also where its inputs are missing: another rule asks for them. It must not communicate:
+    every rank evaluates every rule alike. Rules of ``training_only`` do not concern a conversion,
+    those with ``verified`` false no run that is held against another one in fp32.
     """
 
-    name: str
     refuses: str
     check: Check
     reason: str
     cure: str
+    name: str = ""
     training_only: bool = False
     verified: bool = True
 
@@ -38,7 +38,6 @@ def rule(
     *,
     reason: str,
     cure: str,
-    name: str | None = None,
     refuses: str | None = None,
     training_only: bool = False,
     verified: bool = True,
@@ -47,7 +46,6 @@ def rule(
 
     def made(check: Check) -> Rule:
         return Rule(
-            name=name or check.__name__.replace("_", "-"),
             refuses=refuses or " ".join((check.__doc__ or "").split()),
             check=check,
             reason=reason,
@@ -61,53 +59,91 @@ def rule(
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What flags ask for: what an error calls it, and whether they do.
+    """What flags ask for, as an error says it ("" where they do not) and as the docs do."""
 
-    ``in_docs`` is what the docs call it, where that is not the flag that ``said`` is.
-    """
-
-    said: str
-    asked: Callable[[Namespace], object]
-    in_docs: str | None = None
+    said: Callable[[Namespace], str]
+    in_docs: str
 
 
 FUSED_ACCUMULATION = Choice(
-    said="Megatron's fused gradient accumulation",
-    asked=lambda args: args.gradient_accumulation_fusion,
+    said=lambda args: (
+        "Megatron's fused gradient accumulation" if args.gradient_accumulation_fusion else ""
+    ),
     in_docs="fused gradient accumulation (on with Apex)",
+)
+LOCAL_LAYERS = Choice(
+    said=lambda args: (
+        ""
+        if args.transformer_impl == "transformer_engine"
+        else f"--transformer-impl {args.transformer_impl}"
+    ),
+    in_docs="no TransformerEngine",
 )
 
 
-def flag(said: str) -> Choice:
-    """A switch, such as ``--packing``, or a flag with its value, such as ``--optimizer sgd``."""
-    name, _, value = said.removeprefix("--").partition(" ")
+def flag(text: str, *, argument: str | None = None) -> Choice:
+    """A switch, such as ``--packing``, or a flag with its value, such as ``--optimizer sgd``.
 
-    def asked(args: Namespace) -> bool:
-        given = getattr(args, name.replace("-", "_"))
-        return bool(given == value if value else given)
+    ``argument`` is its name in the arguments, where that is another.
+    """
+    name, _, value = text.partition(" ")
 
-    return Choice(said=said, asked=asked)
+    def said(args: Namespace) -> str:
+        given = value_of(args, argument or name)
+        asked = given == value if value else given is not False and given not in (None, "", [])
+        return text if asked else ""
+
+    return Choice(said=said, in_docs=f"`{text}`")
 
 
-def excludes(one: Choice, other: Choice, *, name: str, reason: str, cure: str) -> Rule:
+def among(name: str, values: Sequence[str]) -> Choice:
+    """Those of ``values`` that a flag of several has, such as ``--recompute-modules moe``."""
+
+    def said(args: Namespace) -> str:
+        found = [value for value in value_of(args, name) or () if value in values]
+        return f"{name} {' '.join(found)}" if found else ""
+
+    return Choice(said=said, in_docs=", ".join(f"`{value}`" for value in values))
+
+
+def any_of(*choices: Choice, joined: str = ", ", in_docs: str | None = None) -> Choice:
+    """One of several, or more."""
+    return Choice(
+        said=lambda args: joined.join(filter(None, (each.said(args) for each in choices))),
+        in_docs=in_docs or " or ".join(each.in_docs for each in choices),
+    )
+
+
+def value_of(args: Namespace, flag: str) -> Any:
+    """What was given for a flag, or is its default."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+
+
+def flag_of(name: str) -> str:
+    """The flag that is ``name`` in the arguments."""
+    return f"--{name.replace('_', '-')}"
+
+
+def excludes(
+    one: Choice, other: Choice, *, reason: str, cure: str, refuses: str | None = None
+) -> Rule:
     """The rule that two choices do not go together."""
 
     def check(args: Namespace, model: Any) -> str | None:
-        both = one.asked(args) and other.asked(args)
-        return f"{one.said} with {other.said}" if both else None
+        first, second = one.said(args), other.said(args)
+        return f"{first} with {second}" if first and second else None
 
-    return Rule(
-        name=name,
-        refuses=" with ".join(each.in_docs or f"`{each.said}`" for each in (one, other)),
-        check=check,
-        reason=reason,
-        cure=cure,
-    )
+    refuses = refuses or f"{one.in_docs} with {other.in_docs}"
+    return Rule(refuses=refuses, check=check, reason=reason, cure=cure)
 
 
 def rules_of(module: ModuleType) -> tuple[Rule, ...]:
     """The rules of a file, in its order. A file that asks another's rule imports that file."""
-    return tuple(each for each in vars(module).values() if isinstance(each, Rule))
+    return tuple(
+        replace(each, name=name.replace("_", "-"))
+        for name, each in vars(module).items()
+        if isinstance(each, Rule)
+    )
 
 
 def indivisible(what: str, value: int, *, args: Namespace) -> str | None:

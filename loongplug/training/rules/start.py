@@ -7,7 +7,7 @@ from typing import Any
 
 from loongplug.checkpoint.replaced_files import is_half_replaced
 from loongplug.models.registry import family_of
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import rule, value_of
 from loongplug.training.special_tokens import read_tokenizer, token_problems
 
 # What a run writes before its export.
@@ -20,59 +20,34 @@ READ = (
     *("--load-hf", "--load-lora", "--load", "--tokenizer-model", "--config-file", "--media-root"),
     *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
 )
-HF_OWN_FOLDER = "give the export a folder of its own"
-
-
-@rule(
-    reason="a run is not defined without them",
-    cure="add them",
+# Numbers below 1 of which make no run.
+_COUNTS = (
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--context-parallel-size", "--expert-model-parallel-size"),
+    *("--expert-tensor-parallel-size", "--seq-length", "--packing-look-ahead"),
+    *("--max-row-mib", "--micro-batch-size", "--global-batch-size"),
+    *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters"),
+    *("--save-interval", "--log-interval", "--eval-interval"),
 )
+
+
+@rule(reason="a run is not defined without them", cure="add them")
 def required_flags(args: Namespace, model: Any) -> str | None:
     """`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or `--train-iters` is
     missing
     """
-    missing = [
-        flag
-        for flag, value in (
-            ("--training-phase", args.training_phase),
-            ("--seq-length", args.seq_length),
-            ("--micro-batch-size", args.micro_batch_size),
-            ("--lr", args.lr),
-            ("--train-iters", args.train_iters),
-        )
-        if value is None
-    ]
+    needed = ("--training-phase", "--seq-length", "--micro-batch-size", "--lr", "--train-iters")
+    missing = [flag for flag in needed if value_of(args, flag) is None]
     return f"{', '.join(missing)} not given" if missing else None
 
 
-@rule(
-    reason="they count things",
-    cure="give 1 or more",
-)
+@rule(reason="they count things", cure="give 1 or more")
 def positive_numbers(args: Namespace, model: Any) -> str | None:
     """a parallel size, batch size, length or interval below 1"""
-    names = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "seq_length",
-        "packing_look_ahead",
-        "max_row_mib",
-        "micro_batch_size",
-        "global_batch_size",
-        "eval_micro_batch_size",
-        "eval_global_batch_size",
-        "train_iters",
-        "save_interval",
-        "log_interval",
-        "eval_interval",
-    )
     wrong = [
-        f"--{name.replace('_', '-')} is {getattr(args, name)}"
-        for name in names
-        if getattr(args, name) is not None and getattr(args, name) < 1
+        f"{flag} is {value}"
+        for flag in _COUNTS
+        if (value := value_of(args, flag)) is not None and value < 1
     ]
     return ", ".join(wrong) or None
 
@@ -94,10 +69,8 @@ def tokenizer_folder(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="images would not be found among the tokens, or tokens not in the embedding",
-    cure=(
-        "use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
-        "model.foundation.vocab_size"
-    ),
+    cure="use the model's own tokenizer, or set the ids (null: the tokenizer's) and "
+    "model.foundation.vocab_size",
 )
 def tokenizer_fits(args: Namespace, model: Any) -> str | None:
     """the tokenizer lacks the model's special tokens, gives them other ids, or has more ids than
@@ -147,32 +120,27 @@ def checkpoint_to_load(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="an export replaces its own files there, and has to find them as it wrote them",
-    cure=HF_OWN_FOLDER,
+    cure="give the export a folder of its own",
 )
 def hf_own_folder(args: Namespace, model: Any) -> str | None:
     """`--save`, `--trace`, `--metrics-json` or another folder that a run writes to, or weights,
     adapters, a tokenizer, data, media or a config that it reads, as or in that of `--save-hf`;
     the working directory in it
     """
-    return within_hf_folder(args)
-
-
-def within_hf_folder(args: Namespace) -> str | None:
-    """What else a run writes or reads in the folder of ``--save-hf``; of train.py's arguments.
-
-    A checkpoint's folder may have others in it: its own files are all named by iterations.
-    """
     return within_export(args, flag="--save-hf", written=WRITTEN)
 
 
 def within_export(args: Namespace, *, flag: str, written: Sequence[str]) -> str | None:
-    """What stands in the way of an export to ``flag``'s folder, files of ``written`` among it."""
-    folder = value_of(args, flag)
+    """What stands in the way of an export to ``flag``'s folder, files of ``written`` among it.
+
+    A checkpoint's folder may have others in it: its own files are all named by iterations.
+    """
+    folder = value_if_any(args, flag)
     if not folder:
         return None
     export = Path(folder).resolve()
     for other in (*written, *READ):
-        given = value_of(args, other) or ()
+        given = value_if_any(args, other) or ()
         for value in given if isinstance(given, list) else [given]:
             if value and Path(value).resolve().is_relative_to(export):
                 return f"{other} {value} with {flag} {folder}"
@@ -181,15 +149,12 @@ def within_export(args: Namespace, *, flag: str, written: Sequence[str]) -> str 
     return None
 
 
-def value_of(args: Namespace, flag: str) -> Any:
-    """What was given for a flag."""
+def value_if_any(args: Namespace, flag: str) -> Any:
+    """What was given for a flag; None where these arguments do not have it."""
     return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
 
 
-@rule(
-    reason="the rate decays from the one to the other",
-    cure="lower --min-lr",
-)
+@rule(reason="the rate decays from the one to the other", cure="lower --min-lr")
 def learning_rates(args: Namespace, model: Any) -> str | None:
     """`--min-lr` above `--lr`"""
     if args.lr is None or not args.min_lr > args.lr:
@@ -198,11 +163,10 @@ def learning_rates(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    name="warm-up",
     reason="the learning rate would never decay",
     cure="shorten the warm-up or lengthen the run",
 )
-def warmup(args: Namespace, model: Any) -> str | None:
+def warm_up(args: Namespace, model: Any) -> str | None:
     """`--lr-warmup-iters` not below `--lr-decay-iters` (or `--train-iters`)"""
     end = args.lr_decay_iters or args.train_iters
     if end is None or end < 1 or args.lr_warmup_iters < end:

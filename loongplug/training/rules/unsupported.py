@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import flag_of, rule
 
 _UNSET: tuple[object, ...] = (None, False, [])
 UNSUPPORTED = (
@@ -38,16 +38,13 @@ UNSUPPORTED = (
 
 
 @rule(
-    refuses=", ".join(f"`--{name.replace('_', '-')}`" for name in UNSUPPORTED)
+    refuses=", ".join(f"`{flag_of(name)}`" for name in UNSUPPORTED)
     + ", `--cuda-graph-impl`, `--rerun-mode validate_results`",
     reason="these parts of Megatron go around what LoongPlug brings, or are not tested with it",
     cure="drop the flag",
 )
 def unsupported(args: Namespace, model: Any) -> str | None:
-    """No flag is given that would change a part of the loop that LoongPlug replaces."""
-    given = [
-        f"--{name.replace('_', '-')}" for name in UNSUPPORTED if getattr(args, name) not in _UNSET
-    ]
+    given = [flag_of(name) for name in UNSUPPORTED if getattr(args, name) not in _UNSET]
     if args.cuda_graph_impl != "none":
         given.append("--cuda-graph-impl")
     if args.rerun_mode == "validate_results":  # Megatron's default, but not ours

@@ -1,5 +1,6 @@
 """Every model of the YAML files on the meta device: its parameters are those of transformers."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import transformers
 from ranks import model_parallel, run_ranks
 
 from loongplug.models.hf_model import HuggingFaceModel, hf_config
-from loongplug.training import sizes
+from loongplug.training import provider
 from loongplug.training.config import available_models, compose_model
-from loongplug.training.sizes import ModelSize, with_placeholder_ids
+from pages import sizes
+from pages.sizes import ModelSize, with_placeholder_ids
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -45,14 +47,14 @@ def reference_counts(name: str) -> tuple[int, int]:
 
 def sizes_and_devices(rank: int) -> list[tuple[ModelSize, set[str]]]:
     devices: list[set[str]] = []
-    build = sizes.build_on_meta
+    build = provider.build_on_meta
 
     def build_and_look(*args: Any) -> torch.nn.Module:
         model = build(*args)
         devices.append({tensor.device.type for tensor in [*model.parameters(), *model.buffers()]})
         return model
 
-    sizes.build_on_meta = build_and_look
+    provider.build_on_meta = build_and_look
     with model_parallel():
         names = available_models()
         found = [sizes.model_size(name, compose_model(model_name=name)) for name in names]
@@ -84,7 +86,7 @@ def test_docs_show_the_sizes_as_they_are(built: dict[str, tuple[ModelSize, set[s
     assert match is not None
     expected = sizes.markdown_table([size for size, _ in built.values()])
     assert match[1] == expected, (
-        "docs/models.md is stale: put the output of `python -m loongplug.training.sizes` "
+        "docs/models.md is stale: put the output of `PYTHONPATH=tests python -m pages.sizes` "
         "between its marks"
     )
 
@@ -92,11 +94,12 @@ def test_docs_show_the_sizes_as_they_are(built: dict[str, tuple[ModelSize, set[s
 @pytest.mark.slow
 def test_command_prints_the_table() -> None:
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "loongplug.training.sizes"],
+        [sys.executable, "-W", "ignore", "-m", "pages.sizes"],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
+        env={**os.environ, "PYTHONPATH": f"{DOCS.parents[1]}:{DOCS.parents[1]}/tests"},
     )
     assert ended.stdout.strip() in DOCS.read_text(encoding="utf-8")
     assert ended.stdout.startswith("| model ")

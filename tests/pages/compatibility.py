@@ -1,7 +1,7 @@
 """Which modes go together, found by asking the rules, as ``docs/compatibility.md`` shows it.
 
-``python -m loongplug.training.compatibility docs/compatibility.md`` writes it there; without a file
-it is printed.
+``PYTHONPATH=tests python -m pages.compatibility docs/compatibility.md`` writes it there; without a
+file it is printed.
 """
 
 import copy
@@ -17,9 +17,9 @@ from loongplug.training.config import ComposedModel, compose_model
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import RULES, SUBJECTS, violations
-from loongplug.training.rules.modes import DENSE, MODES, Mode
 from loongplug.training.rules.rule import data_parallel_size
 from loongplug.training.step_sizes import settle_step_sizes
+from pages.modes import DENSE, MODES, Mode
 
 # Pair of modes -> names of the rules that refuse them together.
 Matrix = Mapping[tuple[str, str], tuple[str, ...]]

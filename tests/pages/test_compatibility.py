@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.training.compatibility import Matrix, markdown, matrix, with_markdown
 from loongplug.training.rules import RULES
-from loongplug.training.rules.modes import MODES, Mode
+from pages.compatibility import Matrix, markdown, matrix, with_markdown
+from pages.modes import MODES, Mode
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 
@@ -20,7 +20,7 @@ def test_docs_show_the_rules_as_they_are(cells: Matrix) -> None:
     text = DOCS.read_text(encoding="utf-8")
     assert text == with_markdown(text, cells), (
         "docs/compatibility.md is stale: "
-        "run 'python -m loongplug.training.compatibility docs/compatibility.md'"
+        "run 'PYTHONPATH=tests python -m pages.compatibility docs/compatibility.md'"
     )
 
 

@@ -1,12 +1,12 @@
 """Every published model built on the meta device: its sizes, as the docs' table.
 
-``python -m loongplug.training.sizes`` prints it.
+``PYTHONPATH=tests python -m pages.sizes`` prints it.
 """
 
 import dataclasses
 import logging
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from loongplug.models.registry import Family
-from loongplug.parallel.module_state import ModuleState
 from loongplug.training.arguments import complete, validate_with_megatron
 from loongplug.training.config import ComposedModel, available_models, compose_model
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
@@ -54,49 +52,13 @@ def with_placeholder_ids(composed: ComposedModel) -> Any:
     return dataclasses.replace(config, **{field: index for index, field in enumerate(missing)})
 
 
-def build_on_meta(
-    model: Any,
-    family: Family,
-    args: Namespace,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    states: Mapping[str, ModuleState | None] | None = None,
-) -> nn.Module:
-    """One stage of ``model`` without its weights' memory, for checked arguments ``args``.
-
-    ``states`` are those of encoders by their entries' names, where they are not the decoder's. No
-    collectives, but Megatron's parallel state has to be there, with the sizes of ``args``.
-    """
-    import torch
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import core_transformer_config_from_args
-
-    from loongplug.models.decoder import DecoderConfig
-
-    config = core_transformer_config_from_args(args, DecoderConfig)
-    config.use_cpu_initialization = True  # upstream names a CUDA device otherwise
-    config.perform_initialization = False
-    with torch.device("meta"):
-        stage: nn.Module = family.load_builder()(
-            model,
-            config,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            states=states,
-            backend="local",
-        )
-    return stage
-
-
 def model_size(name: str, composed: ComposedModel) -> ModelSize:
     """Build the whole model on the meta device and count.
 
     No collectives, but Megatron's parallel state of one rank has to be there.
     """
+    from loongplug.training.provider import build_on_meta  # not before the platform is active
+
     config = with_placeholder_ids(composed)
     args = _arguments(composed)
     whole = build_on_meta(config, composed.family, args)
