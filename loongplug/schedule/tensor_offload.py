@@ -11,8 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform import Platform
-from loongplug.platform.prefetch import Movable, PrefetchQueue
-from loongplug.platform.saved_storages import SavedView, saved_view
+from loongplug.platform.prefetch import Movable, PrefetchQueue, SavedView, saved_view
 
 
 class TensorOffload:
