@@ -12,13 +12,13 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import of_all_ranks, together, write_error
 from loongplug.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -32,7 +32,6 @@ from loongplug.checkpoint.manifest import (
     write_manifest,
 )
 from loongplug.checkpoint.tracker import flush
-from loongplug.checkpoint.write_errors import write_error
 
 HIDDEN = ".loongplug_export"
 # Files that are read at the start of a run already. A folder of 60 GB would take a minute there.
@@ -99,17 +98,19 @@ def replaced_files(folder: Path, *, kind: str, rank: int) -> Iterator[Building]:
     with _first_alone(folder, rank=rank):
         seen: Mapping[str, Seen | None] = {}
         try:
-            with _together(folder):
+            with together(folder):
                 if rank == 0:
                     _recover(folder)
-                    seen = _seen(folder, _replaceable(folder, kind=kind))
+                    if older := _replaceable(folder, kind=kind):
+                        names = (MANIFEST_FILE, *older.files)
+                        seen = {name: seen_file(folder / name) for name in names}
                     _clear(hidden)
                     building.folder.mkdir(parents=True)
-            with _together(folder):
+            with together(folder):
                 _compare_share(folder)
             yield building
-            digests = _of_all_ranks(building.digests)
-            with _together(folder):
+            digests = {name: each[name] for each in of_all_ranks(building.digests) for name in each}
+            with together(folder):
                 if rank == 0:
                     _replace(folder, seen=seen, kind=kind, digests=digests)
         except BaseException:
@@ -129,33 +130,19 @@ def is_half_replaced(folder: Path) -> bool:
 
 
 @contextmanager
-def _together(folder: Path) -> Iterator[None]:
-    """What goes wrong inside goes wrong on all ranks; collective."""
-    error: Exception | None = None
-    try:
-        yield
-    except OSError as caught:
-        error = write_error(folder, caught)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
-
-
-@contextmanager
 def _first_alone(folder: Path, *, rank: int) -> Iterator[None]:
     """Rank 0 alone has the folder, which it makes; collective."""
-    held: int | None = None
     made = False
-    with _together(folder):
-        if rank == 0:
-            made = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
-            held = _hold(folder)
     try:
-        yield
+        with ExitStack() as stack:
+            with together(folder):
+                if rank == 0:
+                    new = not folder.exists()
+                    folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(_alone(folder))
+                    made = new
+            yield
     finally:
-        if held is not None:
-            os.close(held)
         if made:
             with suppress(OSError):
                 folder.rmdir()  # where nothing came into it
@@ -163,31 +150,24 @@ def _first_alone(folder: Path, *, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    held = _hold(folder)
-    try:
-        yield
-    finally:
-        os.close(held)
-
-
-def _hold(folder: Path) -> int:
-    """A lock on the folder, which ends with the process or when the number is closed.
+    """A lock on the folder, which ends with the process or the context.
 
     Raises:
         ValueError: another process has it.
     """
     held = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(held)
-            raise ValueError(
-                f"Another run is writing an export into {folder}: wait for it, or give another "
-                "folder."
-            ) from error
-        # This file system locks no folders.
-    return held
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # of another kind where this file system locks no folders
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ValueError(
+                    f"Another run is writing an export into {folder}: wait for it, or give another "
+                    "folder."
+                ) from error
+        yield
+    finally:
+        os.close(held)
 
 
 def _replaceable(folder: Path, *, kind: str) -> Manifest | None:
@@ -226,11 +206,6 @@ def _refuse_foreign(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def _seen(folder: Path, manifest: Manifest | None) -> Mapping[str, Seen | None]:
-    names = () if manifest is None else (MANIFEST_FILE, *manifest.files)
-    return {name: seen_file(folder / name) for name in names}
-
-
 def _compare_share(folder: Path) -> None:
     """Compare the contents of this rank's share of the older export's files."""
     manifest = read_manifest(folder)
@@ -239,14 +214,6 @@ def _compare_share(folder: Path) -> None:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
     _refuse_changed(folder, other_contents(folder, manifest, largest_first[rank::ranks]))
-
-
-def _of_all_ranks(digests: dict[str, str]) -> dict[str, str]:
-    everyone = [digests]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, digests)
-    return {name: digest for part in everyone for name, digest in part.items()}
 
 
 def _replace(

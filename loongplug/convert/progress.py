@@ -13,7 +13,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from loongplug.checkpoint.progress import OnBytes, ignore_bytes
+from loongplug.checkpoint.hf_gather import OnBytes, ignore_bytes
 
 
 class ByteProgress:

@@ -15,7 +15,6 @@ from loongplug.checkpoint.adapter_files import (
 )
 from loongplug.checkpoint.adapter_weights import merged_weights
 from loongplug.checkpoint.architecture import write_architecture
-from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
 from loongplug.checkpoint.dtypes import (
     checkpoint_dtypes,
     folder_dtypes,
@@ -23,7 +22,7 @@ from loongplug.checkpoint.dtypes import (
     give_folder_dtypes,
     usual_dtype,
 )
-from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.checkpoint.hf_export import CARRIED_FOLDER, copy_carried_files, save_hf_folder
 from loongplug.checkpoint.hf_gather import WeightOf, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.tracker import TRACKER, check_latest

@@ -22,11 +22,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import raise_together, write_error
 from loongplug.checkpoint.hf_gather import WeightOf
 from loongplug.checkpoint.same_tensors import check_same_tensors
 from loongplug.checkpoint.whole import told_of_damage
-from loongplug.checkpoint.write_errors import write_error
 from loongplug.convert.mapped_weights import MappedWeights
 
 
