@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._device
@@ -166,21 +166,8 @@ def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
-def _row(
-    target: str,
-    reason: str,
-    replacement: Any = None,
-    *,
-    wrapper: Callable[[Any], Any] | None = None,
-    parameters: str | None = None,
-) -> Replacement:
-    return Replacement(
-        target=target,
-        reason=reason,
-        replacement=replacement,
-        wrapper=wrapper,
-        parameters=parameters,
-    )
+def _row(target: str, reason: str, replacement: Any = None, **options: Any) -> Replacement:
+    return Replacement(target=target, reason=reason, replacement=replacement, **options)
 
 
 _FACTORY = "upstream calls it with device='cuda' (or pinned, as a stop on the way there)"
@@ -237,7 +224,7 @@ class CpuPlatform(Platform):
         # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
-        self._dynamo_before = _disable_dynamo()
+        self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 
     @property
@@ -281,32 +268,21 @@ class CpuPlatform(Platform):
     def deactivate(self) -> None:
         """Undo the CPU layer."""
         super().deactivate()
-        _restore_dynamo(self._dynamo_before)
+        _set_dynamo_disabled(self._dynamo_before)
 
 
-def _disable_dynamo() -> str | None:
-    """Run what upstream hands to torch.compile eagerly; returns the variable's former value.
+def _set_dynamo_disabled(disabled: str | None) -> str | None:
+    """Set the variable by which what upstream hands to torch.compile runs eagerly; as it was.
 
     Upstream compiles its small fused functions when they are first called. On the CPU that
     needs a C++ compiler and takes longer than it saves, and dynamo refuses to start when
     torch's functions are not the ones it knows.
     """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    _set_dynamo_disabled(True)
-    return before
-
-
-def _restore_dynamo(before: str | None) -> None:
-    if before is None:
-        os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    else:
-        os.environ["TORCHDYNAMO_DISABLE"] = before
-    _set_dynamo_disabled(before == "1")
-
-
-def _set_dynamo_disabled(disabled: bool) -> None:
-    """The variable is read when dynamo is imported: tell one that already was."""
-    config = sys.modules.get("torch._dynamo.config")
+    before = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    if disabled is not None:
+        os.environ["TORCHDYNAMO_DISABLE"] = disabled
+    # The variable is read when dynamo is imported: tell one that already was.
+    config: Any = sys.modules.get("torch._dynamo.config")
     if config is not None:
-        cast(Any, config).disable = disabled
+        config.disable = disabled == "1"
+    return before
