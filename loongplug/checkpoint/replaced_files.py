@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from loongplug.checkpoint.agreement import of_all_ranks, together, write_error
 from loongplug.checkpoint.manifest import (
+    HIDDEN,
     MANIFEST_FILE,
     Manifest,
     Seen,
@@ -28,12 +29,14 @@ from loongplug.checkpoint.manifest import (
     digest_of,
     other_contents,
     read_manifest,
+    refuse_changed,
+    refuse_foreign,
+    replaceable,
     seen_file,
     write_manifest,
 )
 from loongplug.checkpoint.tracker import flush
 
-HIDDEN = ".loongplug_export"
 # Files that are read at the start of a run already. A folder of 60 GB would take a minute there.
 _READ_AT_START_BYTES = 16 * 2**20
 
@@ -70,15 +73,15 @@ def check_replaceable(folder: Path, *, kind: str, writes: Callable[[str], bool])
             return
         with _alone(folder):
             _recover(folder)
-        manifest = _replaceable(folder, kind=kind)
+        manifest = replaceable(folder, kind=kind)
         found = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise write_error(folder, error) from error
     if manifest is None:
         return
     small = [n for n, file in manifest.files.items() if file.size <= _READ_AT_START_BYTES]
-    _refuse_changed(folder, other_contents(folder, manifest, small))
-    _refuse_foreign(folder, {name for name in found - manifest.files.keys() if writes(name)})
+    refuse_changed(folder, other_contents(folder, manifest, small))
+    refuse_foreign(folder, {name for name in found - manifest.files.keys() if writes(name)})
 
 
 @contextmanager
@@ -101,10 +104,9 @@ def replaced_files(folder: Path, *, kind: str, rank: int) -> Iterator[Building]:
             with together(folder):
                 if rank == 0:
                     _recover(folder)
-                    if older := _replaceable(folder, kind=kind):
+                    if older := replaceable(folder, kind=kind):
                         names = (MANIFEST_FILE, *older.files)
                         seen = {name: seen_file(folder / name) for name in names}
-                    _clear(hidden)
                     building.folder.mkdir(parents=True)
             with together(folder):
                 _compare_share(folder)
@@ -116,7 +118,8 @@ def replaced_files(folder: Path, *, kind: str, rank: int) -> Iterator[Building]:
         except BaseException:
             if rank == 0:
                 with suppress(OSError):
-                    _drop(folder)
+                    if not is_half_replaced(folder):  # which is left to the next start
+                        _clear(hidden)
             raise
         if rank == 0:
             with suppress(OSError):  # the export is in place
@@ -170,42 +173,6 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _replaceable(folder: Path, *, kind: str) -> Manifest | None:
-    """The manifest of the export in ``folder``, whose files are there; None for an empty folder."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        if any(path.name != HIDDEN for path in folder.iterdir()):
-            raise ValueError(
-                f"{folder} is not empty and no earlier export of LoongPlug, which alone an export "
-                f"replaces: it has no {MANIFEST_FILE}, the list of what was exported there. Give "
-                "another folder, or empty this one yourself."
-            )
-        return None
-    if manifest.kind != kind:
-        raise ValueError(
-            f"{folder} has an export of another kind ({manifest.kind}, not {kind}): give another "
-            "folder."
-        )
-    _refuse_changed(folder, changed_files(folder, manifest))
-    return manifest
-
-
-def _refuse_changed(folder: Path, names: Iterable[str]) -> None:
-    if changed := sorted(names):
-        raise ValueError(
-            f"{folder} has files that were changed or removed since LoongPlug exported them: "
-            f"{', '.join(changed)}. Give another folder, or empty this one yourself."
-        )
-
-
-def _refuse_foreign(folder: Path, names: Iterable[str]) -> None:
-    if foreign := sorted(names):
-        raise ValueError(
-            f"{folder} has files that LoongPlug did not write, under names that the export needs: "
-            f"{', '.join(foreign)}. Give another folder, or move them away."
-        )
-
-
 def _compare_share(folder: Path) -> None:
     """Compare the contents of this rank's share of the older export's files."""
     manifest = read_manifest(folder)
@@ -213,7 +180,7 @@ def _compare_share(folder: Path) -> None:
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
-    _refuse_changed(folder, other_contents(folder, manifest, largest_first[rank::ranks]))
+    refuse_changed(folder, other_contents(folder, manifest, largest_first[rank::ranks]))
 
 
 def _replace(
@@ -229,9 +196,9 @@ def _replace(
     for path in new.iterdir():
         flush(path)
     flush(new)
-    _refuse_changed(folder, [name for name in seen if seen_file(folder / name) != seen[name]])
+    refuse_changed(folder, [name for name in seen if seen_file(folder / name) != seen[name]])
     added = {path.name for path in folder.iterdir()} - seen.keys()
-    _refuse_foreign(folder, added & {MANIFEST_FILE, *files})
+    refuse_foreign(folder, added & {MANIFEST_FILE, *files})
     old.mkdir()
     flush(folder / HIDDEN)
     done: list[tuple[Path, Path]] = []
@@ -261,7 +228,7 @@ def _move(folder: Path, done: list[tuple[Path, Path]]) -> None:
     for name in coming:
         if (new / name).exists():
             if os.path.lexists(folder / name):  # came up while nobody held the folder
-                _refuse_foreign(folder, [name])
+                refuse_foreign(folder, [name])
             move(new / name, folder / name)
     flush(folder)
 
@@ -282,7 +249,7 @@ def _leaving(folder: Path, coming: Iterable[str]) -> list[str]:
         and not (old / name).exists()
         and (name not in coming or (new / name).exists())
     ]
-    _refuse_changed(folder, set(changed_files(folder, before)).intersection(names))
+    refuse_changed(folder, set(changed_files(folder, before)).intersection(names))
     return names
 
 
@@ -296,12 +263,6 @@ def _recover(folder: Path) -> None:
     if is_half_replaced(folder):
         _move(folder, [])
     _clear(folder / HIDDEN)
-
-
-def _drop(folder: Path) -> None:
-    """Give up an export; one whose renames could not be undone is left to the next start."""
-    if not is_half_replaced(folder):
-        _clear(folder / HIDDEN)
 
 
 def _clear(hidden: Path) -> None:
