@@ -126,7 +126,7 @@ def convert(
     --save-hf DIR, and those of the layout, such as --tensor-model-parallel-size.
     """
     with user_errors():
-        from loongplug.convert.command import convert as run
+        from loongplug.convert.worker import convert as run
 
         run(context.args, ranks=ranks)
 

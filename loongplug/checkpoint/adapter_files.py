@@ -2,28 +2,26 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.hf_export import error_of_writing
-from loongplug.checkpoint.hf_gather import WeightOf, WholeTensors, loaded_weight
-from loongplug.checkpoint.hf_import import fill_all
-from loongplug.checkpoint.holders import all_holders, own_rank, replica_groups
-from loongplug.checkpoint.owned import Owned, owned_parameters
-from loongplug.checkpoint.progress import OnBytes, ignore_bytes
-from loongplug.checkpoint.replaced_files import Building, check_replaceable, replaced_files
-from loongplug.checkpoint.tensor_files import (
-    PlannedFile,
-    PlannedTensor,
-    TensorFileWriter,
+from loongplug.checkpoint.agreement import together
+from loongplug.checkpoint.hf_export import write_files
+from loongplug.checkpoint.hf_gather import (
+    OnBytes,
+    WeightOf,
+    WholeTensors,
+    ignore_bytes,
+    loaded_weight,
 )
-from loongplug.checkpoint.tensor_folder import FLOATS, check_finite
+from loongplug.checkpoint.hf_import import fill_all
+from loongplug.checkpoint.owned import Owned, own_rank, owned_parameters
+from loongplug.checkpoint.replaced_files import check_replaceable, replaced_files
+from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor
+from loongplug.checkpoint.tensor_folder import FLOATS, check_finite, shape_problems
 from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
 from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 from loongplug.models.lora.mapping import AdapterTable
@@ -70,58 +68,30 @@ def save_adapters(
     Raises:
         ValueError: on all ranks alike.
     """
-    error: Exception | None = None
-    try:
+    with together():
         if own_rank() == 0:
             _check_folder(folder)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
     tensors = WholeTensors(model_chunks, table.mapping, weight_of=weight_of)
-    with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
-        error = _write(building, tensors, table, on_bytes=on_bytes)
-        if error is None and own_rank() == 0:
-            config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
-            error = error_of_writing(
-                folder, lambda: _write_text(building.folder / ADAPTER_CONFIG_FILE, config)
-            )
-        raise_together(error)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _write(
-    building: Building, tensors: WholeTensors, table: AdapterTable, *, on_bytes: OnBytes
-) -> Exception | None:
-    """Write the one file on rank 0; an error comes back once all has been received."""
     planned = tuple(
         PlannedTensor(name, table.file_shape(source), tensors.dtype(bundle))
         for bundle in tensors.bundles
         for source in bundle.sources
         for name in table.file_names(bundle, source)
     )
-    plan = PlannedFile(ADAPTER_WEIGHTS_FILE, planned)
-    opened = ExitStack()
-    writers: list[TensorFileWriter] = []
-
-    def write(names: Sequence[str], tensor: Tensor) -> None:
-        if not writers:
-            writers.append(opened.enter_context(TensorFileWriter(building.folder, plan)))
-        for name in names:
-            writers[0].add(name, tensor)
-
-    error: Exception | None = None
-    for bundle, source, tensor in tensors.collect(lambda _: 0, on_bytes=on_bytes):
-        if error is None:  # else the other ranks send what they have all the same
-            names = table.file_names(bundle, source)
-            add = partial(write, names, table.to_file(source, tensor))
-            error = error_of_writing(building.target, add)
-    error = error or error_of_writing(building.target, opened.close)
-    if writers:
-        building.digests[ADAPTER_WEIGHTS_FILE] = writers[0].digest
-    return error
+    with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
+        write_files(
+            building,
+            (PlannedFile(ADAPTER_WEIGHTS_FILE, planned),),
+            tensors,
+            names=table.file_names,
+            rank_of=lambda _: 0,
+            changed=table.to_file,
+            on_bytes=on_bytes,
+        )
+        with together(folder):
+            if own_rank() == 0:
+                config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
+                (building.folder / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
 
 
 def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: AdapterTable) -> None:
@@ -133,20 +103,10 @@ def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: Ada
     Raises:
         ValueError: on all ranks alike; other adapters than ``table``'s, with what differs.
     """
-    error: Exception | None = None
-    owned: list[Owned] = []
-    reader: AdapterReader | None = None
-    try:
+    with together():
         reader = AdapterReader(folder, table)
         owned = owned_parameters(model_chunks, table.mapping)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
-    assert reader is not None
-    holders, _ = all_holders(owned)
-    with replica_groups(holders) as groups:
-        error = fill_all(owned, reader.fill, holders=holders, groups=groups, on_bytes=ignore_bytes)
-    raise_together(error)
+    fill_all(owned, reader.fill)
 
 
 def give_adapter_dtype(
@@ -174,11 +134,8 @@ class AdapterReader:
         self._folder = folder
         self._table = table
         self._last: tuple[str, Tensor] | None = None
-        self._names = {
-            source.name: table.file_names(bundle, source)
-            for bundle in table.mapping.bundles()
-            for source in bundle.sources
-        }
+        sources = [(b, source) for b in table.mapping.bundles() for source in b.sources]
+        self._names = {source.name: table.file_names(b, source) for b, source in sources}
         config = _read_config(folder)
         try:
             self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
@@ -187,31 +144,20 @@ class AdapterReader:
                 f"{folder / ADAPTER_WEIGHTS_FILE} cannot be read as safetensors ({error}): give "
                 "the folder of adapters that --save-lora or peft wrote."
             ) from error
-        problems = [*config_problems(config, table), *self._tensor_problems()]
-        if problems:
-            raise ValueError(
-                f"The adapters in {folder} are not those of the config:\n  " + "\n  ".join(problems)
-            )
-
-    def _tensor_problems(self) -> list[str]:
         expected = {
-            name: self._table.file_shape(source)
-            for bundle in self._table.mapping.bundles()
-            for source in bundle.sources
-            for name in self._table.file_names(bundle, source)
+            name: table.file_shape(source)
+            for _, source in sources
+            for name in self._names[source.name]
         }
         found = {
             name: tuple(self._file.get_slice(name).get_shape())
             for name in self._file.keys()  # noqa: SIM118
         }
-        problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
-        problems += [f"extra {name} {found[name]}" for name in sorted(found.keys() - expected)]
-        problems += [
-            f"{name} has shape {found[name]}, expected {shape}"
-            for name, shape in expected.items()
-            if name in found and found[name] != shape
-        ]
-        return problems
+        problems = [*config_problems(config, table), *shape_problems(found, expected)]
+        if problems:
+            raise ValueError(
+                f"The adapters in {folder} are not those of the config:\n  " + "\n  ".join(problems)
+            )
 
     def fill(self, own: Owned) -> None:
         """Read one parameter of this rank."""

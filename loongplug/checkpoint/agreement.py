@@ -1,6 +1,16 @@
-"""An error on one rank becomes the same error on all of them."""
+"""An error on one rank becomes the same error on all of them, in words for the user."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
+
+_FULL = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "No space left on device: the quota is used up",
+}
 
 
 class CommonError(Exception):
@@ -13,6 +23,23 @@ class CommonValueError(CommonError, ValueError):
 
 class CommonRuntimeError(CommonError, RuntimeError):
     """One that is a bug, or the machine's."""
+
+
+@contextmanager
+def together(output: Path | None = None) -> Iterator[None]:
+    """What goes wrong inside on any rank is raised on every rank, as by :func:`raise_together`.
+
+    With ``output``, inside writes there: what the machine says of that is put in words for the
+    user. Collective: the default group, when there is one.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the other ranks are waiting
+        error = caught
+        if output is not None and isinstance(caught, OSError):
+            error = write_error(output, caught)
+    raise_together(error)
 
 
 def raise_together(error: Exception | None) -> None:
@@ -28,10 +55,7 @@ def raise_together(error: Exception | None) -> None:
             text.
     """
     mine = None if error is None else (_message(error), isinstance(error, ValueError))
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = of_all_ranks(mine)
     ranks: dict[str, list[str]] = {}
     for rank, found in enumerate(everyone):
         if found is not None:
@@ -47,8 +71,24 @@ def raise_together(error: Exception | None) -> None:
     raise (CommonValueError if expected else CommonRuntimeError)(text) from error
 
 
+def of_all_ranks[T](mine: T) -> list[T]:
+    """What each rank has, by its number. Collective: the default group, when there is one."""
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def _message(error: Exception) -> str:
     """The text of a ValueError says everything; that of a KeyError, for one, does not."""
     if isinstance(error, ValueError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+def write_error(output: Path | str, error: OSError) -> ValueError:
+    """The sentence for an ``output``, a path with or without its flag, that cannot be written."""
+    what = _FULL.get(error.errno or 0)
+    cure = "make room, or give another place" if what else "give another place"
+    return ValueError(f"{output} cannot be written ({what or error}): {cure}.")

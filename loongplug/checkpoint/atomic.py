@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import together
 from loongplug.checkpoint.tracker import flush
 
 _SAVING = ".saving_"
@@ -78,13 +78,9 @@ class AtomicSaves:
         return Path(made[0])
 
     def _finish(self, partial: Path, final: Path) -> None:
-        error = None
-        if dist.get_rank() == 0:
-            try:
+        with together():
+            if dist.get_rank() == 0:
                 put_in_place(partial, final)
-            except OSError as problem:
-                error = problem
-        raise_together(error)
         self._under_way.discard(partial)
 
 

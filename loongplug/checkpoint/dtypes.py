@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from loongplug.checkpoint.owned import owned_parameters
-from loongplug.checkpoint.same_tensors import saved_tensors
+from loongplug.checkpoint.same_state import saved_tensors
 from loongplug.checkpoint.tensor_folder import open_tensors
 from loongplug.models.hf_mapping import Mapping
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -10,17 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.carried_files import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    carried_names,
-    copy_carried_files,
-)
+from loongplug.checkpoint.agreement import raise_together, together, write_error
 from loongplug.checkpoint.dtypes import usual_dtype
-from loongplug.checkpoint.hf_gather import WeightOf, WholeTensors, loaded_weight
-from loongplug.checkpoint.holders import own_rank
-from loongplug.checkpoint.progress import OnBytes, ignore_bytes
+from loongplug.checkpoint.hf_gather import (
+    OnBytes,
+    WeightOf,
+    WholeTensors,
+    ignore_bytes,
+    loaded_weight,
+)
+from loongplug.checkpoint.owned import own_rank
 from loongplug.checkpoint.replaced_files import Building, check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import (
     PlannedFile,
@@ -30,15 +30,32 @@ from loongplug.checkpoint.tensor_files import (
     write_index,
 )
 from loongplug.checkpoint.tensor_folder import INDEX_FILE, WEIGHTS_FILE
-from loongplug.checkpoint.write_errors import write_error
 from loongplug.data.processor import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES
-from loongplug.models.hf_mapping import Bundle
+from loongplug.models.hf_mapping import Bundle, Source
 from loongplug.models.hf_model import (
     HuggingFaceModel,
     check_all_is_read,
     hf_config,
     hf_config_differences,
 )
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+_CARRIED = (
+    *TOKENIZER_FILES,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    *IMAGE_PROCESSOR_FILES,
+    "video_preprocessor_config.json",
+    GENERATION_CONFIG_FILE,
+    CONFIG_FILE,
+)
+# Where a converted checkpoint keeps them, so that it can be converted back by itself.
+CARRIED_FOLDER = "hugging_face"
 
 MAX_FILE_BYTES = 5 * 1024**3
 _KIND = "model"
@@ -58,7 +75,7 @@ def check_hf_export(folder: Path, *, model: HuggingFaceModel, processor_folder: 
     check_all_is_read(model)
     fixed = {
         *(WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE),
-        *carried_names(processor_folder),
+        *_carried_names(processor_folder),
     }
     check_replaceable(
         folder,
@@ -99,68 +116,91 @@ def save_hf_folder(
     Raises:
         ValueError: on all ranks alike, before anything is gathered where that can be known.
     """
-    error: Exception | None = None
-    try:
+    with together():
         if own_rank() == 0:
             check_hf_export(folder, model=model, processor_folder=processor_folder)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
     tensors = WholeTensors(model_chunks, model.mapping, weight_of=weight_of)
     files = plan_files(
-        (_planned(bundle, tensors.dtype(bundle)) for bundle in tensors.bundles),
+        (
+            [
+                PlannedTensor(source.name, source.shape, tensors.dtype(bundle))
+                for source in bundle.sources
+            ]
+            for bundle in tensors.bundles
+        ),
         max_bytes=max_file_bytes,
     )
-    dtype = usual_dtype(
-        {
-            source.name: tensors.dtype(bundle)
-            for bundle in tensors.bundles
-            for source in bundle.sources
-        }
-    )
+    dtype = usual_dtype({tensor.name: tensor.dtype for file in files for tensor in file.tensors})
     with replaced_files(folder, kind=_KIND, rank=own_rank()) as building:
+        write_files(
+            building,
+            files,
+            tensors,
+            names=lambda bundle, source: (source.name,),
+            rank_of=tensors.first_holder,
+            on_bytes=on_bytes,
+        )
+        with together(folder):
+            if own_rank() == 0:
+                new = building.folder
+                write_index(new, files)
+                _write_configs(new, model, dtype=dtype, processor_folder=processor_folder)
 
-        def finish() -> None:
-            write_index(building.folder, files)
-            _write_configs(building.folder, model, dtype=dtype, processor_folder=processor_folder)
 
-        error = _write_files(building, files, tensors, on_bytes=on_bytes)
-        raise_together(error)
-        if own_rank() == 0:
-            error = error_of_writing(folder, finish)
-        raise_together(error)
+def write_files(
+    building: Building,
+    files: Sequence[PlannedFile],
+    tensors: WholeTensors,
+    *,
+    names: Callable[[Bundle, Source], Sequence[str]],
+    rank_of: Callable[[Bundle], int],
+    changed: Callable[[Source, Tensor], Tensor] = lambda _, tensor: tensor,
+    on_bytes: OnBytes = ignore_bytes,
+) -> None:
+    """Write the files as their tensors are put together, each ``changed`` and under all its names.
+
+    A file is written by the rank that ``rank_of`` gives for its first bundle. Collective: the
+    default group; an error (a full disk) is raised once all has been received.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    file_of = {tensor.name: file for file in files for tensor in file.tensors}
+
+    def file_with(bundle: Bundle) -> PlannedFile:
+        return file_of[names(bundle, bundle.sources[0])[0]]
+
+    ranks: dict[str, int] = {}
+    for bundle in tensors.bundles:
+        ranks.setdefault(file_with(bundle).name, rank_of(bundle))
+    writer = _Writer(building)
+    error: Exception | None = None
+    collected = tensors.collect(lambda bundle: ranks[file_with(bundle).name], on_bytes=on_bytes)
+    for bundle, source, tensor in collected:
+        if error is None:  # else the other ranks send what they have all the same
+            found = partial(changed, source, tensor)
+            add = partial(writer.add, file_with(bundle), names(bundle, source), found)
+            error = _error_of_writing(building.target, add)
+    raise_together(error or _error_of_writing(building.target, writer.close))
 
 
-def _planned(bundle: Bundle, dtype: torch.dtype) -> list[PlannedTensor]:
-    return [PlannedTensor(source.name, source.shape, dtype) for source in bundle.sources]
+class _Writer:
+    """Writes this rank's files, one after the other, and notes their digests."""
 
-
-class _Writers:
-    """Which rank writes which file, and the file that this rank is writing."""
-
-    def __init__(
-        self, building: Building, files: Sequence[PlannedFile], tensors: WholeTensors
-    ) -> None:
+    def __init__(self, building: Building) -> None:
         self._building = building
-        self._file_of = {tensor.name: file for file in files for tensor in file.tensors}
-        self._ranks: dict[str, int] = {}
-        for bundle in tensors.bundles:
-            self._ranks.setdefault(self._file(bundle).name, tensors.first_holder(bundle))
         self._open = ExitStack()
         self._current: tuple[str, TensorFileWriter] | None = None
 
-    def rank_of(self, bundle: Bundle) -> int:
-        """The rank that has the beginning of the file that the bundle belongs to."""
-        return self._ranks[self._file(bundle).name]
-
-    def write(self, bundle: Bundle, name: str, tensor: Tensor) -> None:
-        """Write one of the bundle's tensors, the next in the plan."""
-        file = self._file(bundle)
+    def add(self, file: PlannedFile, names: Sequence[str], tensor: Callable[[], Tensor]) -> None:
+        """Write the tensor that is the next in the plan; one that is of several names, by each."""
         if self._current is None or self._current[0] != file.name:
             self.close()
             writer = self._open.enter_context(TensorFileWriter(self._building.folder, file))
             self._current = (file.name, writer)
-        self._current[1].add(name, tensor)
+        values = tensor()
+        for name in names:
+            self._current[1].add(name, values)
 
     def close(self) -> None:
         """Close the file that is being written."""
@@ -169,23 +209,8 @@ class _Writers:
             name, writer = self._current
             self._building.digests[name] = writer.digest
 
-    def _file(self, bundle: Bundle) -> PlannedFile:
-        return self._file_of[bundle.sources[0].name]
 
-
-def _write_files(
-    building: Building, files: Sequence[PlannedFile], tensors: WholeTensors, *, on_bytes: OnBytes
-) -> Exception | None:
-    """Write this rank's files; an error (a full disk) comes back once all has been received."""
-    writers, folder = _Writers(building, files, tensors), building.target
-    error: Exception | None = None
-    for bundle, source, tensor in tensors.collect(writers.rank_of, on_bytes=on_bytes):
-        if error is None:  # else the other ranks send what they have all the same
-            error = error_of_writing(folder, partial(writers.write, bundle, source.name, tensor))
-    return error or error_of_writing(folder, writers.close)
-
-
-def error_of_writing(folder: Path, write: Callable[[], None]) -> Exception | None:
+def _error_of_writing(folder: Path, write: Callable[[], None]) -> Exception | None:
     """What went wrong in ``write``, in words for the user where the machine is to blame."""
     try:
         write()
@@ -214,6 +239,17 @@ def _write_configs(
         end, pad = _end_and_pad_ids(processor_folder)
         generation = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=False)
         generation.save_pretrained(folder)
+
+
+def _carried_names(source: Path) -> list[str]:
+    return [name for name in _CARRIED if (source / name).is_file()]
+
+
+def copy_carried_files(source: Path, target: Path) -> None:
+    """Copy what a Hugging Face folder has beside its weights: tokenizer, processor, configs."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _carried_names(source):
+        shutil.copyfile(source / name, target / name)
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -1,24 +1,21 @@
 """Whole tensors under their Hugging Face names, put together from all ranks one by one."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.holders import Holders, all_holders, own_rank
-from loongplug.checkpoint.owned import Owned, Piece, owned_parameters
-from loongplug.checkpoint.progress import OnBytes, ignore_bytes
+from loongplug.checkpoint.agreement import together
+from loongplug.checkpoint.owned import Holders, Piece, all_holders, own_rank, owned_parameters
 from loongplug.models.hf_mapping import (
     Bundle,
     MappedParameter,
     Mapping,
     Source,
-    Split,
     Where,
     local_shape,
     parts_of_local,
@@ -26,6 +23,11 @@ from loongplug.models.hf_mapping import (
 
 What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
 WeightOf = Callable[[nn.Parameter], Tensor]
+OnBytes = Callable[[int, int], None]  # bytes dealt with so far, bytes in all
+
+
+def ignore_bytes(done: int, total: int) -> None:
+    """For callers who show nothing."""
 
 
 def loaded_weight(parameter: nn.Parameter) -> Tensor:
@@ -60,13 +62,8 @@ class WholeTensors:
         Raises:
             ValueError: on all ranks alike; a parameter without a row, or a weight without a rank.
         """
-        error: Exception | None = None
-        owned: list[Owned] = []
-        try:
+        with together():
             owned = owned_parameters(model_chunks, mapping)
-        except ValueError as caught:
-            error = caught
-        raise_together(error)
         self._value_of = weight_of if what == "weight" else _reader(what)
         if what != "weight":
             owned = [own for own in owned if self._value_of(own.parameter) is not None]
@@ -115,10 +112,10 @@ class WholeTensors:
         return self.dtype(bundle).itemsize * prod(source.shape)
 
     def _put_together(self, bundle: Bundle, index: int) -> Tensor:
-        shape, dtype = bundle.sources[index].shape, self.dtype(bundle)
         as_it_is = self._as_it_is(bundle, index)
         if as_it_is is not None:
             return as_it_is
+        shape, dtype = bundle.sources[index].shape, self.dtype(bundle)
         # Of experts that are frozen one by one, some have no gradient.
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         for piece, entry in self._pieces_and_entries(bundle):
@@ -168,55 +165,13 @@ def _parts(
     return parts_of_local(entry, local, source=index, rank=piece.part, tp=piece.parts)
 
 
-def gather_full_tensors(
-    model_chunks: Sequence[nn.Module], mapping: Mapping, *, what: What = "weight"
-) -> dict[str, Tensor] | None:
-    """All weights or gradients of the model by Hugging Face name, on the CPU of rank 0.
-
-    Collective: the default group. Other ranks get None.
-    """
-    gathered = {
-        source.name: tensor.to("cpu", copy=True)
-        for _, source, tensor in WholeTensors(model_chunks, mapping, what=what).collect(lambda _: 0)
-    }
-    return gathered if own_rank() == 0 else None
-
-
-def replica_differences(
-    model_chunks: Sequence[nn.Module], mapping: Mapping, *, what: What
-) -> dict[str, float]:
-    """For every parameter that is not split, how far apart the ranks of its TP group are.
-
-    The largest absolute difference to the group's first rank, by our name. Zero is what a sound
-    layout gives: a gradient that lacks a reduction is not seen by gathering, which takes the
-    first rank's. Collective: tensor parallel groups.
-    """
-    differences: dict[str, float] = {}
-    for own in owned_parameters(model_chunks, mapping):
-        tensor = own.parameter.data if what == "weight" else _reader(what)(own.parameter)
-        if own.entry.row.split is not Split.NONE or tensor is None:
-            continue
-        difference = torch.zeros((), device=tensor.device)
-        if get_pg_size(own.group) > 1:
-            first = tensor.clone()
-            dist.broadcast(first, group=own.group, group_src=0)
-            difference = (tensor - first).abs().max().float()
-            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=own.group)
-        differences[own.name] = difference.item()
-    return differences
-
-
 def _require_whole(mapping: Mapping, holders: Holders) -> None:
-    parts: dict[tuple[int, int | None, int | None], set[int]] = {}
-    counts: dict[tuple[int, int | None, int | None], int] = {}
-    for piece in holders:
-        key = (piece.row, piece.layer, piece.expert)
-        parts.setdefault(key, set()).add(piece.part)
-        counts[key] = piece.parts
+    parts = Counter((piece.row, piece.layer, piece.expert) for piece in holders)
+    wanted = {(piece.row, piece.layer, piece.expert): piece.parts for piece in holders}
     missing = [
         entry.name
         for entry in mapping.entries()
-        if len(parts.get(key := (entry.number, entry.layer, entry.expert), ())) != counts.get(key)
+        if parts[key := (entry.number, entry.layer, entry.expert)] != wanted.get(key)
     ]
     if missing:
         raise ValueError(f"No rank has the whole of {', '.join(missing)}.")

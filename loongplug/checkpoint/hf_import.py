@@ -1,21 +1,25 @@
 """Fill a model's parameters from a Hugging Face folder; each byte of it is read by one rank."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.holders import Holders, all_holders, own_rank, replica_groups
-from loongplug.checkpoint.owned import Owned, owned_parameters
-from loongplug.checkpoint.progress import OnBytes, ignore_bytes
-from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors
+from loongplug.checkpoint.agreement import raise_together, together
+from loongplug.checkpoint.hf_gather import OnBytes, ignore_bytes
+from loongplug.checkpoint.owned import (
+    Owned,
+    all_holders,
+    own_rank,
+    owned_parameters,
+    replica_groups,
+)
+from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors, shape_problems
 from loongplug.models.hf_mapping import Mapping, Where, local_shape, read_local
 from loongplug.models.hf_model import HuggingFaceModel, hf_config_differences
 from loongplug.platform import current_platform
@@ -47,26 +51,17 @@ def load_hf_weights(
             every difference between the folder's config.json and ``model``. No parameter was
             changed unless a file broke while it was read.
     """
-    error: Exception | None = None
-    owned: list[Owned] = []
+    mapping = model.mapping
     with ExitStack() as stack:
-        try:
-            tensors = stack.enter_context(_open(folder, model.mapping))
+        with together():
+            # The published files and those that transformers writes differ in what is transposed;
+            # it reads both.
+            opened = open_tensors(folder, turnable=mapping.transposed_sources())
+            tensors = stack.enter_context(opened)
             owned = _checked(model_chunks, tensors, model=model)
-        except Exception as caught:  # whatever it is, the other ranks are waiting
-            error = caught
-        raise_together(error)
-        holders, _ = all_holders(owned)
-        with replica_groups(holders) as groups:
-            fill = partial(_fill, tensors=tensors, mapping=model.mapping, in_the_file=in_the_file)
-            error = fill_all(owned, fill, holders=holders, groups=groups, on_bytes=on_bytes)
-    raise_together(error)
+        fill = partial(_fill, tensors=tensors, mapping=mapping, in_the_file=in_the_file)
+        fill_all(owned, fill, on_bytes=on_bytes)
     return tensors.bytes_read
-
-
-def _open(folder: Path, mapping: Mapping) -> AbstractContextManager[TensorFolder]:
-    # The published files and those that transformers writes differ in it; it reads both.
-    return open_tensors(folder, turnable=mapping.transposed_sources())
 
 
 def _checked(
@@ -97,13 +92,7 @@ def _file_problems(tensors: TensorFolder, mapping: Mapping) -> list[str]:
     allowed = expected | {
         twin: expected[name] for twin, name in mapping.twins.items() if twin in found
     }
-    problems = [f"missing {name} {allowed[name]}" for name in allowed if name not in found]
-    problems += [f"extra {name} {found[name]}" for name in sorted(found.keys() - allowed.keys())]
-    problems += [
-        f"{name} has shape {found[name]}, expected {shape}"
-        for name, shape in allowed.items()
-        if name in found and found[name] != shape
-    ]
+    problems = shape_problems(found, allowed)
     problems += [
         f"{name} has type {kind}, expected a floating point type; save the model unquantized"
         for name, kind in tensors.unreadable_types().items()
@@ -118,39 +107,39 @@ def _shape_problem(own: Owned) -> str | None:
 
 
 def fill_all(
-    owned: Sequence[Owned],
-    fill: Callable[[Owned], None],
-    *,
-    holders: Holders,
-    groups: Any,
-    on_bytes: OnBytes,
-) -> Exception | None:
-    """Read or receive every parameter; the first error comes back, once all have taken part.
+    owned: Sequence[Owned], fill: Callable[[Owned], None], *, on_bytes: OnBytes = ignore_bytes
+) -> None:
+    """Read or receive every parameter; the first error is raised once all have taken part.
 
-    ``fill`` is called for what this rank is the first to hold; ``groups`` are those of
-    :func:`~loongplug.checkpoint.holders.replica_groups`. The parameters have to be on the
-    platform's device, where NCCL broadcasts from. Collective: these groups.
+    ``fill`` is called for what this rank is the first to hold. The parameters have to be on the
+    platform's device, where NCCL broadcasts from. Collective: the default group, and groups of it
+    made for the purpose.
+
+    Raises:
+        ValueError: on all ranks alike, as ``fill`` on one.
     """
     device = current_platform().device
     elsewhere = [own.name for own in owned if own.parameter.device != device]
     assert not elsewhere, f"not on {device} yet: {', '.join(elsewhere)}"
     done, total = 0, sum(own.parameter.nbytes for own in owned)
     error: Exception | None = None
-    for own in owned:
-        ranks = holders[own.piece]
-        if ranks[0] == own_rank() and error is None:
-            try:
-                fill(own)
-            except Exception as caught:  # the other holders wait for the broadcast all the same
-                error = caught
-        if ranks in groups:
-            dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])
-            # NCCL only queues: without a stop, ranks that read nothing would run ahead of the disk
-            # until their broadcasts time out.
-            current_platform().synchronize()
-        done += own.parameter.nbytes
-        on_bytes(done, total)
-    return error
+    holders, _ = all_holders(owned)
+    with replica_groups(holders) as groups:
+        for own in owned:
+            ranks = holders[own.piece]
+            if ranks[0] == own_rank() and error is None:
+                try:
+                    fill(own)
+                except Exception as caught:  # the other holders wait for the broadcast all the same
+                    error = caught
+            if ranks in groups:
+                dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])
+                # NCCL only queues: without a stop, ranks that read nothing would run ahead of the
+                # disk until their broadcasts time out.
+                current_platform().synchronize()
+            done += own.parameter.nbytes
+            on_bytes(done, total)
+    raise_together(error)
 
 
 def _fill(own: Owned, *, tensors: TensorFolder, mapping: Mapping, in_the_file: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST_FILE = "loongplug_export.json"
+HIDDEN = ".loongplug_export"  # where the files of an export under way are
 _VERSION = 1
 _DIGITS = 64  # of a sha256
 
@@ -113,3 +114,41 @@ def seen_file(path: Path) -> Seen | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def replaceable(folder: Path, *, kind: str) -> Manifest | None:
+    """The manifest of the export in ``folder``, whose files are there; None for an empty folder."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        if any(path.name != HIDDEN for path in folder.iterdir()):
+            raise ValueError(
+                f"{folder} is not empty and no earlier export of LoongPlug, which alone an export "
+                f"replaces: it has no {MANIFEST_FILE}, the list of what was exported there. Give "
+                "another folder, or empty this one yourself."
+            )
+        return None
+    if manifest.kind != kind:
+        raise ValueError(
+            f"{folder} has an export of another kind ({manifest.kind}, not {kind}): give another "
+            "folder."
+        )
+    refuse_changed(folder, changed_files(folder, manifest))
+    return manifest
+
+
+def refuse_changed(folder: Path, names: Iterable[str]) -> None:
+    """ValueError where there are ``names``: of files that are not as they were exported."""
+    if changed := sorted(names):
+        raise ValueError(
+            f"{folder} has files that were changed or removed since LoongPlug exported them: "
+            f"{', '.join(changed)}. Give another folder, or empty this one yourself."
+        )
+
+
+def refuse_foreign(folder: Path, names: Iterable[str]) -> None:
+    """ValueError where there are ``names``: of files that an export did not write."""
+    if foreign := sorted(names):
+        raise ValueError(
+            f"{folder} has files that LoongPlug did not write, under names that the export needs: "
+            f"{', '.join(foreign)}. Give another folder, or move them away."
+        )

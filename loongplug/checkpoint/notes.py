@@ -1,22 +1,133 @@
-"""Notes beside a run's checkpoints: small JSON files that are written whole and read with care."""
+"""Notes beside a run's checkpoints: of the model's architecture, and of the data.
+
+Megatron's own error for a checkpoint of another model is about shards and shapes; the note's names
+the setting that differs. And a checkpoint's place in the data is a number of samples: under other
+data, another seed or another template it would silently name another sample.
+"""
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loongplug.checkpoint.tracker import TRACKER
 
-def write_note(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` to ``path`` as a whole; makes its folder. For one rank."""
+ARCHITECTURE_FILE = "loongplug_architecture.json"
+DATA_FILE = "loongplug_data.json"
+_NOT_THE_WEIGHTS = (
+    "dropout",
+    "freeze",
+    "initializer_range",
+    "lr_mult",
+    "max_position_embeddings",
+    "recompute",
+    "tensor_model_parallel_size",
+)
+_SHOWN = 5
+_LETTERS = 200  # of a value
+
+
+def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: int) -> None:
+    """Note the architecture of the checkpoints that will be saved in ``save_dir``.
+
+    ``model_yaml`` is the resolved model as plain data. A folder that has checkpoints keeps its
+    note. For all ranks: rank 0 writes, every rank checks. No collectives.
+
+    Raises:
+        ValueError: the folder already has checkpoints of another architecture.
+    """
+    if (save_dir / TRACKER).is_file():
+        # Checkpoints without a note are not ours to describe: nothing here has compared them.
+        check_architecture(save_dir, model_yaml)
+    elif rank == 0:
+        _write_note(save_dir / ARCHITECTURE_FILE, model_yaml)
+
+
+def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
+    """Refuse the checkpoints in ``load_dir`` when they are of another architecture.
+
+    A folder without a note (checkpoints from elsewhere) passes here; its tensors are compared
+    when it is loaded (:mod:`loongplug.checkpoint.same_state`). No collectives.
+
+    Raises:
+        ValueError: with the settings that differ, or for a note that is damaged or another file.
+    """
+    path = load_dir / ARCHITECTURE_FILE
+    noted = _read_note(path, keys=model_yaml.keys(), without=": the tensors are compared, too.")
+    if noted is not None:
+        found, expected = (
+            {
+                key: value
+                for key, value in _flat(_plain(settings), ".")
+                if key.rpartition(".")[2] not in _NOT_THE_WEIGHTS
+                and value is not None  # as if it were not there: older notes lack newer settings
+            }
+            for settings in (noted, model_yaml)
+        )
+        refuse_differences(found, expected, folder=load_dir)
+
+
+def refuse_differences(
+    found: Mapping[str, Any], expected: Mapping[str, Any], *, folder: Path
+) -> None:
+    """Refuse the checkpoint in ``folder`` when what it has differs from what the model has.
+
+    Raises:
+        ValueError: with the first differences, in the model's order.
+    """
+    if differences := _differences(found, expected, "{} is {} in the checkpoint, {} here"):
+        raise ValueError(
+            f"The checkpoint in {folder} is of another model: {differences}. Use the "
+            "config it was trained with, or another checkpoint folder."
+        )
+
+
+def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int) -> None:
+    """Note the data of the checkpoints that will be saved in ``save_dir``.
+
+    ``fingerprint`` is plain data (:func:`loongplug.data.fingerprint.fingerprint`). For all ranks:
+    rank 0 writes, every rank checks. No collectives.
+
+    Raises:
+        ValueError: the folder already has checkpoints of a run on other data.
+    """
+    if (save_dir / TRACKER).is_file():
+        check_data_note(save_dir, fingerprint)
+    if rank == 0:
+        _write_note(save_dir / DATA_FILE, fingerprint)
+
+
+def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse to go on with the checkpoints in ``load_dir`` when the data have changed.
+
+    A folder without a note (checkpoints from elsewhere) passes. No collectives.
+
+    Raises:
+        ValueError: with what differs, or for a note that is damaged or another file.
+    """
+    path = load_dir / DATA_FILE
+    noted = _read_note(path, keys=fingerprint.keys(), without=" to go on with the data unchecked.")
+    found, expected = (dict(_flat(_plain(each or {}), " ")) for each in (noted, fingerprint))
+    if noted and (differences := _differences(found, expected, "{} was {}, is {}")):
+        raise ValueError(
+            f"The data are not those of the checkpoint in {load_dir}: {differences}. Its"
+            " place in them would be another one. Give the data and settings it was trained with;"
+            f" or start anew from its weights with --finetune and another --save; or remove {path}"
+            " to go on at the same number of samples in the new data."
+        )
+
+
+def _write_note(path: Path, content: Mapping[str, Any]) -> None:
+    """As a whole; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
-def read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, Any] | None:
-    """The note at ``path``; None where there is none. No collectives.
+def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, Any] | None:
+    """The note at ``path``; None where there is none.
 
     ``keys``: what it is known by: a file with none of them is something else. ``without`` says what
     follows when the file is removed.
@@ -39,3 +150,42 @@ def read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, A
             f"{path} is no note of LoongPlug: it has none of {', '.join(keys)}; remove it{without}"
         )
     return found
+
+
+def _plain(content: Mapping[str, Any]) -> Any:
+    """As it would come back from the file: tuples are lists then."""
+    return json.loads(json.dumps(content))
+
+
+def _flat(value: Any, separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Joined keys and their values; a list is one value, unless it holds mappings."""
+    items: list[tuple[Any, Any]] | None = None
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, Sequence) and any(isinstance(item, dict) for item in value):
+        items = list(enumerate(value))
+    if items is None:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _flat(item, separator, f"{prefix}{separator}{key}" if prefix else str(key))
+
+
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any], sentence: str) -> str:
+    """The first differences, in the order of what is expected; empty where there are none.
+
+    ``sentence`` has places for a name, the value found and the one expected.
+    """
+
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        text = str(values.get(key, "absent"))
+        return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}..."
+
+    keys = [
+        key
+        for key in dict.fromkeys([*expected, *found])
+        if key not in found or key not in expected or found[key] != expected[key]
+    ]
+    told = [sentence.format(key, shown(found, key), shown(expected, key)) for key in keys[:_SHOWN]]
+    rest = len(keys) - _SHOWN
+    return "; ".join([*told, f"and {rest} more"] if rest > 0 else told)

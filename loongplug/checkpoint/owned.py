@@ -1,18 +1,24 @@
-"""Which parameters of the whole model this rank holds, found in its model chunks."""
+"""Which parameters of the whole model this rank holds, and which ranks hold which."""
 
 import re
-from collections.abc import Sequence
+from collections import abc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
+from loongplug.checkpoint.agreement import of_all_ranks
 from loongplug.models.hf_mapping import MappedParameter, Mapping, Split, shift_layers
+from loongplug.platform import current_platform
 
-Group = torch.distributed.ProcessGroup | None
+Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ class Owned:
     group: Group
 
 
+Holders = dict[Piece, tuple[int, ...]]
+
+
 def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> list[Owned]:
     """This rank's parameters, wrappers (DDP, Float16Module) looked through, in mapping order.
 
@@ -54,20 +63,15 @@ def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> lis
     owned: list[Owned] = []
     unknown: list[str] = []
     for chunk in model_chunks:
-        modules = {without_wrappers(name): module for name, module in chunk.named_modules()}
-        offsets = layer_offsets(modules)
-        for wrapped_name, parameter in chunk.named_parameters():
-            local_name = without_wrappers(wrapped_name)
+        modules = _modules(chunk)
+        for local_name, name, entry, parameter in _entries(chunk, modules, mapping):
             if not mapping.covers(local_name):
                 continue
-            shifted = shift_layers(local_name, offsets)
-            found = mapping.find(shifted)
-            if found is None:
-                unknown.append(f"{shifted} {tuple(parameter.shape)}")
+            if entry is None:
+                unknown.append(f"{name} {tuple(parameter.shape)}")
                 continue
-            entry = global_entry(found, local_name, modules)
             kind = "tp" if entry.expert is None else "expt_tp"
-            group = pg_group(kind, [modules.get(local_name.partition(".")[0]), modules[""]])
+            group = _pg_group(kind, [modules.get(local_name.partition(".")[0]), modules[""]])
             owned.append(Owned(entry.name, entry, _piece(entry, group), parameter, group))
     if unknown:
         raise ValueError(
@@ -77,13 +81,49 @@ def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> lis
     return sorted(owned, key=lambda own: sort_key(own.piece))
 
 
+def parameter_names(
+    model_chunks: Sequence[nn.Module], mapping: Mapping
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """This rank's parameters with the names by which a user knows them; no collectives.
+
+    They are the same in every layout: layers and experts are counted over the whole model. Where
+    backends keep a parameter in different modules, and where stages keep copies of it (tied
+    embeddings), it has the mapping's first name for it; what the mapping does not know (an
+    adapter) has its own.
+    """
+    for chunk in model_chunks:
+        for _, name, entry, parameter in _entries(chunk, _modules(chunk), mapping):
+            yield name if entry is None else entry.name, parameter
+
+
+def _modules(chunk: nn.Module) -> dict[str, nn.Module]:
+    return {_without_wrappers(name): module for name, module in chunk.named_modules()}
+
+
+def _entries(
+    chunk: nn.Module, modules: dict[str, nn.Module], mapping: Mapping
+) -> Iterator[tuple[str, str, MappedParameter | None, nn.Parameter]]:
+    """Each parameter's name in the chunk, that with the model's layers, its entry, and itself."""
+    offsets = _layer_offsets(modules)
+    for wrapped_name, parameter in chunk.named_parameters():
+        local_name = _without_wrappers(wrapped_name)
+        name = shift_layers(local_name, offsets)
+        entry = mapping.find(name)
+        if entry is not None and entry.expert is not None:
+            # The name counts this rank's experts only.
+            layer: Any = modules[local_name.partition(".experts.")[0]]  # Megatron's MoELayer
+            expert = layer.local_expert_indices[entry.expert]
+            entry = MappedParameter(entry.row, entry.number, entry.layer, expert)
+        yield local_name, name, entry, parameter
+
+
 def sort_key(piece: Piece) -> tuple[int, int, int, int]:
     """One order of pieces for all ranks."""
     layer, expert = (-1 if index is None else index for index in (piece.layer, piece.expert))
     return piece.row, layer, expert, piece.part
 
 
-def pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
+def _pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
     """The ``kind`` group of the first module with a collection, else Megatron's global one."""
     for module in modules:
         collection = getattr(module, "pg_collection", None)
@@ -104,24 +144,12 @@ def _piece(entry: MappedParameter, group: Group) -> Piece:
     return Piece(entry.number, entry.layer, entry.expert, part, parts)
 
 
-def global_entry(
-    entry: MappedParameter, name: str, modules: dict[str, nn.Module]
-) -> MappedParameter:
-    """``entry``, found by a name that counts this rank's experts only, for the global expert."""
-    if entry.expert is None:
-        return entry
-    layer: Any = modules[name.partition(".experts.")[0]]  # Megatron's MoELayer
-    return MappedParameter(
-        entry.row, entry.number, entry.layer, layer.local_expert_indices[entry.expert]
-    )
-
-
-def without_wrappers(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     """A parameter's or module's name as if neither DDP nor Float16Module were around it."""
     return ".".join(piece for piece in name.split(".") if piece != "module")
 
 
-def layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
+def _layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
     """For each list of transformer layers, how far its indices are from the global ones."""
     offsets: dict[str, int] = {}
     for name, module in modules.items():
@@ -130,3 +158,50 @@ def layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
         if match and number is not None:
             offsets[match.group(1)] = number - 1
     return offsets
+
+
+def all_holders(owned: Sequence[Owned]) -> tuple[Holders, dict[Piece, torch.dtype]]:
+    """The ranks that hold each piece, ascending, and the first of them's dtype of it.
+
+    Pieces come in one order on every rank. Collective: the default group, when there is one.
+    """
+    ranks: dict[Piece, list[int]] = {}
+    dtypes: dict[Piece, torch.dtype] = {}
+    mine = [(own.piece, own.parameter.dtype) for own in owned]
+    for rank, pieces in enumerate(of_all_ranks(mine)):
+        for piece, dtype in pieces:
+            ranks.setdefault(piece, []).append(rank)
+            dtypes.setdefault(piece, dtype)
+    ordered = sorted(ranks, key=sort_key)
+    return {piece: tuple(dict.fromkeys(ranks[piece])) for piece in ordered}, dtypes
+
+
+@contextmanager
+def replica_groups(holders: Holders) -> Iterator[abc.Mapping[tuple[int, ...], Any]]:
+    """A process group for every set of several ranks that hold the same piece.
+
+    The groups last as long as the context and have the default group's time limit. Collective:
+    the default group.
+    """
+    sets = [ranks for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1]
+    groups = {ranks: dist.new_group(list(ranks), timeout=_time_limit()) for ranks in sets}
+    try:
+        yield groups
+    finally:
+        for ranks, group in groups.items():
+            if dist.get_rank() in ranks:
+                dist.destroy_process_group(group)
+
+
+def _time_limit() -> timedelta | None:
+    """``--distributed-timeout-minutes``, which torch does not hand on to new groups."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(current_platform().device), "options", None)
+    limit: timedelta | None = getattr(options, "_timeout", None)
+    return limit
+
+
+def own_rank() -> int:
+    """This process's global rank; 0 where nothing is distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0

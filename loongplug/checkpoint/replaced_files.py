@@ -12,14 +12,15 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import of_all_ranks, together, write_error
 from loongplug.checkpoint.manifest import (
+    HIDDEN,
     MANIFEST_FILE,
     Manifest,
     Seen,
@@ -28,13 +29,14 @@ from loongplug.checkpoint.manifest import (
     digest_of,
     other_contents,
     read_manifest,
+    refuse_changed,
+    refuse_foreign,
+    replaceable,
     seen_file,
     write_manifest,
 )
 from loongplug.checkpoint.tracker import flush
-from loongplug.checkpoint.write_errors import write_error
 
-HIDDEN = ".loongplug_export"
 # Files that are read at the start of a run already. A folder of 60 GB would take a minute there.
 _READ_AT_START_BYTES = 16 * 2**20
 
@@ -71,15 +73,15 @@ def check_replaceable(folder: Path, *, kind: str, writes: Callable[[str], bool])
             return
         with _alone(folder):
             _recover(folder)
-        manifest = _replaceable(folder, kind=kind)
+        manifest = replaceable(folder, kind=kind)
         found = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise write_error(folder, error) from error
     if manifest is None:
         return
     small = [n for n, file in manifest.files.items() if file.size <= _READ_AT_START_BYTES]
-    _refuse_changed(folder, other_contents(folder, manifest, small))
-    _refuse_foreign(folder, {name for name in found - manifest.files.keys() if writes(name)})
+    refuse_changed(folder, other_contents(folder, manifest, small))
+    refuse_foreign(folder, {name for name in found - manifest.files.keys() if writes(name)})
 
 
 @contextmanager
@@ -99,23 +101,25 @@ def replaced_files(folder: Path, *, kind: str, rank: int) -> Iterator[Building]:
     with _first_alone(folder, rank=rank):
         seen: Mapping[str, Seen | None] = {}
         try:
-            with _together(folder):
+            with together(folder):
                 if rank == 0:
                     _recover(folder)
-                    seen = _seen(folder, _replaceable(folder, kind=kind))
-                    _clear(hidden)
+                    if older := replaceable(folder, kind=kind):
+                        names = (MANIFEST_FILE, *older.files)
+                        seen = {name: seen_file(folder / name) for name in names}
                     building.folder.mkdir(parents=True)
-            with _together(folder):
+            with together(folder):
                 _compare_share(folder)
             yield building
-            digests = _of_all_ranks(building.digests)
-            with _together(folder):
+            digests = {name: each[name] for each in of_all_ranks(building.digests) for name in each}
+            with together(folder):
                 if rank == 0:
                     _replace(folder, seen=seen, kind=kind, digests=digests)
         except BaseException:
             if rank == 0:
                 with suppress(OSError):
-                    _drop(folder)
+                    if not is_half_replaced(folder):  # which is left to the next start
+                        _clear(hidden)
             raise
         if rank == 0:
             with suppress(OSError):  # the export is in place
@@ -129,33 +133,19 @@ def is_half_replaced(folder: Path) -> bool:
 
 
 @contextmanager
-def _together(folder: Path) -> Iterator[None]:
-    """What goes wrong inside goes wrong on all ranks; collective."""
-    error: Exception | None = None
-    try:
-        yield
-    except OSError as caught:
-        error = write_error(folder, caught)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
-
-
-@contextmanager
 def _first_alone(folder: Path, *, rank: int) -> Iterator[None]:
     """Rank 0 alone has the folder, which it makes; collective."""
-    held: int | None = None
     made = False
-    with _together(folder):
-        if rank == 0:
-            made = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
-            held = _hold(folder)
     try:
-        yield
+        with ExitStack() as stack:
+            with together(folder):
+                if rank == 0:
+                    new = not folder.exists()
+                    folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(_alone(folder))
+                    made = new
+            yield
     finally:
-        if held is not None:
-            os.close(held)
         if made:
             with suppress(OSError):
                 folder.rmdir()  # where nothing came into it
@@ -163,72 +153,24 @@ def _first_alone(folder: Path, *, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    held = _hold(folder)
-    try:
-        yield
-    finally:
-        os.close(held)
-
-
-def _hold(folder: Path) -> int:
-    """A lock on the folder, which ends with the process or when the number is closed.
+    """A lock on the folder, which ends with the process or the context.
 
     Raises:
         ValueError: another process has it.
     """
     held = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(held)
-            raise ValueError(
-                f"Another run is writing an export into {folder}: wait for it, or give another "
-                "folder."
-            ) from error
-        # This file system locks no folders.
-    return held
-
-
-def _replaceable(folder: Path, *, kind: str) -> Manifest | None:
-    """The manifest of the export in ``folder``, whose files are there; None for an empty folder."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        if any(path.name != HIDDEN for path in folder.iterdir()):
-            raise ValueError(
-                f"{folder} is not empty and no earlier export of LoongPlug, which alone an export "
-                f"replaces: it has no {MANIFEST_FILE}, the list of what was exported there. Give "
-                "another folder, or empty this one yourself."
-            )
-        return None
-    if manifest.kind != kind:
-        raise ValueError(
-            f"{folder} has an export of another kind ({manifest.kind}, not {kind}): give another "
-            "folder."
-        )
-    _refuse_changed(folder, changed_files(folder, manifest))
-    return manifest
-
-
-def _refuse_changed(folder: Path, names: Iterable[str]) -> None:
-    if changed := sorted(names):
-        raise ValueError(
-            f"{folder} has files that were changed or removed since LoongPlug exported them: "
-            f"{', '.join(changed)}. Give another folder, or empty this one yourself."
-        )
-
-
-def _refuse_foreign(folder: Path, names: Iterable[str]) -> None:
-    if foreign := sorted(names):
-        raise ValueError(
-            f"{folder} has files that LoongPlug did not write, under names that the export needs: "
-            f"{', '.join(foreign)}. Give another folder, or move them away."
-        )
-
-
-def _seen(folder: Path, manifest: Manifest | None) -> Mapping[str, Seen | None]:
-    names = () if manifest is None else (MANIFEST_FILE, *manifest.files)
-    return {name: seen_file(folder / name) for name in names}
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # of another kind where this file system locks no folders
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ValueError(
+                    f"Another run is writing an export into {folder}: wait for it, or give another "
+                    "folder."
+                ) from error
+        yield
+    finally:
+        os.close(held)
 
 
 def _compare_share(folder: Path) -> None:
@@ -238,15 +180,7 @@ def _compare_share(folder: Path) -> None:
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
-    _refuse_changed(folder, other_contents(folder, manifest, largest_first[rank::ranks]))
-
-
-def _of_all_ranks(digests: dict[str, str]) -> dict[str, str]:
-    everyone = [digests]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, digests)
-    return {name: digest for part in everyone for name, digest in part.items()}
+    refuse_changed(folder, other_contents(folder, manifest, largest_first[rank::ranks]))
 
 
 def _replace(
@@ -262,9 +196,9 @@ def _replace(
     for path in new.iterdir():
         flush(path)
     flush(new)
-    _refuse_changed(folder, [name for name in seen if seen_file(folder / name) != seen[name]])
+    refuse_changed(folder, [name for name in seen if seen_file(folder / name) != seen[name]])
     added = {path.name for path in folder.iterdir()} - seen.keys()
-    _refuse_foreign(folder, added & {MANIFEST_FILE, *files})
+    refuse_foreign(folder, added & {MANIFEST_FILE, *files})
     old.mkdir()
     flush(folder / HIDDEN)
     done: list[tuple[Path, Path]] = []
@@ -294,7 +228,7 @@ def _move(folder: Path, done: list[tuple[Path, Path]]) -> None:
     for name in coming:
         if (new / name).exists():
             if os.path.lexists(folder / name):  # came up while nobody held the folder
-                _refuse_foreign(folder, [name])
+                refuse_foreign(folder, [name])
             move(new / name, folder / name)
     flush(folder)
 
@@ -315,7 +249,7 @@ def _leaving(folder: Path, coming: Iterable[str]) -> list[str]:
         and not (old / name).exists()
         and (name not in coming or (new / name).exists())
     ]
-    _refuse_changed(folder, set(changed_files(folder, before)).intersection(names))
+    refuse_changed(folder, set(changed_files(folder, before)).intersection(names))
     return names
 
 
@@ -329,12 +263,6 @@ def _recover(folder: Path) -> None:
     if is_half_replaced(folder):
         _move(folder, [])
     _clear(folder / HIDDEN)
-
-
-def _drop(folder: Path) -> None:
-    """Give up an export; one whose renames could not be undone is left to the next start."""
-    if not is_half_replaced(folder):
-        _clear(folder / HIDDEN)
 
 
 def _clear(hidden: Path) -> None:

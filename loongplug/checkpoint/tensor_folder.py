@@ -60,13 +60,14 @@ class TensorFolder:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Name and dtype of every tensor that is plain floating point numbers."""
-        types = {name: view.get_dtype() for name, view in self.slices.items()}
-        return {name: FLOATS[kind] for name, kind in types.items() if kind in FLOATS}
+        return {name: FLOATS[kind] for name, kind in self._types() if kind in FLOATS}
 
     def unreadable_types(self) -> dict[str, str]:
         """Tensors that are no plain floating point numbers, with their type."""
-        types = {name: view.get_dtype() for name, view in self.slices.items()}
-        return {name: str(kind) for name, kind in types.items() if kind not in FLOATS}
+        return {name: str(kind) for name, kind in self._types() if kind not in FLOATS}
+
+    def _types(self) -> list[tuple[str, Any]]:
+        return [(name, view.get_dtype()) for name, view in self.slices.items()]
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """One slice of a tensor, on the CPU; only that slice is read.
@@ -78,6 +79,18 @@ class TensorFolder:
         self.bytes_read += tensor.nbytes
         check_finite(name, tensor, file=self._files[name])
         return tensor.transpose(-1, -2) if turned else tensor
+
+
+def shape_problems(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
+    """What is missing of the tensors that are expected, what is there beside them, or misshapen."""
+    problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
+    problems += [f"extra {name} {found[name]}" for name in sorted(found.keys() - expected)]
+    problems += [
+        f"{name} has shape {found[name]}, expected {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    return problems
 
 
 def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:

@@ -16,6 +16,7 @@ from loongplug.platform.safe_reading import DamagedFileError
 CONFIG, DESCRIPTION = "metadata.json", ".metadata"
 _BACKEND = "torch_dist"
 _NO_PLACE = "it does not say what lies where in its folder"
+_RECORD = ("relative_path", "offset", "length")  # file, begin and length
 _SHOWN = 5
 
 
@@ -27,10 +28,8 @@ def check_whole(checkpoint: Path) -> None:
     Raises:
         ValueError: with the file, what is wrong, and other checkpoints of the folder.
     """
-    try:
+    with told_of_damage(checkpoint):
         _check(checkpoint)
-    except DamagedFileError as error:
-        raise with_others(error, checkpoint) from error
 
 
 def described_files(checkpoint: Path) -> Any:
@@ -41,10 +40,8 @@ def described_files(checkpoint: Path) -> Any:
     Raises:
         ValueError: as :func:`check_whole`.
     """
-    try:
+    with told_of_damage(checkpoint):
         return _described(checkpoint)
-    except DamagedFileError as error:
-        raise with_others(error, checkpoint) from error
 
 
 def description(checkpoint: Path) -> Any:
@@ -55,10 +52,8 @@ def description(checkpoint: Path) -> Any:
     Raises:
         ValueError: as :func:`check_whole`.
     """
-    try:
+    with told_of_damage(checkpoint):
         return _metadata(checkpoint)
-    except DamagedFileError as error:
-        raise with_others(error, checkpoint) from error
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -135,7 +130,9 @@ def _check(checkpoint: Path) -> None:
 def _described(checkpoint: Path) -> Any:
     metadata = _metadata(checkpoint)
     needed: dict[str, int] = {}
-    for name, start, length in map(_place, metadata.storage_data.values()):
+    for stored in metadata.storage_data.values():
+        record: list[Any] = [getattr(stored, each, None) for each in _RECORD]  # a stranger's, maybe
+        name, start, length = record
         numbers = type(start) is int and type(length) is int and start >= 0 and length >= 0
         if not (numbers and isinstance(name, str)):
             raise DamagedFileError.unreadable(checkpoint / DESCRIPTION, _NO_PLACE)
@@ -151,15 +148,6 @@ def _described(checkpoint: Path) -> Any:
                 f"{path} ends after {path.stat().st_size} of {size} bytes: copy it anew."
             )
     return metadata
-
-
-def _place(stored: Any) -> tuple[Any, Any, Any]:
-    """File, begin and length of a record, which a stranger may have written."""
-    return (
-        getattr(stored, "relative_path", None),
-        getattr(stored, "offset", None),
-        getattr(stored, "length", None),
-    )
 
 
 def _metadata(checkpoint: Path) -> Any:

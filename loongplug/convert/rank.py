@@ -1,12 +1,23 @@
 """One rank of a conversion: build the model, fill it from one side, write the other."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TextIO
 
 import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from loongplug.checkpoint.adapter_files import (
     give_adapter_dtype,
@@ -14,8 +25,6 @@ from loongplug.checkpoint.adapter_files import (
     save_adapters,
 )
 from loongplug.checkpoint.adapter_weights import merged_weights
-from loongplug.checkpoint.architecture import write_architecture
-from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
 from loongplug.checkpoint.dtypes import (
     checkpoint_dtypes,
     folder_dtypes,
@@ -23,11 +32,11 @@ from loongplug.checkpoint.dtypes import (
     give_folder_dtypes,
     usual_dtype,
 )
-from loongplug.checkpoint.hf_export import save_hf_folder
-from loongplug.checkpoint.hf_gather import WeightOf, loaded_weight
+from loongplug.checkpoint.hf_export import CARRIED_FOLDER, copy_carried_files, save_hf_folder
+from loongplug.checkpoint.hf_gather import OnBytes, WeightOf, ignore_bytes, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.notes import write_architecture
 from loongplug.checkpoint.tracker import TRACKER, check_latest
-from loongplug.convert.progress import ByteProgress
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.models.multimodal import MultimodalModel
@@ -89,7 +98,7 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
     with megatron_output(args, without_save="drop") as terminal:
         chunks = _build(parsed)
         weight_of: WeightOf = loaded_weight
-        with ByteProgress(terminal, shown=args.rank == 0) as progress:
+        with _byte_progress(terminal, shown=args.rank == 0) as progress_of:
             if args.load_hf:
                 give_folder_dtypes(chunks, model.mapping, dtypes)
                 source = Path(args.load_hf)
@@ -97,7 +106,7 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
                     chunks,
                     source,
                     model=model,
-                    on_bytes=progress.of("reading"),
+                    on_bytes=progress_of("reading"),
                     in_the_file=args.device == "cpu",
                 )
                 if table is not None and args.load_lora:
@@ -118,7 +127,7 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
                     Path(args.save_hf),
                     model=model,
                     processor_folder=processor_folder,
-                    on_bytes=progress.of("writing"),
+                    on_bytes=progress_of("writing"),
                     weight_of=merged_weights(chunks, weight_of=weight_of),
                 )
             if args.save_lora:
@@ -136,6 +145,39 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
         shard_bytes=sum(parameter.nbytes for parameter in parameters),
         largest_tensor_bytes=itemsize * max(map(prod, model.mapping.sources().values())),
     )
+
+
+@contextmanager
+def _byte_progress(terminal: TextIO, *, shown: bool) -> Iterator[Callable[[str], OnBytes]]:
+    """For each long part, by its name, who is told how far it is.
+
+    A bar on a terminal; one line for each part elsewhere.
+    """
+    console = Console(file=terminal)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    )
+
+    def progress_of(part: str) -> OnBytes:
+        if not shown:
+            return ignore_bytes
+        task = progress.add_task(part, total=None)
+
+        def on_bytes(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+            if done == total and not console.is_terminal:
+                console.print(f"{part}: {total / 2**20:,.1f} MiB", highlight=False)
+
+        return on_bytes
+
+    with progress:
+        yield progress_of
 
 
 def _parse(flags: Sequence[str]) -> tuple[ParsedArguments, dict[str, torch.dtype]]:

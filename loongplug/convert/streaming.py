@@ -22,11 +22,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import together, write_error
 from loongplug.checkpoint.hf_gather import WeightOf
-from loongplug.checkpoint.same_tensors import check_same_tensors
+from loongplug.checkpoint.same_state import check_same_tensors
 from loongplug.checkpoint.whole import told_of_damage
-from loongplug.checkpoint.write_errors import write_error
 from loongplug.convert.mapped_weights import MappedWeights
 
 
@@ -86,21 +85,14 @@ def load_in_place(
     Raises:
         ValueError: on all ranks alike, where the checkpoint is of another model, or damaged.
     """
-    error: Exception | None = None
-    try:
+    with together():
         weights = MappedWeights(folder)
         state = _sharded_state(model_chunks, folder)
-    except Exception as caught:  # whatever it is, the other ranks are waiting
-        error = caught
-    raise_together(error)
     check_same_tensors(state, folder)
-    try:
+    with together():
         to_read = _left_out(weights, model_chunks, state) if in_the_file else state
         if to_read:
             _read(to_read, folder)
-    except Exception as caught:
-        error = caught
-    raise_together(error)
     return weights
 
 

@@ -1,17 +1,35 @@
-"""One process of a conversion: ``torchrun ... -m loongplug.convert.worker FLAGS``."""
+"""The ranks of a conversion on this machine, ``-m loongplug.convert.worker FLAGS`` each."""
 
+import subprocess
 import sys
+from collections.abc import Sequence
 
-from loongplug.train import started
+
+def convert(flags: Sequence[str], *, ranks: int) -> None:
+    """Convert on ``ranks`` processes with ``flags``.
+
+    Raises:
+        ValueError: a rank failed; its own message has been printed by then.
+    """
+    command = [
+        sys.executable,
+        *("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"),
+        *("-m", "loongplug.convert.worker", *flags),
+    ]
+    ended = subprocess.run(command, check=False)
+    if ended.returncode != 0:
+        raise ValueError(f"the conversion ended with exit code {ended.returncode}")
 
 
 def main() -> None:
-    """Convert as the command line says. Every rank enters."""
+    """One rank: convert as the command line says. Every rank enters."""
+    from loongplug.train import started
+
     flags = ["--device", "cpu", *sys.argv[1:]]  # what weights pass through is the host's memory
     with started(flags) as at_end:
-        from loongplug.convert.rank import convert
+        from loongplug.convert.rank import convert as convert_rank
 
-        convert(flags, at_end=at_end)
+        convert_rank(flags, at_end=at_end)
 
 
 if __name__ == "__main__":

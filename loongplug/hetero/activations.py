@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from loongplug.platform.prefetch import Movable
-from loongplug.platform.saved_storages import SavedView, saved_view
+from loongplug.platform.prefetch import Movable, SavedView, saved_view
 
 # Storages below this stay: their copies would take longer than they are worth.
 _SMALL = 1024

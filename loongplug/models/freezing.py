@@ -23,7 +23,7 @@ class Freezing:
     which ``*`` also stands for dots. A parameter is frozen when its module is or a pattern of
     ``freeze`` matches it, an adapter's too, unless a pattern of ``train`` does. Names are the same
     in every layout: layers and experts are counted over the whole model
-    (:func:`loongplug.checkpoint.names.parameter_names`).
+    (:func:`loongplug.checkpoint.owned.parameter_names`).
 
     >>> only_norms = Freezing(freeze=("*",), train=("*norm*",))
     >>> only_norms.trains("text_decoder.decoder.final_layernorm.weight")

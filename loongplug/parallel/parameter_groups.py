@@ -45,8 +45,7 @@ def groups_to_load(
     for group in own:
         alike = [each for each in saved if all(each.get(key) == group.get(key) for key in same)]
         named = [each for each in alike if each.get(MODULE) == group.get(MODULE)]
-        # Checkpoints from before groups had names, and settings that all groups share.
-        named = named or [each for each in alike if MODULE not in each]
+        # Where there is none: settings that all groups share.
         start = next(iter(named or alike or saved), {})
         settings = {key: group[key] for key in keys if key in group}
         groups.append({**start, **settings})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -15,45 +16,57 @@ PLATFORM_NAMES = ("auto", "cpu", "cuda")
 DeviceName = Literal["cpu", "cuda"]
 
 
-@runtime_checkable
-class Platform(Protocol):
-    """What differs between a CPU run and a CUDA run."""
+class Platform(ABC):
+    """What differs between a CPU run and a CUDA run; holds the tables applied for it."""
+
+    name: DeviceName
+    backend: str  # of torch.distributed: "gloo" or "nccl"
+
+    def __init__(self) -> None:
+        self._tables: dict[str, ReplacementTable] = {}
 
     @property
-    def name(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
-
-    @property
-    def backend(self) -> str:
-        """The torch.distributed backend: ``"gloo"`` or ``"nccl"``."""
-
-    @property
+    @abstractmethod
     def device(self) -> torch.device:
         """Where this process's tensors live."""
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
 
+    @abstractmethod
     def peak_memory_bytes(self) -> int:
         """The most memory held since the start or since ``reset_peak_memory``."""
 
+    @abstractmethod
     def reset_peak_memory(self) -> None:
         """Start a new peak from the memory held now."""
 
+    @abstractmethod
     def copies(self) -> Copies:
         """A new queue of copies between device and host."""
 
+    @abstractmethod
     def release(self, storage: torch.UntypedStorage) -> None:
         """Give a storage's memory on the device to others; tensors on it stay valid objects."""
 
+    @abstractmethod
     def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Memory for a released storage again, of any content."""
 
     def use(self, table: ReplacementTable) -> None:
-        """Apply a table that ends with this platform; a second time does nothing."""
+        """Apply a table that ends with this platform, unless one of its name is applied already."""
+        if table.name not in self._tables:
+            table.apply()
+            self._tables[table.name] = table
 
     def deactivate(self) -> None:
-        """Undo every replacement and leave the process without a platform."""
+        """Undo every table, the last first, and leave the process without a platform."""
+        while self._tables:
+            _, table = self._tables.popitem()
+            table.undo()
+        if _Process.platform is self:
+            _Process.platform = None
 
 
 class _Process:
@@ -110,12 +123,6 @@ def current_platform() -> Platform:
     if _Process.platform is None:
         raise RuntimeError("no platform is active; call loongplug.platform.activate() first")
     return _Process.platform
-
-
-def forget(platform: Platform) -> None:
-    """Leave the process without a platform if ``platform`` is the active one."""
-    if _Process.platform is platform:
-        _Process.platform = None
 
 
 def _require_known(name: str) -> None:

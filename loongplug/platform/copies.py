@@ -1,28 +1,31 @@
 """Copies between the device and the host that run beside the computation."""
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Copies(Protocol):
+class Copies:
     """A queue of copies; *computation* is whatever the caller's own stream has been given.
 
-    Nothing here makes the host wait, and neither queue waits for the other but by ``follow`` and
-    ``wait``. The memory of a copy's ends has to stay what it is until the computation has waited
-    for a mark behind the copy.
+    A method without a body has nothing to do where all work is done in the order given. Nothing
+    here makes the host wait, and neither queue waits for the other but by ``follow`` and ``wait``.
+    The memory of a copy's ends has to stay what it is until the computation has waited for a mark
+    behind the copy.
     """
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """Memory on the host of the shape and dtype of ``tensor``, fit for such copies."""
+        raise NotImplementedError
 
     def follow(self) -> None:
         """Copies from now on start when the computation given so far is done."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy; one of ``target`` and ``source`` is on the host."""
+        raise NotImplementedError
 
     def keep(self, tensor: Tensor) -> None:
         """The memory of ``tensor`` is given to others only behind what is in the queue now.
@@ -37,7 +40,7 @@ class Copies(Protocol):
         """Computation from now on starts when the queue has come to ``mark``."""
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """A stream of its own and pinned memory."""
 
     @cached_property
@@ -73,26 +76,14 @@ class CudaCopies:
         torch.cuda.current_stream().wait_event(mark)
 
 
-class HostCopies:
+class HostCopies(Copies):
     """On a CPU, device and host are the same memory and all work is done in the order given."""
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """Other memory of the same kind."""
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def follow(self) -> None:
-        """Already so."""
-
     def copy(self, target: Tensor, source: Tensor) -> None:
         """At once."""
         with torch.no_grad():
             target.copy_(source)
-
-    def keep(self, tensor: Tensor) -> None:
-        """Already so."""
-
-    def mark(self) -> None:
-        """There is one queue."""
-
-    def wait(self, mark: None) -> None:
-        """Already so."""

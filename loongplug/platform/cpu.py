@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._device
 
-from loongplug.platform.base import PlatformBase
+from loongplug.platform.active import Platform
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.gloo import uneven_all_gather, uneven_reduce_scatter
 from loongplug.platform.replacements import Replacement, ReplacementTable
@@ -42,14 +42,10 @@ class HostStream:
         """(lowest, highest): there is one."""
         return (0, 0)
 
-    def wait_stream(self, stream: "HostStream") -> None:
+    def synchronize(self, *_: Any) -> None:
         """Already so."""
 
-    def wait_event(self, event: "HostEvent") -> None:
-        """Already so."""
-
-    def synchronize(self) -> None:
-        """Already so."""
+    wait_stream = wait_event = synchronize
 
     def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
         """An event at this point of the one queue."""
@@ -74,11 +70,10 @@ class HostEvent:
         """Note the time."""
         self._seconds = time.perf_counter()
 
-    def wait(self, stream: HostStream | None = None) -> None:
+    def synchronize(self, *_: Any) -> None:
         """Already so."""
 
-    def synchronize(self) -> None:
-        """Already so."""
+    wait = synchronize
 
     def query(self) -> bool:
         """Whether the work before the event is done."""
@@ -98,40 +93,27 @@ class _HostGenerators:
         return torch.default_generator
 
 
-def _current_device() -> torch.device:
-    return _HOST
+# One function per replaced name: torch keeps tables by function object, and refuses one that
+# stands under two names.
+def _answers(value: Any = None) -> Callable[..., Any]:
+    """A new function that answers ``value`` whatever it is given."""
+    return lambda *_, **__: value
 
 
-def _device_count() -> int:
-    return 1
+def _another(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
-def _set_device(device: Any) -> None:
-    pass
+def _itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
 
 
-def _synchronize(device: Any = None) -> None:
-    pass
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    return torch.get_rng_state()
 
 
-def _reset_peak_memory_stats(device: Any = None) -> None:
-    pass
-
-
-def _is_current_stream_capturing() -> bool:
-    return False
-
-
-def _current_stream(device: Any = None) -> HostStream:
-    return HostStream()
-
-
-def _default_stream(device: Any = None) -> HostStream:
-    return HostStream()
-
-
-def _set_stream(stream: Any) -> None:
-    pass
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.set_rng_state(new_state)
 
 
 @contextmanager
@@ -141,28 +123,6 @@ def _stream(stream: Any) -> Iterator[None]:
 
 def _lazy_call(call: Callable[[], object], **_: Any) -> None:
     call()
-
-
-def _lazy_init() -> None:
-    pass
-
-
-# One function per replaced name: torch keeps tables by function object, and refuses one that
-# stands under two names.
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _get_rng_state_of_random(device: Any = "cuda") -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.set_rng_state(new_state)
-
-
-def _set_rng_state_of_random(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.set_rng_state(new_state)
 
 
 def _manual_seed(seed: int) -> None:
@@ -193,23 +153,6 @@ def _on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return factory
 
 
-def _tensor_cuda(
-    self: torch.Tensor,
-    device: Any = None,
-    non_blocking: bool = False,
-    memory_format: Any = torch.preserve_format,
-) -> torch.Tensor:
-    return self
-
-
-def _tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    return self
-
-
-def _tensor_record_stream(self: torch.Tensor, stream: Any) -> None:
-    pass
-
-
 def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Tensor.type()`` that answers torch.cuda.FloatTensor for a float tensor on the host."""
 
@@ -223,17 +166,8 @@ def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
-def _row(
-    target: str,
-    reason: str,
-    replacement: Any = None,
-    *,
-    wrapper: Callable[[Any], Any] | None = None,
-    signature: str | None = None,
-) -> Replacement:
-    return Replacement(
-        target=target, reason=reason, replacement=replacement, wrapper=wrapper, signature=signature
-    )
+def _row(target: str, reason: str, replacement: Any = None, **options: Any) -> Replacement:
+    return Replacement(target=target, reason=reason, replacement=replacement, **options)
 
 
 _FACTORY = "upstream calls it with device='cuda' (or pinned, as a stop on the way there)"
@@ -244,34 +178,34 @@ _UNEVEN = "experts' tokens differ in number from rank to rank, and gloo wants eq
 
 CPU_ROWS: tuple[Replacement, ...] = (
     _row("torch.cuda.current_device", "upstream gives it as device=; answers the host's device",
-         _current_device, signature="() -> int"),
+         _answers(_HOST), parameters="()"),
     _row("torch.cuda.device_count", "initialize_megatron makes no model-parallel groups and no "
-         "RNG tracker where it is 0", _device_count, signature="() -> int"),
-    _row("torch.cuda.set_device", _DRIVER, _set_device),
-    _row("torch.cuda.synchronize", _DRIVER + "; timers, p2p and checkpoints call it", _synchronize),
-    _row("torch.cuda.reset_peak_memory_stats", _DRIVER, _reset_peak_memory_stats),
-    _row("torch.cuda.is_current_stream_capturing", _DRIVER, _is_current_stream_capturing),
+         "RNG tracker where it is 0", _answers(1), parameters="()"),
+    _row("torch.cuda.set_device", _DRIVER, _answers()),
+    _row("torch.cuda.synchronize", _DRIVER + "; timers, p2p and checkpoints call it", _answers()),
+    _row("torch.cuda.reset_peak_memory_stats", _DRIVER, _answers()),
+    _row("torch.cuda.is_current_stream_capturing", _DRIVER, _answers(False)),
     _row("torch.cuda.Stream", _ONE_QUEUE, HostStream),
     _row("torch.cuda.Event", _ONE_QUEUE, HostEvent),
-    _row("torch.cuda.current_stream", _ONE_QUEUE, _current_stream),
-    _row("torch.cuda.default_stream", _ONE_QUEUE, _default_stream),
-    _row("torch.cuda.set_stream", _ONE_QUEUE, _set_stream),
+    _row("torch.cuda.current_stream", _ONE_QUEUE, _answers(HostStream())),
+    _row("torch.cuda.default_stream", _ONE_QUEUE, _answers(HostStream())),
+    _row("torch.cuda.set_stream", _ONE_QUEUE, _answers()),
     _row("torch.cuda.stream", _ONE_QUEUE, _stream),
-    _row("torch.Tensor.record_stream", _ONE_QUEUE, _tensor_record_stream),
+    _row("torch.Tensor.record_stream", _ONE_QUEUE, _answers()),
     _row("torch.cuda._lazy_call", "waits for a CUDA start that never comes; "
          "tensor_parallel.random sets RNG states through it", _lazy_call),
-    _row("torch.cuda._lazy_init", _DRIVER, _lazy_init),
+    _row("torch.cuda._lazy_init", _DRIVER, _answers()),
     _row("torch.cuda.get_rng_state", _RNG, _get_rng_state),
-    _row("torch.cuda.random.get_rng_state", _RNG, _get_rng_state_of_random),
+    _row("torch.cuda.random.get_rng_state", _RNG, _another(_get_rng_state)),
     _row("torch.cuda.set_rng_state", _RNG, _set_rng_state),
-    _row("torch.cuda.random.set_rng_state", _RNG, _set_rng_state_of_random),
+    _row("torch.cuda.random.set_rng_state", _RNG, _another(_set_rng_state)),
     _row("torch.cuda.manual_seed", _RNG, _manual_seed),
     _row("torch.cuda.default_generators", _RNG, _HostGenerators()),
     *(_row(f"torch.{name}", _FACTORY, wrapper=_on_host)
       for name in ("tensor", "empty", "empty_like", "zeros", "ones", "rand")),
-    _row("torch.Tensor.cuda", "the host's tensors are where they belong", _tensor_cuda),
+    _row("torch.Tensor.cuda", "the host's tensors are where they belong", _itself),
     _row("torch.Tensor.pin_memory", "pinning needs the CUDA driver; offload buffers are pinned",
-         _tensor_pin_memory),
+         _another(_itself)),
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
     _row("torch.distributed.all_gather", _UNEVEN, wrapper=uneven_all_gather),
@@ -279,7 +213,7 @@ CPU_ROWS: tuple[Replacement, ...] = (
 )  # fmt: skip
 
 
-class CpuPlatform(PlatformBase):
+class CpuPlatform(Platform):
     """Host memory and gloo; active from its construction until ``deactivate``."""
 
     name = "cpu"
@@ -290,7 +224,7 @@ class CpuPlatform(PlatformBase):
         # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
-        self._dynamo_before = _disable_dynamo()
+        self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 
     @property
@@ -334,32 +268,21 @@ class CpuPlatform(PlatformBase):
     def deactivate(self) -> None:
         """Undo the CPU layer."""
         super().deactivate()
-        _restore_dynamo(self._dynamo_before)
+        _set_dynamo_disabled(self._dynamo_before)
 
 
-def _disable_dynamo() -> str | None:
-    """Run what upstream hands to torch.compile eagerly; returns the variable's former value.
+def _set_dynamo_disabled(disabled: str | None) -> str | None:
+    """Set the variable by which what upstream hands to torch.compile runs eagerly; as it was.
 
     Upstream compiles its small fused functions when they are first called. On the CPU that
     needs a C++ compiler and takes longer than it saves, and dynamo refuses to start when
     torch's functions are not the ones it knows.
     """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    _set_dynamo_disabled(True)
-    return before
-
-
-def _restore_dynamo(before: str | None) -> None:
-    if before is None:
-        os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    else:
-        os.environ["TORCHDYNAMO_DISABLE"] = before
-    _set_dynamo_disabled(before == "1")
-
-
-def _set_dynamo_disabled(disabled: bool) -> None:
-    """The variable is read when dynamo is imported: tell one that already was."""
-    config = sys.modules.get("torch._dynamo.config")
+    before = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    if disabled is not None:
+        os.environ["TORCHDYNAMO_DISABLE"] = disabled
+    # The variable is read when dynamo is imported: tell one that already was.
+    config: Any = sys.modules.get("torch._dynamo.config")
     if config is not None:
-        cast(Any, config).disable = disabled
+        config.disable = disabled == "1"
+    return before

@@ -2,11 +2,11 @@
 
 import torch
 
-from loongplug.platform.base import PlatformBase
+from loongplug.platform.active import Platform
 from loongplug.platform.copies import CudaCopies
 
 
-class CudaPlatform(PlatformBase):
+class CudaPlatform(Platform):
     """One GPU per process; which one is Megatron's choice, by LOCAL_RANK."""
 
     name = "cuda"

@@ -25,16 +25,16 @@ class ReplacementError(RuntimeError):
 class Replacement:
     """One row: ``target`` gives way to ``replacement``, or to ``wrapper(original)``.
 
-    ``signature`` is ``str(inspect.signature(original))`` as it was when the row was written;
-    None where there is none to ask for (C functions) or where it does not matter (classes
-    whose whole use is replaced).
+    ``parameters`` are the names of the original's, as they were when the row was written, in
+    the order and with the marks of :func:`parameter_names`; None where there are none to ask for
+    (C functions) or where they do not matter (classes whose whole use is replaced).
     """
 
     target: str
     reason: str
     replacement: Any = None
     wrapper: Callable[[Any], Any] | None = None
-    signature: str | None = None
+    parameters: str | None = None
 
     def build(self, original: Any) -> Any:
         """The object that takes the target's place."""
@@ -79,7 +79,7 @@ class ReplacementTable:
         """Put every replacement in place; does nothing when the table is applied already.
 
         Raises ReplacementError, with nothing changed, when a target is missing or has
-        another signature than its row expects.
+        other parameters than its row expects.
         """
         if self._applied:
             return
@@ -129,7 +129,7 @@ class ReplacementTable:
 def resolve(row: Replacement) -> tuple[Any, str, Any]:
     """The target's owner (a module or a class), its name there, and the object it is now.
 
-    Raises ReplacementError when it is missing or its signature is not the row's.
+    Raises ReplacementError when it is missing or its parameters are not the row's.
     """
     owner, path = _import_longest(row.target)
     for index, name in enumerate(path):
@@ -142,8 +142,8 @@ def resolve(row: Replacement) -> tuple[Any, str, Any]:
             )
         if index < len(path) - 1:
             owner = value
-    if row.signature is not None:
-        _check_signature(row, value)
+    if row.parameters is not None:
+        _check_parameters(row, value)
     return owner, path[-1], value
 
 
@@ -162,20 +162,32 @@ def _import_longest(target: str) -> tuple[Any, list[str]]:
     )
 
 
-def _check_signature(row: Replacement, value: Any) -> None:
+def _check_parameters(row: Replacement, value: Any) -> None:
     try:
-        found = str(inspect.signature(value))
+        found = parameter_names(value)
     except (TypeError, ValueError):
-        found = f"no signature ({type(value).__name__})"
-    if found != row.signature:
+        found = f"no parameters ({type(value).__name__})"
+    if found != row.parameters:
         raise ReplacementError(
-            f"{row.target}: expected the signature {row.signature}, found {found}; "
+            f"{row.target}: expected the parameters {row.parameters}, found {found}; "
             f"{_advice(row.target)}"
         )
 
 
+def parameter_names(function: Callable[..., Any]) -> str:
+    """Names and kinds of a function's parameters: ``(self, batch, *, strict, **options)``.
+
+    Raises TypeError or ValueError where there are none to ask for.
+    """
+    signature, empty = inspect.signature(function), inspect.Parameter.empty
+    plain = [
+        each.replace(annotation=empty, default=empty) for each in signature.parameters.values()
+    ]
+    return str(inspect.Signature(plain))
+
+
 def _advice(target: str) -> str:
-    package = {"megatron": "megatron-core"}.get(target.split(".", 1)[0], target.split(".", 1)[0])
+    package = target.split(".", 1)[0].replace("megatron", "megatron-core")
     return (
         f"the installed {package} is not a version that LoongPlug knows: install one that "
         "pyproject.toml allows, or adapt the row in loongplug/platform"

@@ -1,4 +1,4 @@
-"""What every run has to put right in Megatron, each with its reason and signature.
+"""What every run has to put right in Megatron, each with its reason and parameters.
 
 What gives our own code its place in Megatron's is in ``upstream_seams.py`` and, for checkpoints, in
 ``upstream_saving.py``; what ``--trace`` wraps to report its calls in ``upstream_tracing.py``.
@@ -6,16 +6,40 @@ What gives our own code its place in Megatron's is in ``upstream_seams.py`` and,
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from loongplug.platform.active import Platform
 from loongplug.platform.finite import norms_before_sums
 from loongplug.platform.replacements import Replacement, ReplacementTable
-from loongplug.platform.restart import in_own_store
 from loongplug.platform.safe_reading import METADATA_PICKLE, naming_files, weights_only
+
+
+def store_of_attempt() -> Store | None:
+    """torchrun's store with the keys of this attempt; None in a first one, or without torchrun.
+
+    A new connection; MASTER_ADDR and MASTER_PORT say where.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return PrefixStore(f"loongplug/attempt/{attempt}", store)
+
+
+def _in_own_store(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _initialize_distributed(
+        embedding_ranks: Any, position_ranks: Any, store: Any, **options: Any
+    ) -> Any:
+        return original(embedding_ranks, position_ranks, store or store_of_attempt(), **options)
+
+    return _initialize_distributed
 
 
 def _prebuilt_helpers(original: Callable[[], None]) -> Callable[[], None]:
@@ -134,30 +158,30 @@ def _tensor_by_tensor(original: Callable[..., dict[str, Any]]) -> Callable[..., 
 EVERYWHERE: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.training.initialize._initialize_distributed",
-        wrapper=in_own_store,
-        signature="(get_embedding_ranks, get_position_embedding_ranks, store, "
-        "skip_model_parallel_init=False)",
+        wrapper=_in_own_store,
+        parameters="(get_embedding_ranks, get_position_embedding_ranks, store, "
+        "skip_model_parallel_init)",
         reason="leaves the store to torch, which has all of torchrun's attempts use the same keys "
         "of one store: restarted ranks look for each other where the first ones were",
     ),
     Replacement(
         target="megatron.core.datasets.utils.compile_helpers",
         wrapper=_prebuilt_helpers,
-        signature="()",
+        parameters="()",
         reason="runs make without the Makefile, which the wheel lacks, although the wheel "
         "brings the helpers built",
     ),
     Replacement(
         target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
         wrapper=_with_adam_state,
-        signature="(self)",
+        parameters="(self)",
         reason="reads the step from the state of torch's Adam, which has none before the first "
         "step: no checkpoint can be loaded without TE or Apex",
     ),
     Replacement(
         target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
         wrapper=_with_own_steps,
-        signature="(self, state_dict)",
+        parameters="(self, state_dict)",
         reason="leaves torch's Adam with one step tensor for all parameters, which then advances "
         "once for each",
     ),
@@ -165,7 +189,7 @@ EVERYWHERE: tuple[Replacement, ...] = (
         target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
         "_set_main_param_and_optimizer_states",
         wrapper=_keeping_step,
-        signature="(self, model_param, tensors)",
+        parameters="(self, model_param, tensors)",
         reason="wants the step of torch's Adam among the loaded tensors, and sets the step that "
         "was loaded back; copies into fp32 parameters, which are leaves that require grad",
     ),
@@ -173,26 +197,21 @@ EVERYWHERE: tuple[Replacement, ...] = (
         target="megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
         "load_state_dict",
         wrapper=_with_no_main_params,
-        signature="(self, state_dict)",
+        parameters="(self, state_dict)",
         reason="asks for the fp32 parameters of a rank that has none, and of whose empty list "
         "nothing was saved",
     ),
     Replacement(
         target="megatron.core.tensor_parallel.layers.linear_with_frozen_weight",
         wrapper=_with_trained_bias,
-        signature="(input: 'torch.Tensor', weight: 'torch.Tensor', "
-        "bias: 'Optional[torch.Tensor]', gradient_accumulation_fusion: 'bool', "
-        "allreduce_dgrad: 'bool', sequence_parallel: 'bool', "
-        "tp_group: 'Optional[torch.distributed.ProcessGroup]', "
-        "grad_output_buffer: 'Optional[List[torch.Tensor]]' = None, "
-        "wgrad_deferral_limit: 'None' = None, gtp_remat_size: 'int' = 1) -> 'torch.Tensor'",
+        parameters="(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, "
+        "sequence_parallel, tp_group, grad_output_buffer, wgrad_deferral_limit, gtp_remat_size)",
         reason="has no gradient for the bias of a frozen weight",
     ),
     Replacement(
         target="megatron.training.checkpointing._build_sharded_state_dict_metadata",
         wrapper=_tensor_by_tensor,
-        signature="(args: argparse.Namespace, dp_cp_group: "
-        "Optional[torch.distributed.distributed_c10d.ProcessGroup] = None) -> dict",
+        parameters="(args, dp_cp_group)",
         reason="saves one tensor for all layers and experts, which are not whole where patterns "
         "freeze some of them; a load reads what the checkpoint says",
     ),
@@ -200,7 +219,7 @@ EVERYWHERE: tuple[Replacement, ...] = (
         target="megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
         "check_grads",
         wrapper=norms_before_sums,
-        signature="(self, check_for_nan_or_inf, check_for_large)",
+        parameters="(self, check_for_nan_or_inf, check_for_large)",
         reason="has the host wait in the middle of a backward, and says the number of a bucket, of "
         "which nobody knows the module",
     ),
@@ -215,15 +234,13 @@ SAFE_READING: tuple[Replacement, ...] = (
     Replacement(
         target="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes",
         wrapper=weights_only,
-        signature="(self, read_item: torch.distributed.checkpoint.planner.ReadItem, "
-        "value: _io.BytesIO) -> None",
+        parameters="(self, read_item, value)",
         reason="unpickles whatever is no tensor without torch's weights-only rule",
     ),
     Replacement(
         target="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data",
         wrapper=naming_files,
-        signature="(self, plan: torch.distributed.checkpoint.planner.LoadPlan, planner: "
-        "torch.distributed.checkpoint.planner.LoadPlanner) -> torch.jit.Future[NoneType]",
+        parameters="(self, plan, planner)",
         reason="tells of a damaged file by what its reader came across, without its name",
     ),
 )
@@ -232,24 +249,22 @@ ON_CPU: tuple[Replacement, ...] = (
     Replacement(
         target="megatron.training.initialize.initialize_megatron",
         wrapper=_without_cuda,
-        signature="(allow_no_cuda=False, skip_mpu_initialization=False, "
-        "get_embedding_ranks=None, get_position_embedding_ranks=None, store=None, "
-        "skip_model_parallel_init=False, seed_pp_group=None, seed_dp_group=None, "
-        "seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, skip_random_seed=False)",
+        parameters="(allow_no_cuda, skip_mpu_initialization, get_embedding_ranks, "
+        "get_position_embedding_ranks, store, skip_model_parallel_init, seed_pp_group, "
+        "seed_dp_group, seed_tp_group, seed_ep_group, seed_etp_group, skip_random_seed)",
         reason="pretrain() calls it without allow_no_cuda, and so refuses a machine without a GPU",
     ),
     Replacement(
         target="megatron.training.utils.common_utils.get_device_arch_version",
         replacement=_no_stream_order,
-        signature="()",
+        parameters="()",
         reason="from 10 on upstream does not ask for CUDA_DEVICE_MAX_CONNECTIONS=1, which "
         "orders kernels of several streams",
     ),
     Replacement(
         target="megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
         replacement=_split_sizes,
-        signature="(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) "
-        "-> torch.Tensor",
+        parameters="(tensor, as_numpy, record_stream)",
         reason="turns split sizes into numbers only when they come from a GPU; gloo's all-to-all "
         "takes no tensors for them",
     ),
@@ -261,7 +276,7 @@ def apply_upstream_replacements(platform: Platform) -> None:
 
     Imports the targets' modules (``megatron.training`` among them), so call it after
     ``activate``. Raises ReplacementError, with nothing changed, when a target is missing or
-    its signature is another than the one its replacement was written for.
+    its parameters are others than those its replacement was written for.
     """
     rows = EVERYWHERE + (ON_CPU if platform.name == "cpu" else ())
     platform.use(ReplacementTable("upstream", rows))

@@ -1,34 +1,25 @@
 """What is replaced where Megatron saves and loads checkpoints, by how the run saves them."""
 
-import functools
+import pickle
 import queue
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from loongplug.platform.forked_save import forking_caller, no_worker, results_per_save
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
-
-def _thread_queue(original: Callable[..., Any]) -> Callable[..., Any]:
-    results: queue.Queue[Any] = queue.Queue()
-
-    @functools.wraps(original)
-    def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
-        return results
-
-    return get_write_results_queue
+_CHECKPOINTS = "megatron.core.dist_checkpointing"
+_STRATEGIES = f"{_CHECKPOINTS}.strategies"
 
 
 def synchronous_save_table() -> ReplacementTable:
     """For runs that write their checkpoints within the training process (no ``--async-save``)."""
+    results: queue.Queue[Any] = queue.Queue()
     return ReplacementTable(
         "synchronous save",
         (
-            Replacement(
-                target="megatron.core.dist_checkpointing.strategies.filesystem_async."
-                "get_write_results_queue",
-                wrapper=_thread_queue,
-                # Its signature names an object by its address, new in every process.
+            _results_queue(
+                lambda mp_mode="spawn": results,
                 reason="starts a process that imports torch, seconds per rank at the first "
                 "save, for a queue that only one process's threads use",
             ),
@@ -37,34 +28,73 @@ def synchronous_save_table() -> ReplacementTable:
 
 
 def asynchronous_save_on_cpu_table() -> ReplacementTable:
-    """For CPU runs with ``--async-save``."""
-    strategies = "megatron.core.dist_checkpointing.strategies"
+    """For CPU runs with ``--async-save``: each save is written by a fork of its rank.
+
+    The fork has the memory as it was, without a copy, while training goes on.
+    """
     return ReplacementTable(
         "asynchronous save on cpu",
         (
             Replacement(
                 target="megatron.training.async_utils.init_persistent_async_worker",
-                replacement=no_worker,
-                signature="(rank: int, mp_mode: str = 'spawn')",
+                replacement=lambda rank, mp_mode="spawn": None,
+                parameters="(rank, mp_mode)",
                 reason="starts a process that asks for its CUDA device and ends; training then "
                 "waits for it forever",
             ),
             Replacement(
-                target=f"{strategies}.async_utils.AsyncCallsQueue._get_async_caller",
-                wrapper=forking_caller,
-                signature="(self)",
+                target=f"{_STRATEGIES}.async_utils.AsyncCallsQueue._get_async_caller",
+                replacement=_forking_caller,
+                parameters="(self)",
                 reason="hands the parameters themselves to that process, in shared memory: it "
                 "would write them while training changes them",
             ),
-            Replacement(
-                target=f"{strategies}.filesystem_async.get_write_results_queue",
-                wrapper=results_per_save,
-                # Its signature names an object by its address, new in every process.
+            _results_queue(
+                lambda mp_mode="spawn": ForkedResults(),
                 reason="starts another process for a queue that all saves share; the results of "
                 "two saves under way would be mixed up",
             ),
         ),
     )
+
+
+def _results_queue(replacement: Callable[..., Any], *, reason: str) -> Replacement:
+    return Replacement(
+        target=f"{_STRATEGIES}.filesystem_async.get_write_results_queue",
+        replacement=replacement,
+        parameters="(mp_mode)",
+        reason=reason,
+    )
+
+
+def _forking_caller(queue_of_calls: Any) -> Any:
+    from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+
+    return TemporalAsyncCaller()
+
+
+class ForkedResults:
+    """What one forked writer tells its rank: an unnamed file, which holds any amount.
+
+    A pipe would fill up while the rank waits for the writer's end, and a manager would be one
+    more process, which outlives a rank that is killed.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the save
+
+    def put(self, results: Any) -> None:
+        """Leave the one answer; for the writer."""
+        pickle.dump(results, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """The writer's answer, after its end; ``queue.Empty`` when it ended without."""
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)  # written by this process's own fork
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise queue.Empty from error
 
 
 def whole_checkpoints_table(
@@ -83,35 +113,14 @@ def whole_checkpoints_table(
     from it, ``tracker`` Python's ``open``; ``write`` writes a rank's files, ``finalize`` wraps
     what all ranks do after that.
     """
-    return ReplacementTable(
-        "whole checkpoints",
-        (
-            *_of_saves(save=save, tracker=tracker, write=write, finalize=finalize),
-            *_of_loads(load=load, common=common, rates=rates),
-        ),
-    )
-
-
-def _of_saves(
-    *,
-    save: Callable[[Any], Any],
-    tracker: Callable[[Any], Any],
-    write: Callable[..., None],
-    finalize: Callable[[Any], Any],
-) -> tuple[Replacement, ...]:
-    strategies = "megatron.core.dist_checkpointing.strategies"
-    return (
+    rows = (
         Replacement(
-            target="megatron.core.dist_checkpointing.serialization.save",
+            target=f"{_CHECKPOINTS}.serialization.save",
             wrapper=save,
-            signature="(sharded_state_dict: Dict[str, Any], checkpoint_dir: str, "
-            "sharded_strategy: megatron.core.dist_checkpointing.strategies.torch."
-            "TorchDistSaveShardedStrategy = None, validate_access_integrity: bool = True, "
-            "async_sharded_save: bool = False, preprocess_common_before_consistancy_check: "
-            "Optional[Callable[[Dict[str, Any]], Dict[str, Any]]] = None, content_metadata: "
-            "Optional[dict] = None, async_strategy: Optional[str] = 'nvrx', "
-            "verify_integrity: bool = False) -> Optional["
-            "megatron.core.dist_checkpointing.strategies.async_utils.AsyncRequest]",
+            parameters="(sharded_state_dict, checkpoint_dir, sharded_strategy, "
+            "validate_access_integrity, async_sharded_save, "
+            "preprocess_common_before_consistancy_check, content_metadata, async_strategy, "
+            "verify_integrity)",
             reason="writes file by file into the checkpoint's own folder, over what is there",
         ),
         Replacement(
@@ -120,46 +129,31 @@ def _of_saves(
             reason="empties the file that names the latest checkpoint before it is written",
         ),
         Replacement(
-            target=f"{strategies}.filesystem_async.FileSystemWriterAsync."
+            target=f"{_STRATEGIES}.filesystem_async.FileSystemWriterAsync."
             "write_preloaded_data_multithread",
             replacement=staticmethod(write),
-            # Its signature names an object by its address, new in every process.
+            parameters="(transform_list, use_msc, rank, write_buckets, global_results_queue)",
             reason="keeps the class of a writer's error and drops its words; that of a second "
             "file ends the writer before it has told of it",
         ),
         Replacement(
-            target=f"{strategies}.state_dict_saver.save_state_dict_async_finalize",
+            target=f"{_STRATEGIES}.state_dict_saver.save_state_dict_async_finalize",
             wrapper=finalize,
-            signature="(storage_writer: 'FileSystemWriterAsync', global_metadata: "
-            "torch.distributed.checkpoint.metadata.Metadata, dist_wrapper: "
-            "torch.distributed.checkpoint.utils._DistWrapper) -> None",
+            parameters="(storage_writer, global_metadata, dist_wrapper)",
             reason="tells the coordinator alone why a checkpoint could not be written",
         ),
-    )
-
-
-def _of_loads(
-    *, load: Callable[[Any], Any], common: Callable[[Any], Any], rates: Callable[[Any], Any]
-) -> tuple[Replacement, ...]:
-    return (
         Replacement(
-            target="megatron.core.dist_checkpointing.serialization.load",
+            target=f"{_CHECKPOINTS}.serialization.load",
             wrapper=load,
-            signature="(sharded_state_dict: Dict[str, Any], checkpoint_dir: str, "
-            "sharded_strategy: megatron.core.dist_checkpointing.strategies.torch."
-            "TorchDistLoadShardedStrategy = None, validate_access_integrity: bool = True, "
-            "strict: Union[str, megatron.core.dist_checkpointing.validation.StrictHandling] = "
-            "<StrictHandling.ASSUME_OK_UNEXPECTED: 'assume_ok_unexpected'>, "
-            "verify_integrity: bool = False, process_group: "
-            "Optional[torch.distributed.distributed_c10d.ProcessGroup] = None) -> "
-            "Union[Dict[str, Any], Tuple[Dict[str, Any], Set[str], Set[str]]]",
+            parameters="(sharded_state_dict, checkpoint_dir, sharded_strategy, "
+            "validate_access_integrity, strict, verify_integrity, process_group)",
             reason="ignores tensors that the model does not have, and tells of others by "
             "shards and plans",
         ),
         Replacement(
-            target="megatron.core.dist_checkpointing.serialization.load_common_state_dict",
+            target=f"{_CHECKPOINTS}.serialization.load_common_state_dict",
             wrapper=common,
-            signature="(checkpoint_dir: Union[str, pathlib.Path]) -> Dict[str, Any]",
+            parameters="(checkpoint_dir)",
             reason="the first that is read of a checkpoint; what follows fails without a "
             "word of the optimizer when its state is of another kind",
         ),
@@ -167,7 +161,8 @@ def _of_loads(
             target="megatron.core.optimizer_param_scheduler.OptimizerParamScheduler."
             "load_state_dict",
             wrapper=rates,
-            signature="(self, state_dict: dict) -> None",
+            parameters="(self, state_dict)",
             reason="asserts at the first value that differs, without a word of the flags",
         ),
     )
+    return ReplacementTable("whole checkpoints", rows)

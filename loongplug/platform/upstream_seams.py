@@ -1,4 +1,4 @@
-"""Where our own code takes a place in Megatron's training, each with its reason and signature."""
+"""Where our own code takes a place in Megatron's training, each with its reason and parameters."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,26 +21,15 @@ def per_module_data_parallel_table(
             Replacement(
                 target="megatron.training.training.DDP",
                 replacement=wrapper,
-                signature="(config: megatron.core.transformer.transformer_config."
-                "TransformerConfig, ddp_config: megatron.core.distributed."
-                "distributed_data_parallel_config.DistributedDataParallelConfig, module: "
-                "torch.nn.modules.module.Module, disable_bucketing: bool = False, pg_collection: "
-                "Optional[megatron.core.process_groups_config.ProcessGroupCollection] = None, "
-                "full_param_layout: Optional[megatron.core.optimizer.param_layout."
-                "FullParamLayout] = None)",
+                parameters="(config, ddp_config, module, disable_bucketing, pg_collection, "
+                "full_param_layout)",
                 reason="puts one wrapper with one data parallel group around a whole chunk",
             ),
             Replacement(
                 target="megatron.training.training.get_megatron_optimizer",
                 wrapper=optimizer,
-                signature="(config: megatron.core.optimizer.optimizer_config.OptimizerConfig, "
-                "model_chunks: List[megatron.core.transformer.module.MegatronModule], "
-                "config_overrides: Optional[Dict[megatron.core.optimizer.optimizer_config."
-                "ParamKey, megatron.core.optimizer_param_scheduler.ParamGroupOverride]] = None, "
-                "use_gloo_process_groups: bool = True, pg_collection: Optional["
-                "megatron.core.process_groups_config.ProcessGroupCollection] = None, "
-                "dump_param_to_param_group_map: Optional[str] = None) -> "
-                "megatron.core.optimizer.optimizer.MegatronOptimizer",
+                parameters="(config, model_chunks, config_overrides, use_gloo_process_groups, "
+                "pg_collection, dump_param_to_param_group_map)",
                 reason="shards all parameters of a chunk over one data parallel group",
             ),
             *(
@@ -64,7 +53,7 @@ def rates_table(rates: Callable[[Any], Any]) -> ReplacementTable:
             Replacement(
                 target="megatron.training.training.get_optimizer_param_scheduler",
                 wrapper=rates,
-                signature="(optimizer)",
+                parameters="(optimizer)",
                 reason="multiplies iterations by one batch size, and steps by those there are",
             ),
         ),
@@ -79,9 +68,7 @@ def stepped_schedules_table(schedules: Callable[[Any], Any]) -> ReplacementTable
             Replacement(
                 target="megatron.training.training.get_forward_backward_func",
                 wrapper=schedules,
-                signature="(pp_size: Optional[int] = None, vp_size: Optional[int] = None, "
-                "schedule_pg_collection: Optional[megatron.core.process_groups_config."
-                "MultiModuleProcessGroupCollection] = None)",
+                parameters="(pp_size, vp_size, schedule_pg_collection)",
                 reason="gives schedules that know of no encoder phases before and after them",
             ),
         ),
@@ -107,7 +94,7 @@ def rank_order_table(order: Sequence[int], *, first_rank: int) -> ReplacementTab
     row = Replacement(
         target="megatron.core.parallel_state.RankGenerator.get_ranks",
         wrapper=reordered,
-        signature="(self, token)",
+        parameters="(self, token)",
         reason="knows orders of the axes only: none has a tensor parallel group on several stages",
     )
     return ReplacementTable("rank order", (row,) if order else ())
@@ -171,11 +158,10 @@ def training_log_table(
             Replacement(
                 target="megatron.training.training.training_log",
                 wrapper=tapped,
-                signature="(loss_dict, total_loss_dict, learning_rate: float | None, iteration, "
-                "loss_scale, report_memory_flag, skipped_iter, grad_norm, params_norm, "
-                "num_zeros_in_grad, max_attention_logit, pg_collection=None, "
-                "is_first_iteration=False, seqlen_squared_sum_in_batch: float | None = None, "
-                "total_real_tokens_in_batch: float | None = None)",
+                parameters="(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
+                "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad, "
+                "max_attention_logit, pg_collection, is_first_iteration, "
+                "seqlen_squared_sum_in_batch, total_real_tokens_in_batch)",
                 reason="the only place that knows every iteration's losses; it has no hook. The "
                 "line after a start's first one has the first one's loss and time in its means, "
                 "also where that one was an interval of its own",
@@ -183,9 +169,8 @@ def training_log_table(
             Replacement(
                 target="megatron.training.training.evaluate",
                 wrapper=tapped_evaluation,
-                signature="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
-                "config, verbose=False, non_loss_data_func=None, eval_iters=None, "
-                "pg_collection=None, p2p_communicator=None)",
+                parameters="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
+                "config, verbose, non_loss_data_func, eval_iters, pg_collection, p2p_communicator)",
                 reason="the only place that knows the validation loss; it has no hook",
             ),
         ),
@@ -213,13 +198,8 @@ def setup_table(on_setup: Callable[[list[Any], Any], None]) -> ReplacementTable:
             Replacement(
                 target="megatron.training.training.setup_model_and_optimizer",
                 wrapper=tapped,
-                signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
-                "cfg_container: "
-                "megatron.training.config.container.PretrainConfigContainer | None = "
-                "None, pg_collection: "
-                "megatron.core.process_groups_config.ProcessGroupCollection | "
-                "megatron.core.process_groups_config.MultiModuleProcessGroupCollection "
-                "| None = None)",
+                parameters="(model_type, model_provider_func, checkpointing_context, *, "
+                "cfg_container, pg_collection)",
                 reason="the only place that has the optimizer before training; it has no hook",
             ),
         ),

@@ -79,7 +79,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         decoder = model.text_decoder
         if decoder.config.fine_grained_activation_offloading:  # Megatron's own, of modules
             decoder.preprocess_for_fine_grained_offloading()
-        self._pass = None if offload is None else offload.begin_pass(in_nodes=True)
+        self._next_layer = None if offload is None else offload.begin_pass(in_nodes=True)
         super().__init__(
             decoder,
             input_ids,
@@ -111,7 +111,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
 
     def _extra_args_for_layer(self, *args: Any) -> dict[str, Any]:
         extra: dict[str, Any] = super()._extra_args_for_layer(*args)
-        return extra | {"tensors": None if self._pass is None else self._pass.next_layer()}
+        return extra | {"tensors": None if self._next_layer is None else self._next_layer()}
 
     def release_state(self) -> Any:
         """Let go of the model too."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.schedule.tensor_names import PLACES
-from loongplug.schedule.tensor_offload import Pass, TensorOffload
+from loongplug.schedule.tensor_offload import LayerTensors, TensorOffload
 
 
 def offload_layers(chunk: MultimodalModel, offload: TensorOffload) -> None:
@@ -27,14 +27,14 @@ def offload_layers(chunk: MultimodalModel, offload: TensorOffload) -> None:
                 "TransformerEngine fuses into linears give none, and dense layers have no experts);"
                 " drop it"
             )
-    begun: list[Pass] = []
+    next_layer: list[Callable[[], LayerTensors]] = []  # of the pass that has begun
 
     def begin(module: nn.Module, args: Any) -> None:
-        begun[:] = [offload.begin_pass()]
+        next_layer[:] = [offload.begin_pass()]
 
     decoder.register_forward_pre_hook(begin)
     for layer in decoder.layers:
-        layer.forward = _leaving(layer.forward, begun)
+        layer.forward = _leaving(layer.forward, next_layer)
 
 
 def _watch(layer: nn.Module, name: str, offload: TensorOffload) -> bool:
@@ -69,11 +69,12 @@ def _found(layer: nn.Module, wanted: str) -> Iterator[nn.Module]:
             yield module
 
 
-def _leaving(forward: Callable[..., Any], begun: list[Pass]) -> Callable[..., Any]:
+def _leaving(
+    forward: Callable[..., Any], next_layer: list[Callable[[], LayerTensors]]
+) -> Callable[..., Any]:
     @wraps(forward)
     def with_leaving(*args: Any, **kwargs: Any) -> Any:
-        (current,) = begun
-        tensors = current.next_layer()
+        tensors = next_layer[0]()
         with tensors.forward():
             output = forward(*args, **kwargs)
         tensors.forward_done()

@@ -11,8 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.platform import Platform
-from loongplug.platform.prefetch import Movable, PrefetchQueue
-from loongplug.platform.saved_storages import SavedView, saved_view
+from loongplug.platform.prefetch import Movable, PrefetchQueue, SavedView, saved_view
 
 
 class TensorOffload:
@@ -40,8 +39,8 @@ class TensorOffload:
         self._passes: dict[int, list[LayerTensors]] = {}  # with something away, by number
         self._followers: dict[int, int] = {}  # pass by pass, of the step before
 
-    def begin_pass(self, *, in_nodes: bool = False) -> "Pass":
-        """A microbatch enters a chunk.
+    def begin_pass(self, *, in_nodes: bool = False) -> Callable[[], "LayerTensors"]:
+        """A microbatch enters a chunk; what is given is called for each layer, in their order.
 
         ``in_nodes``: by nodes of a schedule, which keep what they were given for the place of its
         gradient; its memory is given back under their hands.
@@ -50,7 +49,7 @@ class TensorOffload:
             self._followers = dict(zip(self._order, self._order[1:], strict=False))
             self._begun, self._order, self._passes = 0, [], {}
         self._begun += 1
-        return Pass(self, self._begun - 1, in_nodes=in_nodes)
+        return partial(LayerTensors, self, self._begun - 1, in_nodes=in_nodes)
 
     def expect(self, order: Sequence[int]) -> None:
         """Before a step: the numbers of its passes, in the order in which they will go backward."""
@@ -98,19 +97,6 @@ class TensorOffload:
             del self._passes[number]
             layers = self._passes.get(self._followers.get(number, -1), [])
         return layers[-1] if layers else None
-
-
-class Pass:
-    """One microbatch's way through one chunk."""
-
-    def __init__(self, offload: TensorOffload, number: int, *, in_nodes: bool) -> None:
-        self._offload = offload
-        self._number = number
-        self._in_nodes = in_nodes
-
-    def next_layer(self) -> "LayerTensors":
-        """The layers come in their order."""
-        return LayerTensors(self._offload, self._number, in_nodes=self._in_nodes)
 
 
 class LayerTensors:

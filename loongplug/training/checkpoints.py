@@ -7,13 +7,16 @@ from typing import Any
 
 from megatron.training.checkpointing import checkpoint_exists
 
-from loongplug.checkpoint.architecture import check_architecture, write_architecture
 from loongplug.checkpoint.atomic import AtomicSaves, recover
-from loongplug.checkpoint.data_note import check_data_note, write_data_note
 from loongplug.checkpoint.failed_writes import told_to_all, write_buckets
-from loongplug.checkpoint.same_optimizer import checked_common_state
+from loongplug.checkpoint.notes import (
+    check_architecture,
+    check_data_note,
+    write_architecture,
+    write_data_note,
+)
 from loongplug.checkpoint.same_rates import checked_rates
-from loongplug.checkpoint.same_tensors import checked_load
+from loongplug.checkpoint.same_state import checked_common_state, checked_load
 from loongplug.checkpoint.tracker import check_latest, replaced_whole
 from loongplug.platform import Platform
 from loongplug.platform.upstream_saving import (

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from loongplug.checkpoint.adapter_files import check_adapter_export, save_adapters
 from loongplug.checkpoint.adapter_weights import merged_weights
 from loongplug.checkpoint.agreement import CommonError, raise_together
-from loongplug.checkpoint.architecture import write_architecture
-from loongplug.checkpoint.carried_files import CARRIED_FOLDER, copy_carried_files
-from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
+from loongplug.checkpoint.hf_export import (
+    CARRIED_FOLDER,
+    check_hf_export,
+    copy_carried_files,
+    save_hf_folder,
+)
+from loongplug.checkpoint.notes import write_architecture
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable

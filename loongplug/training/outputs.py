@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from loongplug.checkpoint.agreement import raise_together
+from loongplug.checkpoint.agreement import raise_together, write_error
 from loongplug.checkpoint.save_lock import save_lock
-from loongplug.checkpoint.write_errors import write_error
 from loongplug.observe.metrics_file import read_metrics
 from loongplug.parallel.failure import AtEnd, nothing_at_end
 

@@ -12,8 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
 
-from loongplug.checkpoint.agreement import raise_together
-from loongplug.checkpoint.write_errors import write_error
+from loongplug.checkpoint.agreement import raise_together, write_error
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from loongplug.checkpoint.architecture import (
+from loongplug.checkpoint.notes import (
     ARCHITECTURE_FILE,
     check_architecture,
     write_architecture,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.checkpoint.data_note import DATA_FILE, check_data_note, write_data_note
+from loongplug.checkpoint.notes import DATA_FILE, check_data_note, write_data_note
 
 pytestmark = pytest.mark.quick
 

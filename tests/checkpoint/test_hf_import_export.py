@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gathered import gather_full_tensors, replica_differences
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from ranks import model_parallel, run_ranks
@@ -21,7 +22,6 @@ from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGener
 
 from loongplug.checkpoint import hf_export
 from loongplug.checkpoint.hf_export import check_hf_export, save_hf_folder
-from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.checkpoint.manifest import MANIFEST_FILE, digest_of, read_manifest
 from loongplug.data.demo_processor import write_processor

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from loongplug.checkpoint import replaced_files as module
-from loongplug.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from loongplug.checkpoint.manifest import HIDDEN, MANIFEST_FILE, read_manifest
 from loongplug.checkpoint.replaced_files import (
-    HIDDEN,
     check_replaceable,
     is_half_replaced,
     replaced_files,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loongplug.checkpoint.same_optimizer import check_optimizer
+from loongplug.checkpoint.same_state import check_optimizer
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
 
-from loongplug.checkpoint.same_tensors import checked_load
+from loongplug.checkpoint.same_state import checked_load
 from loongplug.platform.upstream_saving import synchronous_save_table
 
 Shapes = dict[str, tuple[int, ...]]

@@ -13,8 +13,7 @@ from small_checkpoints import write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from loongplug.checkpoint.same_optimizer import checked_common_state
-from loongplug.checkpoint.same_tensors import checked_load
+from loongplug.checkpoint.same_state import checked_common_state, checked_load
 from loongplug.checkpoint.whole import check_whole, described_files, told_of_damage
 
 pytestmark = pytest.mark.quick

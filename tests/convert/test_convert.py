@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from small_checkpoints import write_checkpoint
 from typer.testing import CliRunner
 
-from loongplug.checkpoint.carried_files import CARRIED_FOLDER
+from loongplug.checkpoint.hf_export import CARRIED_FOLDER
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.cli import app
 from loongplug.convert import streaming

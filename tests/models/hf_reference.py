@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 import transformers
+from gathered import gather_full_tensors, replica_differences
 from hf_batches import IMAGE, SEQ_LENGTH, VIDEO, Batch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -28,7 +29,6 @@ from megatron.core.utils import get_model_config
 from ranks import model_parallel, run_ranks
 
 from loongplug.checkpoint.adapter_files import load_adapters, save_adapters
-from loongplug.checkpoint.hf_gather import gather_full_tensors, replica_differences
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig

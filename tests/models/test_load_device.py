@@ -11,7 +11,6 @@ from tiny_qwen3_vl_moe import architecture
 
 from loongplug.checkpoint import hf_import
 from loongplug.checkpoint.hf_import import fill_all
-from loongplug.checkpoint.progress import ignore_bytes
 from loongplug.models.registry import family_of
 from loongplug.training import provider as provider_module
 from loongplug.training.provider import ModelProvider
@@ -63,4 +62,4 @@ def test_a_parameter_on_the_host_is_named_before_anything_is_sent(monkeypatch):
         for name, device in (("linear", "meta"), ("router", "cpu"))
     ]
     with pytest.raises(AssertionError, match=r"not on meta yet: router$"):
-        fill_all(owned, fill=None, holders={}, groups={}, on_bytes=ignore_bytes)
+        fill_all(owned, fill=None)

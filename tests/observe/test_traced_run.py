@@ -11,7 +11,7 @@ from loongplug.observe.command import trace
 from loongplug.observe.hooks import PAYLOADS, StepHooks
 from loongplug.observe.trace_file import TraceWriter, read_folder
 from loongplug.platform.replacements import Replacement, resolve
-from loongplug.platform.upstream_tracing import SIGNATURES
+from loongplug.platform.upstream_tracing import PARAMETERS
 from loongplug.training.run import run
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -215,7 +215,7 @@ def test_a_run_that_fails_leaves_its_trace(short, tmp_path, capsys):
     assert "Step 2" in capsys.readouterr().out
 
 
-TARGETS = (*SIGNATURES, *(f"torch.distributed.{name}" for name in PAYLOADS))
+TARGETS = (*PARAMETERS, *(f"torch.distributed.{name}" for name in PAYLOADS))
 
 
 def traced_targets() -> int:

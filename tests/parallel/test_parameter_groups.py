@@ -1,4 +1,4 @@
-"""Groups of parameters are found again by their module, and where there is none by their rates."""
+"""Groups of parameters are found again by their module."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from loongplug.parallel.parameter_groups import groups_to_load
 pytestmark = pytest.mark.quick
 
 
-def group(module: str | None, **settings: Any) -> dict[str, Any]:
-    named = {} if module is None else {"module": module}
-    return {"max_lr": 1.0, "min_lr": 0.1, "wd_mult": 1.0, "betas": (0.9, 0.95), **named, **settings}
+def group(module: str, **settings: Any) -> dict[str, Any]:
+    named = {"module": module, "max_lr": 1.0, "min_lr": 0.1, "wd_mult": 1.0, "betas": (0.9, 0.95)}
+    return named | settings
 
 
-def test_groups_are_found_by_module_and_then_by_rates():
+def test_groups_are_found_by_module():
     def saved_rates(own: dict[str, Any], *saved: dict[str, Any]) -> Any:
         (loaded,), (rates,) = groups_to_load([own], saved)
         assert loaded["betas"] == (0.8, 0.9)
@@ -22,7 +22,7 @@ def test_groups_are_found_by_module_and_then_by_rates():
         assert loaded["wd_mult"] == own["wd_mult"]
         return rates.saved
 
-    def was(module: str | None, **settings: Any) -> dict[str, Any]:
+    def was(module: str, **settings: Any) -> dict[str, Any]:
         return group(module, betas=(0.8, 0.9), **settings)
 
     encoder, projector = was("encoder", max_lr=2.0), was("projector", max_lr=3.0)
@@ -30,8 +30,4 @@ def test_groups_are_found_by_module_and_then_by_rates():
     assert saved_rates(group("encoder"), biases, projector, encoder) == (2.0, 0.1)
     assert saved_rates(group("encoder", wd_mult=0.0), encoder, projector, biases) == (4.0, 0.1)
     assert saved_rates(group("encoder", is_expert_parallel=True), encoder) is None
-    # Without names, as earlier versions saved them: one that fits, else one of the same rates.
-    assert saved_rates(group("encoder"), was(None, max_lr=2.0)) == (2.0, 0.1)
-    assert saved_rates(group("encoder"), was(None), was(None, max_lr=2.0)) == (1.0, 0.1)
-    assert saved_rates(group("encoder"), was(None, max_lr=3.0), was(None, max_lr=2.0)) is None
     assert saved_rates(group("encoder"), projector) is None

@@ -134,7 +134,7 @@ def test_old_python() -> None:
 
 
 def test_megatron_that_cannot_be_used() -> None:
-    error = "ReplacementError: megatron.training.x: expected the signature (), found (y)"
+    error = "ReplacementError: megatron.training.x: expected the parameters (), found (y)"
     severity, text, _, code = _only(_with(CPU, upstream_error=error))
     assert (severity, code) == ("error", 1)
     assert error in text

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from loongplug.platform.forked_save import ForkedResults
-from loongplug.platform.upstream_saving import asynchronous_save_on_cpu_table
+from loongplug.platform.upstream_saving import ForkedResults, asynchronous_save_on_cpu_table
 
 pytestmark = pytest.mark.quick
 

@@ -135,21 +135,50 @@ def test_moved_target_is_named(upstream: types.ModuleType, target: str, found: s
     assert upstream.call is _call  # nothing was applied
 
 
-def test_changed_signature_is_named(upstream: types.ModuleType) -> None:
-    expected = "(value: int, *, twice: bool = False) -> int"
-    _table(_row("fakeup.call", signature=expected)).apply()
-    sys.modules["fakeup"].call = _call
+def _renamed(number: int, *, twice: bool = False) -> int: ...
+def _added(value: int, more: int = 0, *, twice: bool = False) -> int: ...
+def _removed(value: int) -> int: ...
+def _by_place(value: int, twice: bool = False) -> int: ...
+def _turned(twice: bool, *, value: int) -> int: ...
+def _any_more(value: int, *, twice: bool = False, **more: int) -> int: ...
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (_renamed, "(number, *, twice)"),
+        (_added, "(value, more, *, twice)"),
+        (_removed, "(value)"),
+        (_by_place, "(value, twice)"),
+        (_turned, "(twice, *, value)"),
+        (_any_more, "(value, *, twice, **more)"),
+    ],
+)
+def test_changed_parameters_are_named(
+    upstream: types.ModuleType, changed: types.FunctionType, found: str
+) -> None:
+    row = _row("fakeup.call", parameters="(value, *, twice)")
+    table = _table(row)
+    table.apply()
+    table.undo()
+    upstream.call = changed
     with pytest.raises(ReplacementError) as caught:
-        _table(_row("fakeup.call", signature="(value: int) -> int")).apply()
+        table.apply()
     text = str(caught.value)
-    assert text.startswith("fakeup.call: expected the signature (value: int) -> int")
-    assert f"found {expected}" in text
-    assert upstream.call is _call
+    assert text.startswith(f"fakeup.call: expected the parameters {row.parameters}, found {found};")
+    assert upstream.call is changed
 
 
-def test_object_without_a_signature(upstream: types.ModuleType) -> None:
-    with pytest.raises(ReplacementError, match=r"fakeup\.empty: .* found no signature \(tuple\)"):
-        _table(_row("fakeup.empty", signature="()")).apply()
+def test_types_and_defaults_may_change(upstream: types.ModuleType) -> None:
+    def other_types(value: float, *, twice: bool = True) -> float: ...
+
+    upstream.call = other_types
+    _table(_row("fakeup.call", parameters="(value, *, twice)")).apply()
+
+
+def test_object_without_parameters(upstream: types.ModuleType) -> None:
+    with pytest.raises(ReplacementError, match=r"fakeup\.empty: .* found no parameters \(tuple\)"):
+        _table(_row("fakeup.empty", parameters="()")).apply()
 
 
 def test_import_errors_inside_a_target_are_not_hidden(

@@ -21,7 +21,7 @@ def _value(row: Replacement) -> Any:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
 def test_row_is_replaced_and_restored(row: Replacement) -> None:
-    assert row.signature is not None, "every replaced Megatron function has its signature checked"
+    assert row.parameters is not None, "every replaced Megatron function has its parameters checked"
     table = current_platform()._tables["upstream"]  # type: ignore[attr-defined]
     active = _value(row)
     table.undo()
@@ -29,7 +29,7 @@ def test_row_is_replaced_and_restored(row: Replacement) -> None:
         original = _value(row)
         assert original is not active
         assert original.__module__.startswith("megatron.")
-        resolve(row)  # the signature is that of the installed version
+        resolve(row)  # the parameters are those of the installed version
     finally:
         table.apply()
     assert _value(row) is not original
@@ -56,7 +56,9 @@ def test_changed_upstream_is_named(row: Replacement, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(owner, name, lambda surprise: None)
         with pytest.raises(ReplacementError) as caught:
             table.apply()
-        assert str(caught.value).startswith(f"{row.target}: expected the signature {row.signature}")
+        assert str(caught.value).startswith(
+            f"{row.target}: expected the parameters {row.parameters}"
+        )
         assert "found (surprise)" in str(caught.value)
         assert not table.active
     finally:

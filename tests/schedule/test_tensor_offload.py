@@ -52,9 +52,9 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
 
     def forward(self, hidden: Tensor, offload: TensorOffload) -> Tensor:
-        begun = offload.begin_pass(in_nodes=self.in_nodes)
+        next_layer = offload.begin_pass(in_nodes=self.in_nodes)
         for layer in self.layers:
-            tensors = begun.next_layer()
+            tensors = next_layer()
             with tensors.forward():
                 both = layer.attend(hidden, offload)
             with tensors.forward():
