@@ -42,7 +42,12 @@ class InTransformers:
     config_class: str
     architecture: str
     roots: Mapping[str, str]
-    sections: Mapping[str, tuple[str, ...]]
+    sections: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "text_config": ("text_decoder",),
+            "vision_config": ("image_encoder", "image_projector"),
+        }
+    )
     prefixes: tuple[tuple[str, str], ...] = ()
 
 

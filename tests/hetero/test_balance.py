@@ -121,12 +121,13 @@ def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
     for layer in range(own.num_layers):
         lengths = []
         for frames, height, width in grids:
-            segments = (height * width,)
+            segments = [height * width]
             if gated and layer not in own.full_attention_layers:
-                _, segments = frame_windows(
+                _, windows = frame_windows(
                     height, width, merge=own.spatial_merge_size, side=own.window_tokens
                 )
-            lengths += [*segments] * frames
+                segments = windows.tolist()
+            lengths += segments * frames
         patches = sum(lengths)
         expected += patches * (4 * hidden**2 + (3 if gated else 2) * hidden * ffn)
         expected += sum(2 * length**2 * hidden for length in lengths)
