@@ -283,12 +283,11 @@ class StepHooks:
             ):
                 work = original(*args, **kwargs)
             # send and recv give a rank.
-            return work if work is None or isinstance(work, int) else self._under_way(work, name)
+            if work is None or isinstance(work, int):
+                return work
+            return ReportedWork(work, self._recorder, name)
 
         return reported
-
-    def _under_way(self, work: Any, name: str) -> ReportedWork:
-        return ReportedWork(work, self._recorder, name)
 
 
 def _identity(output: Any) -> int:

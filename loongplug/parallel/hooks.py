@@ -16,13 +16,15 @@ A backward that fails, or that is asked for some gradients only and never comes 
 the state that it began in: a callback of the whole backward sees to that.
 """
 
+import copy
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from loongplug.parallel.nested import map_tensors
 from loongplug.parallel.states import PARALLEL_STATES
 from loongplug.platform import current_platform
 
@@ -67,7 +69,7 @@ class StateHooks:
                 return tensor
             return _Enter.apply(forward.call, tensor, forward.token)
 
-        return map_tensors(output, behind)
+        return _map_tensors(output, behind)
 
     def _leaf_for(self, module: nn.Module) -> torch.Tensor:
         """What Leave is made from. It has to be where the module computes: autograd has a
@@ -195,3 +197,49 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         self()
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor replaced by what ``function`` makes of it.
+
+    Each tensor is given to ``function`` once, however often it occurs. What has nothing
+    replaced in it comes back as the same object; anything else is a shallow copy of its own
+    type. Objects of other kinds are left as they are, with the tensors in them.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return _map(value, once)
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    items = _items(value)
+    changed = {key: new for key, item in items.items() if (new := _map(item, function)) is not item}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        parts = list((items | changed).values())
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    new = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, list | dict):
+            new[key] = item
+        else:
+            object.__setattr__(new, key, item)  # a dataclass may be frozen
+    return new
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return {}

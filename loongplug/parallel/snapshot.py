@@ -17,12 +17,13 @@ What stays with the process as a whole, and why: docs/parallel_states.md.
 from operator import itemgetter
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.moe import moe_logging
 
 from loongplug.parallel.discovery import STATE_NAMES, values_at_start
-from loongplug.parallel.generators import part_generators, put_generators, take_generators
+from loongplug.platform import current_platform
 
 _values_of = itemgetter(*STATE_NAMES)
 
@@ -52,14 +53,14 @@ class Snapshot:
             self._values = values
             self._globals = dict(zip(STATE_NAMES, values, strict=True))
         self._others = [where[name] for where, name, _ in OTHER_GLOBALS]
-        self._generators = take_generators()
+        self._generators = _take_generators()
 
     def load(self) -> None:
         """Give Megatron these values."""
         vars(parallel_state).update(self._globals)
         for (where, name, _), value in zip(OTHER_GLOBALS, self._others, strict=True):
             where[name] = value
-        put_generators(self._generators)
+        _put_generators(self._generators)
 
 
 def load_start() -> None:
@@ -71,4 +72,34 @@ def load_start() -> None:
     vars(parallel_state).update(values_at_start())
     for where, name, value in OTHER_GLOBALS:
         where[name] = value
-    part_generators()
+    _part_generators()
+
+
+def _take_generators() -> tuple[Any, ...]:
+    """What :func:`_put_generators` takes.
+
+    The host's state is copied. A device's is handed over as the object that its generator works
+    on, so that neither taking nor putting waits for the device or copies.
+    """
+    host = torch.default_generator.get_state()  # [5056] uint8
+    if current_platform().name != "cuda":
+        return (host,)
+    return (host, _device_generator().graphsafe_get_state())
+
+
+def _put_generators(taken: tuple[Any, ...]) -> None:
+    """Go on where the generators were when ``taken`` was taken, or last put and used since."""
+    torch.default_generator.set_state(taken[0])
+    if len(taken) > 1:
+        _device_generator().graphsafe_set_state(taken[1])
+
+
+def _part_generators() -> None:
+    """Go on with the same numbers, but leave what was taken before as it is."""
+    if current_platform().name == "cuda":
+        generator = _device_generator()
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def _device_generator() -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device()]
