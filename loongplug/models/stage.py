@@ -10,7 +10,7 @@ from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig, carry_deepstack
 from loongplug.models.entries import Entry, only_decoder, only_encoder
 from loongplug.models.layers.specs import Backend
-from loongplug.models.lora.attach import add_adapters
+from loongplug.models.lora.adapter import add_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.parts import Part, load
 from loongplug.parallel.module_state import ModuleState
