@@ -4,6 +4,7 @@ A clock takes stamps cheaply, and tells later what time they stand for.
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,13 +44,13 @@ def _wall_offset() -> int:
     return min(readings)[1]
 
 
+@dataclass
 class _Reference:
     """An event whose time is known, or will be by the reference before it."""
 
-    def __init__(self, event: Any, *, at: int | None, before: "_Reference | None") -> None:
-        self._event = event
-        self._at = at
-        self._before = before
+    _event: Any
+    _at: int | None = None
+    _before: "_Reference | None" = None
 
     def reached(self) -> bool:
         return self._at is not None or bool(self._event.query())
@@ -77,7 +78,7 @@ class DeviceClock:
         torch.cuda.synchronize()
         event = self._recorded()
         torch.cuda.synchronize()
-        self._reference = _Reference(event, at=host.now(), before=None)
+        self._reference = _Reference(event, host.now())
         self._free: list[Any] = []
 
     def _recorded(self) -> Any:
@@ -95,7 +96,7 @@ class DeviceClock:
 
     def new_reference(self) -> None:
         """Count from here; to be asked for once a step."""
-        self._reference = _Reference(self._recorded(), at=None, before=self._reference)
+        self._reference = _Reference(self._recorded(), _before=self._reference)
 
     def synchronize(self) -> None:
         """Return when every stamp is reached."""

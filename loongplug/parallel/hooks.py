@@ -18,7 +18,7 @@ the state that it began in: a callback of the whole backward sees to that.
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -108,28 +108,24 @@ def run_in_state(module: nn.Module, name: str) -> StateHooks:
     return StateHooks(module, name)
 
 
+@dataclass(slots=True)
 class _Forward:
-    """A forward in progress."""
+    """A forward in progress, and the state that it was called in."""
 
-    __slots__ = ("before", "call", "token")
-
-    def __init__(self, before: str | None) -> None:
-        self.before = before
-        self.call: _Call | None = None
-        self.token: torch.Tensor | None = None
+    before: str | None
+    call: "_Call | None" = None
+    token: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
 class _Call:
     """What the nodes of one forward share. No tensor of the graph: nodes hold it, so that would
     be a circle that keeps the activations."""
 
-    __slots__ = ("_backward", "_before", "leaf", "name")
-
-    def __init__(self, name: str, leaf: torch.Tensor) -> None:
-        self.name = name
-        self.leaf = leaf
-        self._backward = -1
-        self._before = ""
+    name: str
+    leaf: torch.Tensor
+    _backward: int = -1
+    _before: str = ""
 
     def enter(self) -> None:
         """At each output's node: the first of a backward switches."""
@@ -179,6 +175,7 @@ class _Enter(torch.autograd.Function):
         return None, grads[0], ctx.call.leaf.detach()
 
 
+@dataclass(frozen=True)
 class _EndOfBackward:
     """Puts the state back that a backward began in.
 
@@ -186,14 +183,13 @@ class _EndOfBackward:
     it raises, and this one then does the same.
     """
 
-    def __init__(self, backward: int, before: str) -> None:
-        self._backward = backward
-        self._before = before
+    backward: int
+    before: str
 
     def __call__(self) -> None:
-        if self._backward in PARALLEL_STATES.backwards:
-            PARALLEL_STATES.backwards.remove(self._backward)
-            PARALLEL_STATES.switch(self._before)
+        if self.backward in PARALLEL_STATES.backwards:
+            PARALLEL_STATES.backwards.remove(self.backward)
+            PARALLEL_STATES.switch(self.before)
 
     def __del__(self) -> None:
         self()

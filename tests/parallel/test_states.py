@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from ranks import RankError, model_parallel, run_ranks
 from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
 
-from loongplug.parallel.discovery import STATE_NAMES
 from loongplug.parallel.layout import Layout, encoder_layout
 from loongplug.parallel.live_layout import live_layout
+from loongplug.parallel.snapshot import STATE_NAMES
 from loongplug.parallel.states import (
     PARALLEL_STATES,
     adopt_parallel_state,

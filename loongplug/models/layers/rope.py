@@ -65,14 +65,11 @@ class RotarySelfAttention(SelfAttention):
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
+        **options: Any,
     ) -> tuple[Tensor, ...]:
         """Query [s, b, heads, dim], key and value [s, b, groups, dim]; query and key turned."""
         table = key_value_states
-        query, key, *rest = super().get_query_key_value_tensors(
-            hidden_states, None, output_gate=output_gate, split_qkv=split_qkv
-        )
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **options)
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
         return (query, key, *rest)
