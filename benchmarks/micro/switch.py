@@ -67,9 +67,9 @@ def measure(*, switches: int) -> SwitchFigures:
 
     from loongplug.parallel.layout import Layout
     from loongplug.parallel.states import (
+        PARALLEL_STATES,
         TEXT_DECODER,
         adopt_parallel_state,
-        change_parallel_state,
         create_parallel_state,
         destroy_parallel_states,
     )
@@ -81,12 +81,13 @@ def measure(*, switches: int) -> SwitchFigures:
         decoder = adopt_parallel_state()
         create_parallel_state(encoder, Layout(dp=decoder.world_size), seed=1)
         both, same = (encoder, TEXT_DECODER), (TEXT_DECODER, TEXT_DECODER)
-        _times(change_parallel_state, both, calls=WARM_UP)
+        change = PARALLEL_STATES.switch
+        _times(change, both, calls=WARM_UP)
         return SwitchFigures(
             device=current_platform().name,
             switches=switches,
-            switch=_times(change_parallel_state, both, calls=switches),
-            to_the_same=_times(change_parallel_state, same, calls=switches),
+            switch=_times(change, both, calls=switches),
+            to_the_same=_times(change, same, calls=switches),
         )
     finally:
         destroy_parallel_states()
@@ -126,7 +127,7 @@ def _print(figures: SwitchFigures) -> None:
         "call",
         "median, µs",
         "p99, µs",
-        title=f"change_parallel_state, {figures.switches:,} calls, {figures.device}",
+        title=f"PARALLEL_STATES.switch, {figures.switches:,} calls, {figures.device}",
     )
     for name, times in (
         ("to another state", figures.switch),

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from loongplug.checkpoint.hf_gather import WeightOf, loaded_weight
 from loongplug.checkpoint.owned import owned_parameters
 from loongplug.models.hf_mapping import local_shape
-from loongplug.models.lora.adapter import Adapter
-from loongplug.models.lora.attach import adapters
+from loongplug.models.lora.adapter import Adapter, adapters
 from loongplug.models.lora.mapping import AdapterTable
 
 

@@ -10,7 +10,7 @@ from loongplug.data.loader import collate
 from loongplug.data.source import Assignment, LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.hetero.modes import balance_of
-from loongplug.hetero.sequence_shards import sequence_shards, size
+from loongplug.hetero.routes import sequence_shards, size
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
 

@@ -26,7 +26,7 @@ from loongplug.estimate.trace import DECODER, ENCODER, PIXELS, Tracer, drop
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.entries import Entry
 from loongplug.models.features import VisionFeatures
-from loongplug.models.layers.delayed_linear import DelayedGradient
+from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform

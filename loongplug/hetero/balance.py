@@ -50,12 +50,11 @@ class EncoderWork:
             merge=encoder.spatial_merge_size,
         )
 
-    def of_unit(self, grids: Sequence[Grid]) -> int:
-        """One unit's; without images it is encoded as the smallest image there is."""
-        return self.of_units([grids])[0]
-
     def of_units(self, units: Sequence[Sequence[Grid]]) -> list[int]:
-        """Each unit's. A size of frame is counted once: the images of a step share few sizes."""
+        """Each unit's; without images it is encoded as the smallest image there is.
+
+        A size of frame is counted once: the images of a step share few sizes.
+        """
         smallest = ((1, self.merge, self.merge),)
         sizes = {grid[1:] for grids in units for grid in grids} | {smallest[0][1:]}
         of_frame = {size: self._of_frame(*size) for size in sizes}

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.sequence_shards import sequence_shards
+from loongplug.hetero.routes import sequence_shards
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 
@@ -24,10 +24,6 @@ class EncoderOfStep:
         self._chunk = chunk
         self._model = model
         self.trains = training and model.trains(entry)
-
-    def runs_outside_schedule(self) -> None:
-        """The schedule has nothing to gather or reduce for it."""
-        self._chunk.outside_schedule.add(self._entry.name)
 
     def payload(self, microbatch: Microbatch | None) -> Tensor:
         """A unit's features as they travel, [tokens, width]; None stands for no images at all."""

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
-from loongplug.hetero.sequence_shards import Rows, size
+from loongplug.hetero.routes import Rows, Transfer, feature_transfers, gradient_transfers, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.hetero.activations import addresses, movable_saves
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.operations import (
     BEGIN,
@@ -138,7 +137,7 @@ class Executor:
             trains=encoder.trains,
         )
         if self._outside_schedule:
-            encoder.runs_outside_schedule()
+            chunk.outside_schedule.add(self._entry.name)
         self._step = _Step(plan=plan, encoder=encoder, model=model, microbatches=microbatches)
         self._do(BEGIN)
 

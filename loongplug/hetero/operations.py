@@ -119,38 +119,27 @@ class EncoderBackward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Copies to the host set out; the device's memory is not free before :class:`Release`.
-
-    ``units``: of which units; empty for the encoder's state, which is of none. So for the others.
-    """
+class _Move:
+    """``units``: of which units; empty for the encoder's state, which is of none."""
 
     what: Kept
     units: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Release:
+class Offload(_Move):
+    """Copies to the host set out; the device's memory is not free before :class:`Release`."""
+
+
+class Release(_Move):
     """The copies to the host are done; the device's memory is free."""
 
-    what: Kept
-    units: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True, kw_only=True)
-class Reload:
+class Reload(_Move):
     """Memory is taken on the device, and copies back set out."""
 
-    what: Kept
-    units: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True, kw_only=True)
-class Await:
+class Await(_Move):
     """What was sent for may be used from here on."""
-
-    what: Kept
-    units: tuple[int, ...] = ()
 
 
 Operation = (

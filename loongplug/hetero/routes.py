@@ -1,8 +1,19 @@
-"""Who sends a unit's features to whom, and its gradients back. Pure; every rank knows all of it."""
+"""Who sends which of a unit's features to whom, and gradients back. Pure; every rank knows all.
 
+With sequence parallelism, rank t of a tensor parallel group of n holds the t-th of n equal parts
+of the sequence, and so needs only the features of the visual tokens that lie there.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loongplug.hetero.placement import Edge
+
+Rows = tuple[slice, ...]  # of a unit's features, ascending, without overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +70,30 @@ def gradient_transfers(
             source = target if target in edge.consumers else turn
             transfers.append(Transfer(unit=unit, source=source, target=target))
     return transfers
+
+
+def sequence_shards(
+    places: Sequence[NDArray[np.int64]], *, length: int, parts: int
+) -> tuple[Rows, ...]:
+    """The rows that each of ``parts`` ranks needs; one slice per row of the microbatch.
+
+    Args:
+        places: of each row of the microbatch, where its visual tokens lie, ascending.
+        length: of the sequence, with padding.
+    """
+    assert length % parts == 0, (length, parts)
+    bounds = np.arange(parts + 1) * (length // parts)
+    shards: list[list[slice]] = [[] for _ in range(parts)]
+    start = 0
+    for row in places:
+        cuts = (start + np.searchsorted(row, bounds)).tolist()
+        for shard, (first, behind) in zip(shards, pairwise(cuts), strict=True):
+            if behind > first:
+                shard.append(slice(first, behind))
+        start += len(row)
+    return tuple(tuple(shard) for shard in shards)
+
+
+def size(rows: Rows) -> int:
+    """How many rows these are."""
+    return sum(each.stop - each.start for each in rows)

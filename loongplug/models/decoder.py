@@ -70,28 +70,17 @@ class TextDecoder(GPTModel):
         config: DecoderConfig,
         *,
         layer_specs: TransformerBlockSubmodules,
-        vocab_size: int,
-        max_sequence_length: int,
         rotary_base: float,
         rope_axes: Tensor,
-        share_embeddings_and_output_weights: bool,
-        pre_process: bool,
-        post_process: bool,
-        pg_collection: ProcessGroupCollection,
-        vp_stage: int | None,
+        **options: Any,
     ) -> None:
+        """``rope_axes`` as in :class:`MultimodalRotary`; ``options`` are GPTModel's."""
         super().__init__(
             config=config,
             transformer_layer_spec=layer_specs,
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             position_embedding_type="mrope",
             rotary_base=rotary_base,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
+            **options,
         )
         assert config.mrope_section is not None
         assert config.kv_channels is not None

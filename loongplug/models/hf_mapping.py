@@ -9,7 +9,7 @@ Hugging Face tensor all of them. Everything here is pure and linear.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
@@ -117,8 +117,7 @@ class Bundle:
     def sources(self) -> tuple[Source, ...]:
         """The tensors, with the layer in their names."""
         return tuple(
-            Source(_fill(s.name, self.layer), s.shape, s.parts, s.experts, s.transposed)
-            for s in self.row.sources
+            replace(source, name=_fill(source.name, self.layer)) for source in self.row.sources
         )
 
     def entries(self) -> Iterator["MappedParameter"]:
@@ -128,23 +127,15 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class MappedParameter:
+class MappedParameter(Bundle):
     """One parameter of the whole model: a row at one (global) layer, for one (global) expert."""
 
-    row: Row
-    number: int
-    layer: int | None
     expert: int | None
 
     @property
     def name(self) -> str:
         """Our (first) name for it, with the global layer and expert."""
         return _fill(self.row.names[0], self.layer).replace("{expert}", str(self.expert))
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The Hugging Face tensors it corresponds to."""
-        return Bundle(self.row, self.number, self.layer).sources
 
 
 class Mapping:

@@ -12,7 +12,7 @@ from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.entries import only_decoder, only_encoder
 from loongplug.models.hf_mapping import Mapping, Row
 from loongplug.models.parts import load
-from loongplug.models.registry import Family
+from loongplug.models.registry import Family, InTransformers
 
 # What config.json may say otherwise without changing what the weights mean.
 _WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
@@ -38,28 +38,23 @@ class HuggingFaceModel:
     """What a family says of one of its models to the outside; all of it data.
 
     ``sections`` are config.json's nested parts (``text_config`` and so on), ``top`` its values
-    beside them. ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from
-    elsewhere; ``architecture`` is the name of the model's class.
+    beside them.
     ``inexpressible`` says, in one sentence each, what of the model transformers has no words for;
     ``unread`` likewise what transformers would leave aside in a folder that has it, so that only
     this package can read the model.
-    ``prefixes`` are beginnings of names in the files, each with what the model itself has there;
-    the first that fits counts.
     """
 
     mapping: Mapping
-    config_class: str
-    architecture: str
+    in_transformers: InTransformers
     sections: Dictionary[str, Dictionary[str, Any]]
     top: Dictionary[str, Any]
     inexpressible: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    prefixes: tuple[tuple[str, str], ...] = ()
 
     def module_name(self, tensor: str) -> str:
         """The name in ``transformers``' model of what the files call ``tensor``, its weight."""
         name = tensor.removesuffix(".weight")
-        for theirs, loaded in self.prefixes:
+        for theirs, loaded in self.in_transformers.prefixes:
             if name.startswith(theirs):
                 return loaded + name.removeprefix(theirs)
         return name
@@ -74,8 +69,7 @@ def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceM
             [row for module in modules.values() for row in module.rows],
             twins={name: twin for each in modules.values() for name, twin in each.twins.items()},
         ),
-        config_class=theirs.config_class,
-        architecture=theirs.architecture,
+        in_transformers=theirs,
         sections={
             section: {key: value for name in names for key, value in modules[name].values.items()}
             for section, names in theirs.sections.items()
@@ -84,7 +78,6 @@ def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceM
         | {"tie_word_embeddings": config.foundation.tie_word_embeddings},
         inexpressible=tuple(line for each in modules.values() for line in each.inexpressible),
         unread=tuple(line for each in modules.values() for line in each.unread),
-        prefixes=theirs.prefixes,
     )
 
 
@@ -130,7 +123,7 @@ def hf_config(model: HuggingFaceModel) -> Any:
     return _config_class(model)(
         **{name: dict(section) for name, section in model.sections.items()},
         **model.top,
-        architectures=[model.architecture],
+        architectures=[model.in_transformers.architecture],
     )
 
 
@@ -176,7 +169,7 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
 
 
 def _config_class(model: HuggingFaceModel) -> Any:
-    module, _, name = model.config_class.rpartition(":")
+    module, _, name = model.in_transformers.config_class.rpartition(":")
     package = module or "transformers"
     try:
         return getattr(importlib.import_module(package), name)

@@ -30,14 +30,58 @@ def row(
 
 
 def linear(
-    ours: str, theirs: str, *, shape: tuple[int, int], split: Split, count: int | None
+    ours: str,
+    theirs: str,
+    *,
+    shape: tuple[int, int],
+    split: Split,
+    count: int | None,
+    bias: bool = True,
 ) -> list[Row]:
     """Weight and bias; a row-split layer adds its bias after the reduction, so it has it whole."""
-    bias = Split.COLUMN if split is Split.COLUMN else Split.NONE
-    return [
-        row(f"{ours}.weight", f"{theirs}.weight", shape=shape, split=split, count=count),
-        row(f"{ours}.bias", f"{theirs}.bias", shape=shape[:1], split=bias, count=count),
+    rows = [row(f"{ours}.weight", f"{theirs}.weight", shape=shape, split=split, count=count)]
+    if bias:
+        of_bias = Split.COLUMN if split is Split.COLUMN else Split.NONE
+        names = f"{ours}.bias", f"{theirs}.bias"
+        rows.append(row(*names, shape=shape[:1], split=of_bias, count=count))
+    return rows
+
+
+def patch_embedding(vision: VisionArchitecture, *, ours: str, theirs: str) -> Row:
+    """Its weight: a 3D convolution there, whose stride is its kernel."""
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    names = f"{ours}.patch_embed.weight", f"{theirs}.patch_embed.proj.weight"
+    return row(*names, shape=(vision.hidden_size, *patch))
+
+
+def merger_rows(
+    ours: str,
+    theirs: str,
+    *,
+    vision: VisionArchitecture,
+    out: int,
+    norm: str,
+    linears: tuple[str, str],
+    norm_bias: bool = True,
+    norm_blocks: bool = False,
+    count: int | None = None,
+) -> list[Row]:
+    """A patch merger into the width ``out``; ``norm`` and ``linears`` are the files' names of both.
+
+    With ``norm_blocks``, merged patches are normed.
+    """
+    merged = vision.hidden_size * vision.spatial_merge_size**2
+    width = merged if norm_blocks else vision.hidden_size
+    rows = [
+        row(f"{ours}.norm.{kind}", f"{theirs}.{norm}.{kind}", shape=(width,), count=count)
+        for kind in ("weight", *(["bias"] if norm_bias else []))
     ]
+    for number, (name, split, rows_out) in enumerate(
+        zip(linears, (Split.COLUMN, Split.ROW), (merged, out), strict=True), start=1
+    ):
+        names = f"{ours}.linear_fc{number}", f"{theirs}.{name}"
+        rows += linear(*names, shape=(rows_out, merged), split=split, count=count)
+    return rows
 
 
 def qkv(layer: str, sources: tuple[Source, ...], *, kind: str, groups: int, count: int) -> Row:
@@ -46,19 +90,22 @@ def qkv(layer: str, sources: tuple[Source, ...], *, kind: str, groups: int, coun
     return Row((name,), sources, Split.COLUMN, groups=groups, count=count)
 
 
-def attention_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> Row:
-    """The norm before attention, which TransformerEngine keeps within the projection."""
-    names = (
-        f"{layer}input_layernorm.{kind}",
-        f"{layer}self_attention.linear_qkv.layer_norm_{kind}",
+def norms(layer: str, theirs: tuple[str, str], *, kind: str, width: int, count: int) -> list[Row]:
+    """Those before attention and MLP, which TransformerEngine keeps within the linear behind them
+    (but for one before experts).
+    """
+    ours = (
+        ("input_layernorm", "self_attention.linear_qkv"),
+        ("pre_mlp_layernorm", "mlp.linear_fc1"),
     )
-    return Row(names, (Source(theirs, (width,)),), count=count)
-
-
-def mlp_norm(layer: str, theirs: str, *, kind: str, width: int, count: int) -> Row:
-    """The norm before the MLP, which TransformerEngine keeps within a dense MLP."""
-    names = (f"{layer}pre_mlp_layernorm.{kind}", f"{layer}mlp.linear_fc1.layer_norm_{kind}")
-    return Row(names, (Source(theirs, (width,)),), count=count)
+    return [
+        Row(
+            (f"{layer}{norm}.{kind}", f"{layer}{behind}.layer_norm_{kind}"),
+            (Source(f"{name}.{kind}", (width,)),),
+            count=count,
+        )
+        for (norm, behind), name in zip(ours, theirs, strict=True)
+    ]
 
 
 def decoder_layer(ours: str) -> str:
@@ -81,28 +128,22 @@ def decoder_rows(
     attention = f"{layer}self_attn"
     rows = [
         *_embedding_rows(text, ours=ours, theirs=theirs),
-        attention_norm(
-            own, f"{layer}input_layernorm.weight", kind="weight", width=hidden, count=count
-        ),
-        mlp_norm(
+        *norms(
             own,
-            f"{layer}post_attention_layernorm.weight",
+            (f"{layer}input_layernorm", f"{layer}post_attention_layernorm"),
             kind="weight",
             width=hidden,
             count=count,
         ),
-        row(
-            f"{own}self_attention.linear_proj.weight",
-            f"{attention}.o_proj.weight",
+        *linear(
+            f"{own}self_attention.linear_proj",
+            f"{attention}.o_proj",
             shape=(hidden, query),
             split=Split.ROW,
             count=count,
+            bias=False,
         ),
-        row(
-            f"{ours}.decoder.final_layernorm.weight",
-            f"{theirs}.norm.weight",
-            shape=(hidden,),
-        ),
+        row(f"{ours}.decoder.final_layernorm.weight", f"{theirs}.norm.weight", shape=(hidden,)),
     ]
     for kind, width in (("weight", (hidden,)), *([("bias", ())] if qkv_bias else [])):
         sources = tuple(
@@ -166,18 +207,9 @@ def swiglu_rows(
             Source(f"{theirs}.{part}_proj.{kind}", (ffn, *width)) for part in ("gate", "up")
         )
         rows.append(Row((f"{ours}.linear_fc1.{kind}",), gate_up, Split.COLUMN, count=count))
-    down = row(
-        f"{ours}.linear_fc2.weight",
-        f"{theirs}.down_proj.weight",
-        shape=(hidden, ffn),
-        split=Split.ROW,
-        count=count,
-    )
-    rows.append(down)
-    if bias:
-        names = f"{ours}.linear_fc2.bias", f"{theirs}.down_proj.bias"
-        rows.append(row(*names, shape=(hidden,), count=count))
-    return rows
+    names = f"{ours}.linear_fc2", f"{theirs}.down_proj"
+    down = linear(*names, shape=(hidden, ffn), split=Split.ROW, count=count, bias=bias)
+    return [*rows, *down]
 
 
 def twins(text: TextArchitecture, *, theirs: str) -> dict[str, str]:

@@ -41,6 +41,23 @@ _FIXED: dict[str, object] = {
     "mtp_num_layers": None,
     "use_mup": False,
 }
+# By the name of an argument, the field of every decoder's config that decides it.
+_FIELDS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_query_groups",
+    "kv_channels": "kv_channels",
+    "vocab_size": "vocab_size",
+    "padded_vocab_size": "vocab_size",
+    "mrope_section": "mrope_section",
+    "rotary_base": "rotary_base",
+    "layernorm_epsilon": "layernorm_epsilon",
+    "init_method_std": "initializer_range",
+    "max_position_embeddings": "max_position_embeddings",
+    "untie_embeddings_and_output_weights": "tie_word_embeddings",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,32 +106,16 @@ class DecoderPart(Part):
         ``key`` is that of the decoder in the model's YAML. The vocabulary is exactly the config's:
         padding would change the checkpoint's shapes.
         """
-        values = {
-            "num_layers": ("num_layers", decoder.num_layers),
-            "hidden_size": ("hidden_size", decoder.hidden_size),
-            "ffn_hidden_size": ("ffn_hidden_size", decoder.ffn_hidden_size),
-            "num_attention_heads": ("num_attention_heads", decoder.num_attention_heads),
-            "num_query_groups": ("num_query_groups", decoder.num_query_groups),
-            "kv_channels": ("kv_channels", decoder.kv_channels),
-            "vocab_size": ("vocab_size", decoder.vocab_size),
-            "padded_vocab_size": ("vocab_size", decoder.vocab_size),
-            "mrope_section": ("mrope_section", list(decoder.mrope_section)),
-            "rotary_base": ("rotary_base", decoder.rotary_base),
-            "layernorm_epsilon": ("layernorm_epsilon", decoder.layernorm_epsilon),
-            "init_method_std": ("initializer_range", decoder.initializer_range),
-            "max_position_embeddings": ("max_position_embeddings", decoder.max_position_embeddings),
-            "untie_embeddings_and_output_weights": (
-                "tie_word_embeddings",
-                not decoder.tie_word_embeddings,
-            ),
-            **{name: (each, getattr(decoder, each)) for name, each in self.keys.items()},
-        }
+        fields = {**_FIELDS, **self.keys}
+        values = {name: getattr(decoder, each) for name, each in fields.items()}
+        values["mrope_section"] = list(decoder.mrope_section)
+        values["untie_embeddings_and_output_weights"] = not decoder.tie_word_embeddings
         return {
             name: ArchitectureArgument(value=value)
             for name, value in {**_FIXED, **self.fixed}.items()
         } | {
-            name: ArchitectureArgument(value=value, key=f"{key}.{each}")
-            for name, (each, value) in values.items()
+            name: ArchitectureArgument(value=values[name], key=f"{key}.{each}")
+            for name, each in fields.items()
         }
 
 

@@ -4,9 +4,6 @@ The patches of one frame are ordered by merge block: all ``merge x merge`` patch
 token stand together, blocks row by row, as the image processor emits them.
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -45,32 +42,38 @@ def frame_rotary_angles(
     return torch.cat([row[:, None] * inverse, column[:, None] * inverse], dim=1)
 
 
-class FrameGeometry(Protocol):
-    """What a family's encoder needs to know of frames of one size."""
+class FrameGeometry:
+    """What a family's encoder has to know of frames, with that of the sizes used last kept.
 
-    @property
-    def nbytes(self) -> int:
-        """The memory it takes."""
-
-
-class KeptFrames[F: FrameGeometry]:
-    """The geometry of frames, with that of the sizes used last kept.
-
-    A data set repeats few sizes. ``make`` gives the geometry of a height and a width in patches;
-    at most ``cache_bytes`` are kept.
+    A data set repeats few sizes. ``side`` is a length of the family's own; at most ``cache_bytes``
+    are kept.
     """
 
-    def __init__(self, make: Callable[[int, int], F], *, cache_bytes: int) -> None:
-        self._make = make
-        self._frames: ByteBoundedCache[tuple[int, int], F] = ByteBoundedCache(cache_bytes)
+    def __init__(
+        self, *, side: int, head_dim: int, base: float, merge: int, cache_bytes: int = 64 * 2**20
+    ) -> None:
+        self._side, self._merge = side, merge
+        self._head_dim, self._base = head_dim, base
+        self._kept: ByteBoundedCache[tuple[int, int], tuple[Tensor, ...]] = ByteBoundedCache(
+            cache_bytes
+        )
 
-    def of(self, grid_thw: Tensor) -> list[F]:
+    def _of_frame(self, height: int, width: int) -> tuple[Tensor, ...]:
+        """Of a frame of ``height x width`` patches; the family's."""
+        raise NotImplementedError
+
+    def _angles(self, height: int, width: int) -> Tensor:
+        return frame_rotary_angles(
+            height, width, head_dim=self._head_dim, base=self._base, merge=self._merge
+        )
+
+    def frames(self, grid_thw: Tensor) -> list[tuple[Tensor, ...]]:
         """One for every frame of every image, in their order."""
-        return [self._frame(height, width) for height, width in frame_sizes(grid_thw)]
+        return [self._frame(*size) for size in frame_sizes(grid_thw)]
 
-    def _frame(self, height: int, width: int) -> F:
-        frame = self._frames.get((height, width))
+    def _frame(self, height: int, width: int) -> tuple[Tensor, ...]:
+        frame = self._kept.get((height, width))
         if frame is None:
-            frame = self._make(height, width)
-            self._frames.put((height, width), frame, size=frame.nbytes)
+            frame = self._of_frame(height, width)
+            self._kept.put((height, width), frame, size=sum(each.nbytes for each in frame))
         return frame

@@ -42,7 +42,12 @@ class InTransformers:
     config_class: str
     architecture: str
     roots: Mapping[str, str]
-    sections: Mapping[str, tuple[str, ...]]
+    sections: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "text_config": ("text_decoder",),
+            "vision_config": ("image_encoder", "image_projector"),
+        }
+    )
     prefixes: tuple[tuple[str, str], ...] = ()
 
 
@@ -106,18 +111,9 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
     parts: dict[str, Part] = {}
     for package in (*_built_in(), *trusted_packages):
         module = _imported(package)
-        for part in _added(module, "LOONGPLUG_PARTS", Part):
-            if part.name in parts:
-                raise ValueError(
-                    f"{package} adds a part {part.name}, a name that is taken; rename it"
-                )
-            parts[part.name] = part
-        for family in _added(module, "LOONGPLUG_FAMILIES", Family):
-            if family.name in known:
-                raise ValueError(
-                    f"{package} adds a model family {family.name}, a name that is taken; rename it"
-                )
-            known[family.name] = family
+        new_parts = _added(module, "LOONGPLUG_PARTS", Part, what="part", known=parts)
+        parts |= new_parts
+        known |= _added(module, "LOONGPLUG_FAMILIES", Family, what="model family", known=known)
     return {name: _join(family, parts) for name, family in known.items()}
 
 
@@ -136,15 +132,24 @@ def _imported(package: str) -> Any:
         ) from error
 
 
-def _added[Kind](module: Any, name: str, kind: type[Kind]) -> tuple[Kind, ...]:
-    """What a package adds under ``name``."""
+def _added[Kind: (Part, Family)](
+    module: Any, name: str, kind: type[Kind], *, what: str, known: Mapping[str, Kind]
+) -> dict[str, Kind]:
+    """What a package adds under ``name`` to those that are ``known``."""
     added = getattr(module, name, ())
     if not isinstance(added, tuple) or not all(isinstance(each, kind) for each in added):
         raise ValueError(
             f"{module.__name__}.{name} is {added!r}, but a tuple of "
             f"{kind.__module__}.{kind.__qualname__} is expected"
         )
-    return added
+    found: dict[str, Kind] = {}
+    for each in added:
+        if each.name in known or each.name in found:
+            raise ValueError(
+                f"{module.__name__} adds a {what} {each.name}, a name that is taken; rename it"
+            )
+        found[each.name] = each
+    return found
 
 
 def _join(family: Family, parts: Mapping[str, Part]) -> Family:

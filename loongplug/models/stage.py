@@ -8,9 +8,9 @@ from megatron.core.utils import get_pg_size
 
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig, carry_deepstack
-from loongplug.models.entries import Entry, only_decoder, only_encoder
+from loongplug.models.entries import only_decoder, only_encoder
 from loongplug.models.layers.specs import Backend
-from loongplug.models.lora.attach import add_adapters
+from loongplug.models.lora.adapter import add_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.parts import Part, load
 from loongplug.parallel.module_state import ModuleState
@@ -63,9 +63,18 @@ def build_model(
     if pre_process or own:
         assert state is not None, "the first stage has the encoder"
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
+        name, projector = entry.modules
         with state.entered():
-            encoding = _build_encoder(
-                entry, parts, model, config=config, groups=state.groups, backend=backend
+            encoder = load(parts[name].build)(
+                architectures[name], decoder=config, groups=state.groups, backend=backend
+            )
+            encoding[name] = encoder
+            encoding[projector] = load(parts[projector].build)(
+                architectures[projector],
+                vision=architectures[name],
+                config=encoder.config,
+                output_size=model.foundation.hidden_size,
+                groups=state.groups,
             )
         for module in encoding.values():
             # Whoever asks where its slices lie (checkpoints, Hugging Face folders) asks it.
@@ -86,28 +95,3 @@ def build_model(
         if architecture.lora is not None:
             add_adapters(built, architecture.lora)
     return composed
-
-
-def _build_encoder(
-    entry: Entry,
-    parts: Mapping[str, Part],
-    model: VisionLanguageArchitecture,
-    *,
-    config: DecoderConfig,
-    groups: ProcessGroupCollection,
-    backend: Backend,
-) -> dict[str, MegatronModule]:
-    """An encoder and its projector, into the decoder's width, by their names."""
-    name, projector = entry.modules
-    architectures = model.modules()
-    encoder = load(parts[name].build)(
-        architectures[name], decoder=config, groups=groups, backend=backend
-    )
-    built = load(parts[projector].build)(
-        architectures[projector],
-        vision=architectures[name],
-        config=encoder.config,
-        output_size=model.foundation.hidden_size,
-        groups=groups,
-    )
-    return {name: encoder, projector: built}

@@ -1,28 +1,13 @@
-"""When something happened, in nanoseconds since 1970, on the host or on a CUDA device."""
+"""When something happened, in nanoseconds since 1970, on the host or on a CUDA device.
+
+A clock takes stamps cheaply, and tells later what time they stand for.
+"""
 
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-
-
-class Clock(Protocol):
-    """Takes stamps cheaply, and tells later what time they stand for."""
-
-    def now(self) -> Any:
-        """A stamp of this moment."""
-
-    def new_reference(self) -> None:
-        """A good moment to count from; asked for once a step."""
-
-    def synchronize(self) -> None:
-        """Return when every stamp is reached."""
-
-    def reached(self, stamp: Any) -> bool:
-        """Whether the stamp's time is known; if so, that of every earlier one is too."""
-
-    def nanoseconds(self, stamp: Any) -> int:
-        """The time of a stamp that is reached; asked once per stamp."""
 
 
 class HostClock:
@@ -32,7 +17,7 @@ class HostClock:
         self._offset = _wall_offset()
 
     def now(self) -> int:
-        """The time itself."""
+        """A stamp of this moment: the time itself."""
         return time.perf_counter_ns() + self._offset
 
     def new_reference(self) -> None:
@@ -59,13 +44,13 @@ def _wall_offset() -> int:
     return min(readings)[1]
 
 
+@dataclass
 class _Reference:
     """An event whose time is known, or will be by the reference before it."""
 
-    def __init__(self, event: Any, *, at: int | None, before: "_Reference | None") -> None:
-        self._event = event
-        self._at = at
-        self._before = before
+    _event: Any
+    _at: int | None = None
+    _before: "_Reference | None" = None
 
     def reached(self) -> bool:
         return self._at is not None or bool(self._event.query())
@@ -93,7 +78,7 @@ class DeviceClock:
         torch.cuda.synchronize()
         event = self._recorded()
         torch.cuda.synchronize()
-        self._reference = _Reference(event, at=host.now(), before=None)
+        self._reference = _Reference(event, host.now())
         self._free: list[Any] = []
 
     def _recorded(self) -> Any:
@@ -110,21 +95,24 @@ class DeviceClock:
         return event, self._reference
 
     def new_reference(self) -> None:
-        """Count from here."""
-        self._reference = _Reference(self._recorded(), at=None, before=self._reference)
+        """Count from here; to be asked for once a step."""
+        self._reference = _Reference(self._recorded(), _before=self._reference)
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Return when every stamp is reached."""
         torch.cuda.synchronize()
 
     def reached(self, stamp: tuple[Any, _Reference]) -> bool:
-        """Whether the device has passed the event; does not wait for it."""
+        """Whether the stamp's time is known; then that of every earlier one is too. No waiting."""
         event, reference = stamp
         return reference.reached() and bool(event.query())  # they may be on different streams
 
     def nanoseconds(self, stamp: tuple[Any, _Reference]) -> int:
-        """The event's time; the event is used again."""
+        """The time of a stamp that is reached, asked once: the event is used again."""
         event, reference = stamp
         time_of = reference.time_of(event)
         self._free.append(event)
         return time_of
+
+
+Clock = HostClock | DeviceClock

@@ -58,8 +58,7 @@ class Node:
 
     def label(self) -> str:
         """Name and direction."""
-        said = f"{self.name} {self.direction}"
-        return EXCHANGES.get((self.name, self.direction), said)
+        return EXCHANGES.get((self.name, self.direction), f"{self.name} {self.direction}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +100,9 @@ def combined_steps(events: Iterable[Event]) -> Iterator[CombinedStep]:
 
 
 def _node(event: Event) -> Node:
-    return Node(
-        name=event.name,
-        direction=event.details["direction"],
-        stream=event.details["stream"],
-        microbatch=event.details.get("microbatch"),
-        chunk=event.details.get("chunk"),
-        layer=event.details.get("layer"),
-    )
+    places = {key: event.details.get(key) for key in ("microbatch", "chunk", "layer")}
+    direction, stream = event.details["direction"], event.details["stream"]
+    return Node(name=event.name, direction=direction, stream=stream, **places)
 
 
 def waits(nodes: Sequence[Node]) -> list[set[int]]:
@@ -151,5 +145,5 @@ def slots(nodes: Sequence[Node]) -> list[int]:
     """When each node would run if all took equally long: a whole number from 0."""
     result: list[int] = []
     for direct in waits(nodes):
-        result.append(1 + max((result[place] for place in direct), default=-1))
+        result.append(max((result[place] + 1 for place in direct), default=0))
     return result

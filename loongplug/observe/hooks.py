@@ -7,6 +7,7 @@ way, which report how long they are waited for.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -49,13 +50,13 @@ def group_details(group: Any) -> dict[str, Any]:
     return {"group": kind.lower().replace("_group", ""), "size": group.size()}
 
 
+@dataclass(eq=False)
 class ReportedWork:
     """A transfer under way; reports how long it is waited for."""
 
-    def __init__(self, work: Any, recorder: Recorder, name: str) -> None:
-        self._work = work
-        self._recorder = recorder
-        self._name = name
+    _work: Any
+    _recorder: Recorder
+    _name: str
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """As the transfer's own."""
@@ -66,13 +67,13 @@ class ReportedWork:
         return getattr(self._work, name)
 
 
+@dataclass(eq=False)
 class _ReportedData:
     """An iterator over microbatches; reports how long each takes to come."""
 
-    def __init__(self, source: Iterator[Any], recorder: Recorder, microbatch: int | None) -> None:
-        self._source = source
-        self._recorder = recorder
-        self._microbatch = microbatch
+    _source: Iterator[Any]
+    _recorder: Recorder
+    _microbatch: int | None
 
     def __iter__(self) -> Self:
         return self
@@ -283,12 +284,11 @@ class StepHooks:
             ):
                 work = original(*args, **kwargs)
             # send and recv give a rank.
-            return work if work is None or isinstance(work, int) else self._under_way(work, name)
+            if work is None or isinstance(work, int):
+                return work
+            return ReportedWork(work, self._recorder, name)
 
         return reported
-
-    def _under_way(self, work: Any, name: str) -> ReportedWork:
-        return ReportedWork(work, self._recorder, name)
 
 
 def _identity(output: Any) -> int:

@@ -1,4 +1,4 @@
-"""The interface that code reports events to, the one that drops them, and the one that keeps them.
+"""What code reports events to: a recorder that drops them, and one that keeps them.
 
 A recorder is handed down: by constructor or as a plain callback. Code that nobody handed one
 reports to ``NOTHING``.
@@ -7,10 +7,9 @@ reports to ``NOTHING``.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
-from loongplug.observe.clocks import Clock, HostClock
+from loongplug.observe.clocks import Clock, DeviceClock, HostClock
 from loongplug.observe.trace_file import Event
 
 Phase = Literal[
@@ -40,8 +39,13 @@ _ON_HOST: Final[frozenset[str]] = frozenset({"data", "evaluation", "checkpoint"}
 _KEPT: Final = 4096
 
 
-class Span(Protocol):
-    """Something that has begun. Ends by :meth:`end` or with the block that it is entered for."""
+class Span:
+    """Something that has begun. Ends by :meth:`end` or with the block that it is entered for.
+
+    This one keeps nothing.
+    """
+
+    __slots__ = ()
 
     def note(self, **details: Any) -> None:
         """Add what is known only now."""
@@ -49,58 +53,31 @@ class Span(Protocol):
     def end(self) -> None:
         """It is over; a second time does nothing."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-class Recorder(Protocol):
-    """Where events are reported. Details are numbers and short strings."""
-
-    def span(self, phase: Phase, name: str, **details: Any) -> Span:
-        """Something begins now. Local: no rank waits for another."""
-
-    def mark(self, phase: Phase, name: str, **details: Any) -> None:
-        """Something happened now."""
-
-
-class _NoSpan:
-    """Keeps nothing."""
-
-    def note(self, **details: Any) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end()
 
 
-class _NoRecorder:
-    """Drops every event; has no state."""
+class Recorder:
+    """Where events are reported. Details are numbers and short strings. This one drops them all."""
 
-    _span = _NoSpan()
+    _nothing: Final = Span()
 
     def span(self, phase: Phase, name: str, **details: Any) -> Span:
-        return self._span
+        """Something begins now. Local: no rank waits for another."""
+        return self._nothing
 
     def mark(self, phase: Phase, name: str, **details: Any) -> None:
-        pass
+        """Something happened now."""
+        self.span(phase, name, **details).end()
 
 
-NOTHING: Final[Recorder] = _NoRecorder()
+NOTHING: Final = Recorder()
 
 
-class _TraceSpan:
+class _TraceSpan(Span):
     """A span of a TraceRecorder; its times are its clock's stamps until it is written."""
 
     __slots__ = ("clock", "details", "name", "phase", "recorder", "start", "step", "stop")
@@ -125,16 +102,13 @@ class _TraceSpan:
             self.stop = self.clock.now()
             self.recorder.ended(self)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.details["failed"] = True
         self.end()
 
 
-class TraceRecorder:
+class TraceRecorder(Recorder):
     """Keeps events until they are written: at the end of a step, or when there are many.
 
     On a device, times are known some time after the event: what is not known yet waits for the
@@ -149,7 +123,7 @@ class TraceRecorder:
         self._ended: deque[_TraceSpan] = deque()
         self.step: int | None = None  # the iteration that runs now, from 1
 
-    def use_device_clock(self, clock: Clock) -> None:
+    def use_device_clock(self, clock: DeviceClock) -> None:
         """Take times on the device from now on."""
         self._device = clock
 
@@ -160,10 +134,6 @@ class TraceRecorder:
     def span(self, phase: Phase, name: str, **details: Any) -> Span:
         """Something begins now."""
         return _TraceSpan(self, phase, name, details)
-
-    def mark(self, phase: Phase, name: str, **details: Any) -> None:
-        """Something happened now."""
-        _TraceSpan(self, phase, name, details).end()
 
     @contextmanager
     def in_step(self, number: int) -> Iterator[None]:
@@ -178,7 +148,6 @@ class TraceRecorder:
             self._flush()
 
     def ended(self, span: _TraceSpan) -> None:
-        """Called by a span that ends."""
         self._ended.append(span)
         if len(self._ended) >= _KEPT:
             self._flush(wait=len(self._ended) >= 2 * _KEPT)

@@ -125,10 +125,6 @@ def shares(window: Interval, events: Sequence[Event]) -> Shares:
     )
 
 
-def _combines_forward(event: Event) -> bool:
-    return event.phase == "forward_backward" and "microbatch" in event.details
-
-
 def sections(step: Interval, events: Sequence[Event]) -> dict[str, Interval]:
     """One rank's step, cut where the pipeline's schedule turns.
 
@@ -137,7 +133,11 @@ def sections(step: Interval, events: Sequence[Event]) -> dict[str, Interval]:
     A combined step is of the microbatches that it tells.
     """
     backwards = [e for e in events if e.phase == "backward" or "backward_microbatch" in e.details]
-    forwards = [e for e in events if e.phase == "forward" or _combines_forward(e)]
+    forwards = [
+        e
+        for e in events
+        if e.phase == "forward" or (e.phase == "forward_backward" and "microbatch" in e.details)
+    ]
     if not backwards or not forwards:
         return {"step": step}
     first = min(event.start for event in backwards)

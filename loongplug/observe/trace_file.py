@@ -21,7 +21,7 @@ class Event:
     start: int
     end: int
     step: int | None
-    details: Mapping[str, Any]
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,7 @@ class TraceWriter:
     def write(self, events: Iterable[Event]) -> None:
         """Write finished events."""
         self._put(
-            {
-                "phase": event.phase,
-                "name": event.name,
-                "start": event.start,
-                "end": event.end,
-                "step": event.step,
-                **event.details,
-            }
-            for event in events
+            {key: getattr(event, key) for key in _OWN_KEYS} | event.details for event in events
         )
 
     def close(self) -> None:
@@ -149,11 +141,5 @@ def _row(line: str, *, where: str) -> dict[str, Any]:
 
 
 def _event(row: dict[str, Any]) -> Event:
-    return Event(
-        phase=row["phase"],
-        name=row["name"],
-        start=row["start"],
-        end=row["end"],
-        step=row["step"],
-        details={key: value for key, value in row.items() if key not in _OWN_KEYS},
-    )
+    details = {key: value for key, value in row.items() if key not in _OWN_KEYS}
+    return Event(**{key: row[key] for key in _OWN_KEYS}, details=details)

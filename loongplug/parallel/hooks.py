@@ -16,13 +16,15 @@ A backward that fails, or that is asked for some gradients only and never comes 
 the state that it began in: a callback of the whole backward sees to that.
 """
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from loongplug.parallel.nested import map_tensors
 from loongplug.parallel.states import PARALLEL_STATES
 from loongplug.platform import current_platform
 
@@ -67,7 +69,7 @@ class StateHooks:
                 return tensor
             return _Enter.apply(forward.call, tensor, forward.token)
 
-        return map_tensors(output, behind)
+        return _map_tensors(output, behind)
 
     def _leaf_for(self, module: nn.Module) -> torch.Tensor:
         """What Leave is made from. It has to be where the module computes: autograd has a
@@ -106,28 +108,24 @@ def run_in_state(module: nn.Module, name: str) -> StateHooks:
     return StateHooks(module, name)
 
 
+@dataclass(slots=True)
 class _Forward:
-    """A forward in progress."""
+    """A forward in progress, and the state that it was called in."""
 
-    __slots__ = ("before", "call", "token")
-
-    def __init__(self, before: str | None) -> None:
-        self.before = before
-        self.call: _Call | None = None
-        self.token: torch.Tensor | None = None
+    before: str | None
+    call: "_Call | None" = None
+    token: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
 class _Call:
     """What the nodes of one forward share. No tensor of the graph: nodes hold it, so that would
     be a circle that keeps the activations."""
 
-    __slots__ = ("_backward", "_before", "leaf", "name")
-
-    def __init__(self, name: str, leaf: torch.Tensor) -> None:
-        self.name = name
-        self.leaf = leaf
-        self._backward = -1
-        self._before = ""
+    name: str
+    leaf: torch.Tensor
+    _backward: int = -1
+    _before: str = ""
 
     def enter(self) -> None:
         """At each output's node: the first of a backward switches."""
@@ -177,6 +175,7 @@ class _Enter(torch.autograd.Function):
         return None, grads[0], ctx.call.leaf.detach()
 
 
+@dataclass(frozen=True)
 class _EndOfBackward:
     """Puts the state back that a backward began in.
 
@@ -184,14 +183,59 @@ class _EndOfBackward:
     it raises, and this one then does the same.
     """
 
-    def __init__(self, backward: int, before: str) -> None:
-        self._backward = backward
-        self._before = before
+    backward: int
+    before: str
 
     def __call__(self) -> None:
-        if self._backward in PARALLEL_STATES.backwards:
-            PARALLEL_STATES.backwards.remove(self._backward)
-            PARALLEL_STATES.switch(self._before)
+        if self.backward in PARALLEL_STATES.backwards:
+            PARALLEL_STATES.backwards.remove(self.backward)
+            PARALLEL_STATES.switch(self.before)
 
     def __del__(self) -> None:
         self()
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor replaced by what ``function`` makes of it.
+
+    Each tensor is given to ``function`` once, however often it occurs. What has nothing
+    replaced in it comes back as the same object; anything else is a shallow copy of its own
+    type. Objects of other kinds are left as they are, with the tensors in them.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return _map(value, once)
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    items = _items(value)
+    changed = {key: new for key, item in items.items() if (new := _map(item, function)) is not item}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        parts = list((items | changed).values())
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    new = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, list | dict):
+            new[key] = item
+        else:
+            object.__setattr__(new, key, item)  # a dataclass may be frozen
+    return new
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return {}

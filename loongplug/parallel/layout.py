@@ -104,20 +104,16 @@ class Layout:
         Raises:
             ValueError: an axis is unknown or named twice, or dense and expert axes are mixed.
         """
-        axes = _axes_of(kind)
-        inside = set(kind.split("_"))
-        members = [axis for axis in axes if axis in inside]
-        others = [axis for axis in axes if axis not in inside]
+        axes, members = _axes_of(kind)
+        others = [axis for axis in axes if axis not in members]
         return [self._members(axes, members, start=start) for start in self._offsets(axes, others)]
 
     def group(self, kind: str, rank: int) -> list[int]:
         """The group of ``kind`` (see :meth:`groups`) that has ``rank`` in it."""
-        axes = _axes_of(kind)
-        inside = set(kind.split("_"))
+        axes, members = _axes_of(kind)
         place = self._place(axes, rank)
         strides = self._strides(axes)
-        start = self._index(rank) - sum(place[axis] * strides[axis] for axis in inside)
-        members = [axis for axis in axes if axis in inside]
+        start = self._index(rank) - sum(place[axis] * strides[axis] for axis in members)
         return self._members(axes, members, start=start)
 
     def _members(self, axes: tuple[str, ...], changing: list[str], *, start: int) -> list[int]:
@@ -198,11 +194,12 @@ def encoder_sizes(decoder: Layout, *, on_first_stage: bool) -> list[int]:
     return sorted({*sizes, *(size for size in wide if size > decoder.tp)})
 
 
-def _axes_of(kind: str) -> tuple[str, ...]:
+def _axes_of(kind: str) -> tuple[tuple[str, ...], list[str]]:
+    """The axes of the grid, and those of them that change within a group."""
     named = kind.split("_")
     for axes in (_DENSE_AXES, _EXPERT_AXES):
         if set(named) <= set(axes) and len(set(named)) == len(named):
-            return axes
+            return axes, [axis for axis in axes if axis in named]
     raise ValueError(
         f"group kind {kind!r} is unknown: expected axes joined by '_', each once, either of "
         f"{', '.join(_DENSE_AXES)} or of {', '.join(_EXPERT_AXES)}."

@@ -18,28 +18,22 @@ def live_layout() -> Layout:
         raise RuntimeError(
             "Megatron's parallel state is not initialized: call initialize_model_parallel() first."
         )
-    layout = Layout(
-        tp=parallel_state.get_tensor_model_parallel_group().size(),
-        cp=parallel_state.get_context_parallel_group().size(),
-        pp=parallel_state.get_pipeline_model_parallel_group().size(),
-        dp=parallel_state.get_data_parallel_group().size(),
-        ep=parallel_state.get_expert_model_parallel_group().size(),
-        etp=parallel_state.get_expert_tensor_parallel_group().size(),
-    )
-    rank = dist.get_rank()
-    if layout.world_size != dist.get_world_size():
-        raise ValueError(
-            f"the parallel state spans {layout.world_size} ranks and there are "
-            f"{dist.get_world_size()}: it has to span all of them."
-        )
-    for kind, group in {
+    groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
         "etp": parallel_state.get_expert_tensor_parallel_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),
-    }.items():
+    }
+    layout = Layout(**{kind: group.size() for kind, group in groups.items()})
+    rank = dist.get_rank()
+    if layout.world_size != dist.get_world_size():
+        raise ValueError(
+            f"the parallel state spans {layout.world_size} ranks and there are "
+            f"{dist.get_world_size()}: it has to span all of them."
+        )
+    for kind, group in groups.items():
         found, expected = dist.get_process_group_ranks(group), layout.group(kind, rank)
         if found != expected:
             raise ValueError(

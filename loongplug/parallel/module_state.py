@@ -42,8 +42,8 @@ class ModulePart:
 
     Every chunk of every rank has parts of the same names in the same order. ``state`` is None
     where this rank has no part in it; a part that has a state and no modules takes part in what
-    all ranks of the state do together. ``lr_mults`` are multiples of the learning
-    rate by the names of modules; a module that is not among them has the rate itself.
+    all ranks of the state do together. ``lr_mults`` are multiples of the learning rate by the
+    names of modules; one that is not among them has the rate itself.
     """
 
     name: str

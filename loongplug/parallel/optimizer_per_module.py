@@ -14,10 +14,8 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from loongplug.parallel.layout import Layout
-from loongplug.parallel.learning_rates import rate_overrides
 from loongplug.parallel.module_ddp import wrapper_of_nothing
-from loongplug.parallel.parameter_groups import SavedRates, groups_to_load
+from loongplug.parallel.parameter_groups import SavedRates, groups_to_load, rate_overrides
 from loongplug.parallel.states import layout_of
 from loongplug.platform import current_platform
 
@@ -286,7 +284,8 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
             assert type(chain) is ChainedOptimizer, type(chain)
             of_part[name] = [] if state is None else chain.chained_optimizers
             # A state that this rank has no part in has the name of the part that trains in it.
-            layout = _layout(name if state is None else state.state)
+            where = name if state is None else state.state  # None: Megatron's, of all ranks
+            layout = None if where is None else layout_of(where)
             if layout is not None and layout.world_size < dist.get_world_size():
                 not_everywhere[name] = OnRanks(
                     first_rank=layout.first_rank,
@@ -296,8 +295,3 @@ def optimizer_per_module(original: Callable[..., Any]) -> Callable[..., Any]:
         return OptimizerPerModule(of_part, not_everywhere=not_everywhere)
 
     return get_megatron_optimizer
-
-
-def _layout(state: str | None) -> Layout | None:
-    """A state's layout; None where it is Megatron's own, which all ranks have."""
-    return None if state is None else layout_of(state)

@@ -1,4 +1,4 @@
-"""An optimizer's groups of parameters, found again among those of a checkpoint.
+"""An optimizer's groups of parameters: made by module, found again among those of a checkpoint.
 
 A group is the parameters of one module that share settings. Rates may change between two runs, and
 groups may come and go as modules are frozen; what says which group is which stays.
@@ -6,16 +6,45 @@ groups may come and go as modules are frozen; what says which group is which sta
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from loongplug.platform.upstream_seams import PARAMETER_GROUP
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from torch import nn
 
-MODULE = PARAMETER_GROUP
+from loongplug.platform.upstream_seams import PARAMETER_GROUP as MODULE
+
 _RATES = ("max_lr", "min_lr")
 # Of what Megatron knows groups by: not the rates, nor what follows from them.
 _CHANGING = (*_RATES, "lr_mult")
 
 Group = Mapping[str, Any]
+
+
+def rate_overrides(
+    config: Any, lr_mults: Mapping[str, float]
+) -> dict[ParamKey, ParamGroupOverride]:
+    """What Megatron has to be told to give each module groups with its name and its rates.
+
+    ``config`` is the optimizer's, ``lr_mults`` has the multiples of the learning rate by the
+    modules' names.
+    """
+    overrides: dict[ParamKey, ParamGroupOverride] = {}
+    for name, mult in lr_mults.items():
+        prefix = f"module.{name}."  # as a part's wrapper calls it
+
+        def within(_: nn.Parameter, parameter: str, prefix: str = prefix) -> bool:
+            return parameter.startswith(prefix)
+
+        settings: dict[str, Any] = {MODULE: name}
+        if mult != 1.0:
+            settings |= {
+                "max_lr": config.lr * mult,
+                "min_lr": (config.min_lr or 0.0) * mult,
+            }
+        predicate = ParamWithNamePredicate(name=f"parameters of {name}", fn=within)
+        overrides[ParamKey(with_name_predicate=predicate)] = cast("ParamGroupOverride", settings)
+    return overrides
 
 
 @dataclass(frozen=True, kw_only=True)

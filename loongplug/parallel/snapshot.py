@@ -4,7 +4,7 @@ A snapshot covers
 
 - every mutable global of ``megatron.core.parallel_state``: groups, lists of ranks, the sizes and
   ranks that are set by hand, the virtual stage, the global memory buffer. Which names there are
-  is read from the installed module, not from a list (``discovery.py``);
+  is read from the installed module, not from a list (:func:`mutable_globals`);
 - the RNG tracker of ``megatron.core.tensor_parallel.random``, as an object;
 - the default generators of host and device. Modules that draw different numbers of random
   values (because they compute different units) must not disturb each other's generators, which
@@ -14,16 +14,75 @@ A snapshot covers
 What stays with the process as a whole, and why: docs/parallel_states.md.
 """
 
+import copy
+import dis
+import importlib.util
+from collections.abc import Iterator
 from operator import itemgetter
+from types import CodeType, ModuleType
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.moe import moe_logging
 
-from loongplug.parallel.discovery import STATE_NAMES, values_at_start
-from loongplug.parallel.generators import part_generators, put_generators, take_generators
+from loongplug.platform import current_platform
 
+
+def mutable_globals(module: ModuleType) -> dict[str, Any]:
+    """The names that may change while a process runs, with the values that they start with.
+
+    Those are the names that some function of the module assigns by a ``global`` statement, and
+    its private values that are no functions, classes or modules, such as a dictionary that is
+    changed in place. The values come from running the module's code once more, beside the
+    module in use.
+    """
+    spec = importlib.util.find_spec(module.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    names = set(_assigned_in_functions(fresh))
+    names.update(
+        name
+        for name, value in vars(fresh).items()
+        if name.startswith("_")
+        and not name.startswith("__")
+        and not callable(value)
+        and not isinstance(value, ModuleType)
+    )
+    return {name: vars(fresh).get(name) for name in sorted(names)}
+
+
+def _assigned_in_functions(module: ModuleType) -> Iterator[str]:
+    # What an import elsewhere may have wrapped does not matter: this is the fresh module.
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        functions = vars(value).values() if isinstance(value, type) else (value,)
+        for function in functions:
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                yield from _stored_globals(code)
+
+
+def _stored_globals(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _stored_globals(constant)
+
+
+_AT_START = mutable_globals(parallel_state)
+
+# The list by which Megatron sets the timeout of all groups of the process at once.
+PROCESS_WIDE = frozenset({"_global_process_group_list"})
+
+# What a module's snapshot holds of parallel_state.
+STATE_NAMES = tuple(name for name in _AT_START if name not in PROCESS_WIDE)
 _values_of = itemgetter(*STATE_NAMES)
 
 # Other modules' globals that a snapshot covers: where, and the values at the start.
@@ -52,14 +111,19 @@ class Snapshot:
             self._values = values
             self._globals = dict(zip(STATE_NAMES, values, strict=True))
         self._others = [where[name] for where, name, _ in OTHER_GLOBALS]
-        self._generators = take_generators()
+        self._generators = _take_generators()
 
     def load(self) -> None:
         """Give Megatron these values."""
         vars(parallel_state).update(self._globals)
         for (where, name, _), value in zip(OTHER_GLOBALS, self._others, strict=True):
             where[name] = value
-        put_generators(self._generators)
+        _put_generators(self._generators)
+
+
+def values_at_start() -> dict[str, Any]:
+    """A new copy of what STATE_NAMES are before Megatron has been initialized."""
+    return {name: copy.deepcopy(_AT_START[name]) for name in STATE_NAMES}
 
 
 def load_start() -> None:
@@ -71,4 +135,34 @@ def load_start() -> None:
     vars(parallel_state).update(values_at_start())
     for where, name, value in OTHER_GLOBALS:
         where[name] = value
-    part_generators()
+    _part_generators()
+
+
+def _take_generators() -> tuple[Any, ...]:
+    """What :func:`_put_generators` takes.
+
+    The host's state is copied. A device's is handed over as the object that its generator works
+    on, so that neither taking nor putting waits for the device or copies.
+    """
+    host = torch.default_generator.get_state()  # [5056] uint8
+    if current_platform().name != "cuda":
+        return (host,)
+    return (host, _device_generator().graphsafe_get_state())
+
+
+def _put_generators(taken: tuple[Any, ...]) -> None:
+    """Go on where the generators were when ``taken`` was taken, or last put and used since."""
+    torch.default_generator.set_state(taken[0])
+    if len(taken) > 1:
+        _device_generator().graphsafe_set_state(taken[1])
+
+
+def _part_generators() -> None:
+    """Go on with the same numbers, but leave what was taken before as it is."""
+    if current_platform().name == "cuda":
+        generator = _device_generator()
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def _device_generator() -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device()]

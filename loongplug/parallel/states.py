@@ -7,11 +7,11 @@ of encoders are made beside it (:func:`create_parallel_state`), and
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,16 @@ class _ParallelStatesDict(dict[str, _State]):
         self.on_switch: OnSwitch | None = None
         self.backwards: set[int] = set()  # autograd's ids of those that entered a state
 
+    def __missing__(self, name: str) -> _State:
+        known = ", ".join(map(repr, self)) or "none"
+        raise ValueError(f"there is no parallel state {name!r}: known are {known}.")
+
     def switch(self, name: str) -> None:
-        """See :func:`change_parallel_state`."""
+        """Give Megatron the state of ``name`` from now on; what the last one has become is kept.
+
+        Ranks do not talk. Nearly free when ``name`` is in use already. Errors as
+        :meth:`snapshot_of`.
+        """
         before = self.current
         if name == before:
             return
@@ -64,23 +72,24 @@ class _ParallelStatesDict(dict[str, _State]):
             self.on_switch(before, name)
 
     def snapshot_of(self, name: str) -> Snapshot:
-        """The snapshot of a state that this rank has a part in, or an error that says why not."""
-        state = self.get(name)
-        if state is not None and state.snapshot is not None:
-            return state.snapshot
+        """The snapshot of a state that this rank has a part in.
+
+        Raises:
+            ValueError: there is no such state.
+            RuntimeError: this rank has no part in it, or no state has been adopted yet.
+        """
         if self.current is None:
             raise RuntimeError(
                 f"there are no parallel states yet, so none of {name!r}: call "
                 "adopt_parallel_state() after Megatron's initialization."
             )
-        if state is None:
-            raise ValueError(
-                f"there is no parallel state {name!r}: known are {', '.join(map(repr, self))}."
+        state = self[name]
+        if state.snapshot is None:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} has no part in {name!r}, which has ranks "
+                f"{state.layout.ranks.start} to {state.layout.ranks.stop - 1}."
             )
-        raise RuntimeError(
-            f"rank {dist.get_rank()} has no part in {name!r}, which has ranks "
-            f"{state.layout.ranks.start} to {state.layout.ranks.stop - 1}."
-        )
+        return state.snapshot
 
     def require_new(self, name: str) -> None:
         if name in self:
@@ -212,66 +221,34 @@ def create_exchange_group(
     return mine
 
 
-def change_parallel_state(name: str) -> None:
-    """Give Megatron the state of ``name`` from now on; what the last one has become is kept.
+@contextmanager
+def parallel_state_of(name: str) -> Iterator[None]:
+    """``with parallel_state_of(name):`` runs the block in that state, and always switches back.
 
-    Ranks do not talk. Nearly free when ``name`` is in use already.
+    Ranks do not talk.
 
     Raises:
         ValueError: there is no such state.
         RuntimeError: this rank has no part in it, or no state has been adopted yet.
     """
+    before = PARALLEL_STATES.current
     PARALLEL_STATES.switch(name)
-
-
-def current_parallel_state() -> str:
-    """The name of the state in use. Raises RuntimeError before the first is adopted."""
-    if PARALLEL_STATES.current is None:
-        raise RuntimeError(
-            "there are no parallel states yet: call adopt_parallel_state() after Megatron's "
-            "initialization."
-        )
-    return PARALLEL_STATES.current
-
-
-class parallel_state_of:  # noqa: N801  used as a function, like contextlib.suppress
-    """``with parallel_state_of(name):`` runs the block in that state, and always switches back.
-
-    Errors as :func:`change_parallel_state`, at the block's begin.
-    """
-
-    __slots__ = ("_before", "_name")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        before = PARALLEL_STATES.current
-        PARALLEL_STATES.switch(self._name)
-        assert before is not None
-        self._before = before
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        PARALLEL_STATES.switch(self._before)
+    assert before is not None
+    try:
+        yield
+    finally:
+        PARALLEL_STATES.switch(before)
 
 
 def layout_of(name: str) -> Layout:
     """The layout of a state, on every rank. Raises ValueError for an unknown name."""
-    if name not in PARALLEL_STATES:
-        known = ", ".join(map(repr, PARALLEL_STATES)) or "none"
-        raise ValueError(f"there is no parallel state {name!r}: known are {known}.")
     return PARALLEL_STATES[name].layout
 
 
 def process_groups(name: str) -> ProcessGroupCollection:
     """The groups of a state, every field set (None where Megatron has no such group).
 
-    Errors as :func:`change_parallel_state`.
+    Errors as :func:`parallel_state_of`.
     """
     with parallel_state_of(name):
         return ProcessGroupCollection.use_mpu_process_groups()

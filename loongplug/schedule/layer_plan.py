@@ -13,8 +13,8 @@ from loongplug.models.deepstack import (
     add_next_feature,
     take_features,
 )
-from loongplug.models.layers.delayed_linear import DelayedGradient
-from loongplug.models.layers.experts import ExpertLayer
+from loongplug.models.layers.linear import DelayedGradient
+from loongplug.models.layers.mlp import ExpertLayer
 from loongplug.schedule.node_recompute import (
     ATTENTION,
     EXPERTS,

@@ -6,8 +6,8 @@ from lazy_copies import LazyCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loongplug.hetero import activations
-from loongplug.hetero.activations import addresses, movable_saves
+from loongplug.hetero import encoder_state
+from loongplug.hetero.encoder_state import addresses, movable_saves
 from loongplug.platform.copies import Copies, CudaCopies, HostCopies
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 
@@ -90,7 +90,7 @@ def test_without_any_of_its_waits_gradients_are_wrong(forgotten):
 @pytest.mark.parametrize("small", [1, 64 * 40 + 1])
 def test_each_storage_is_saved_once_and_what_stays_is_not(monkeypatch, small):
     """However many views of it were saved: not weights, not inputs that stay, not what is small."""
-    monkeypatch.setattr(activations, "_SMALL", small)
+    monkeypatch.setattr(encoder_state, "_SMALL", small)
     encoder, given = Encoder(recompute=False), pixels(0)
     inputs = addresses([given])
     weights = addresses(encoder.parameters())

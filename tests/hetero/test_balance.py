@@ -121,24 +121,27 @@ def test_costs_are_those_of_the_encoders_matrices(name: str) -> None:
     for layer in range(own.num_layers):
         lengths = []
         for frames, height, width in grids:
-            segments = (height * width,)
+            segments = [height * width]
             if gated and layer not in own.full_attention_layers:
-                _, segments = frame_windows(
+                _, windows = frame_windows(
                     height, width, merge=own.spatial_merge_size, side=own.window_tokens
                 )
-            lengths += [*segments] * frames
+                segments = windows.tolist()
+            lengths += segments * frames
         patches = sum(lengths)
         expected += patches * (4 * hidden**2 + (3 if gated else 2) * hidden * ffn)
         expected += sum(2 * length**2 * hidden for length in lengths)
-    assert work.of_unit(grids) == expected
-    assert work.of_unit([]) == work.of_unit([(1, own.spatial_merge_size, own.spatial_merge_size)])
+    assert work.of_units([grids]) == [expected]
+    smallest: Grid = (1, own.spatial_merge_size, own.spatial_merge_size)
+    assert work.of_units([[]]) == work.of_units([[smallest]])
 
 
 def test_a_video_costs_less_than_an_image_of_as_many_patches() -> None:
     """Frames do not attend to each other."""
     work = EncoderWork.of(encoder("qwen3_vl_8b"))
-    assert work.of_unit([(4, 20, 20)]) == 4 * work.of_unit([(1, 20, 20)])
-    assert work.of_unit([(1, 40, 40)]) > 1.05 * work.of_unit([(4, 20, 20)])
+    video, frame, image = work.of_units([[(4, 20, 20)], [(1, 20, 20)], [(1, 40, 40)]])
+    assert video == 4 * frame
+    assert image > 1.05 * video
 
 
 def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(
@@ -162,7 +165,7 @@ def test_a_step_of_1024_units_over_256_replicas_is_planned_in_some_5_ms(
 
     slower = times_slower(lambda: balance.assign(units, replicas=256), plainly)
     encoder_replicas = balance.assign(units, replicas=256)
-    costs = [balance.work.of_unit(grids) for grids in units]
+    costs = balance.work.of_units(units)
     with capsys.disabled():
         print(
             f"\n1,024 units over 256 replicas: {slower:.1f} times plain work, slowest over mean"
@@ -192,7 +195,7 @@ def test_uneven_demo_data_come_within_a_tenth_of_the_mean(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     balance = Balance(work=EncoderWork.of(encoder(name)))
-    costs = [balance.work.of_unit(grids) for grids in demo_units]
+    costs = balance.work.of_units(demo_units)
     encoder_replicas = balance.assign(demo_units, replicas=replicas)
     before = imbalance(costs, in_turn(costs, replicas), replicas=replicas)
     after = imbalance(costs, encoder_replicas, replicas=replicas)
@@ -210,7 +213,7 @@ def test_below_the_threshold_the_demo_data_stay_in_turn(
     demo_units: list[tuple[Grid, ...]],
 ) -> None:
     balance = Balance(work=EncoderWork.of(encoder("qwen3_vl_tiny")))
-    costs = [balance.work.of_unit(grids) for grids in demo_units]
+    costs = balance.work.of_units(demo_units)
     exact = imbalance(costs, in_turn(costs, 4), replicas=4)
     at, above = (replace(balance, threshold=exact + more) for more in (0.0, 1e-9))
     assert at.assign(demo_units, replicas=4) != in_turn(costs, 4)

@@ -10,7 +10,7 @@ from ranks import RankError, run_ranks
 from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
-from loongplug.hetero.sequence_shards import Rows
+from loongplug.hetero.routes import Rows
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_step import ENTRY, WIDTH, Device, Model, Wires, executor_of, microbatches, run_step
 
-from loongplug.hetero import activations
+from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.operations import BEGIN, Encode, Kept, TakeFeatures, forward
 from loongplug.hetero.policies import group_ahead, separated
@@ -28,7 +28,7 @@ SETS = [frozenset(each) for each in chain.from_iterable(combinations(MOVABLE, n)
 
 @pytest.fixture(autouse=True)
 def _all_of_it(monkeypatch):
-    monkeypatch.setattr(activations, "_SMALL", 1)
+    monkeypatch.setattr(encoder_state, "_SMALL", 1)
 
 
 def numbers(

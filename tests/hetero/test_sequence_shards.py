@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loongplug.hetero.sequence_shards import sequence_shards, size
+from loongplug.hetero.routes import sequence_shards, size
 
 pytestmark = pytest.mark.quick
 

@@ -89,7 +89,9 @@ def reference_model(model: VisionLanguageArchitecture, *, seed: int = 0) -> Any:
     """The same architecture in transformers, randomly initialised, norms and biases too."""
     hugging_face = family_of(model).load_hugging_face(model)
     torch.manual_seed(seed)
-    reference = getattr(transformers, hugging_face.architecture)(hf_config(hugging_face))
+    reference = getattr(transformers, hugging_face.in_transformers.architecture)(
+        hf_config(hugging_face)
+    )
     with torch.no_grad():
         for parameter in reference.parameters():  # nothing left at 0 or 1, where mistakes hide
             parameter.add_(torch.randn_like(parameter) * 0.05)

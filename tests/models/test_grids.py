@@ -13,11 +13,7 @@ from transformers.vision_utils import (
 
 from loongplug.models.patch_grids import frame_lengths, patch_coordinates
 from loongplug.models.qwen3_vl import grids as grids_module
-from loongplug.models.qwen3_vl.grids import (
-    PackedGeometry,
-    packed_position_taps,
-    packed_rotary_angles,
-)
+from loongplug.models.qwen3_vl.grids import PackedGeometry
 
 pytestmark = pytest.mark.quick
 
@@ -30,12 +26,16 @@ grids = st.lists(
 )
 
 
+def geometry(side: int = 8, **options: int) -> PackedGeometry:
+    return PackedGeometry(side=side, head_dim=16, base=1e4, merge=2, **options)
+
+
 @settings(deadline=None, max_examples=40)
 @given(grid=grids, side=st.sampled_from([4, 8, 48]))
 def test_position_taps_resample_the_table_as_transformers_does(grid, side):
     grid_thw = torch.tensor(grid)
     table = torch.randn(side * side, 5)
-    taps, weights = packed_position_taps(grid_thw, side=side, merge=2)
+    taps, weights, _ = geometry(side).packed(grid_thw)
     rows, shares = get_vision_interpolation_indices_and_weights(
         grid_thw, side, mode="bilinear", align_corners=True, spatial_merge_size=2
     )
@@ -53,7 +53,7 @@ def test_rotary_angles_are_those_of_transformers(grid):
     vision.hidden_size, vision.num_heads = 64, 4
     reference = Qwen3VLVisionRotaryEmbedding(vision)
     cos, sin = reference(torch.zeros(1), get_vision_position_ids(grid_thw, 2))
-    angles = packed_rotary_angles(grid_thw, head_dim=16, base=10000.0, merge=2)
+    _, _, angles = geometry().packed(grid_thw)
     angles = torch.cat([angles, angles], dim=1)
     torch.testing.assert_close(angles.cos(), cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(angles.sin(), sin, rtol=0, atol=1e-6)
@@ -77,25 +77,13 @@ def test_attention_stays_within_a_frame():
     assert frame_lengths(torch.tensor([[2, 2, 4], [1, 2, 2]])) == [8, 8, 4]
 
 
-def test_no_images_give_empty_geometry():
-    none = torch.zeros(0, 3, dtype=torch.int64)
-    taps, weights = packed_position_taps(none, side=8, merge=2)
-    assert taps.shape == weights.shape == (0, 4)
-    assert packed_rotary_angles(none, head_dim=16, base=1e4, merge=2).shape == (0, 8)
-    assert frame_lengths(none) == []
-
-
 @pytest.mark.parametrize("cache_bytes", [0, 2000, 2**20])
-def test_kept_geometry_is_the_pure_functions_whatever_is_kept(cache_bytes):
-    geometry = PackedGeometry(side=8, head_dim=16, base=1e4, merge=2, cache_bytes=cache_bytes)
+def test_geometry_is_the_same_whatever_is_kept(cache_bytes):
+    kept = geometry(cache_bytes=cache_bytes)
     for grid in ([[1, 4, 2], [2, 2, 4]], [[1, 4, 2]], [[1, 6, 6], [1, 4, 2]], [[1, 2, 4]]):
-        grid_thw = torch.tensor(grid)
-        taps, weights = geometry.position_taps(grid_thw)
-        expected_taps, expected_weights = packed_position_taps(grid_thw, side=8, merge=2)
-        assert torch.equal(taps, expected_taps)
-        assert torch.equal(weights, expected_weights)
-        angles = packed_rotary_angles(grid_thw, head_dim=16, base=1e4, merge=2)
-        assert torch.equal(geometry.rotary_angles(grid_thw), angles)
+        ours, fresh = (each.packed(torch.tensor(grid)) for each in (kept, geometry()))
+        for one, other in zip(ours, fresh, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_geometry_is_kept_up_to_so_many_bytes(monkeypatch):
@@ -108,8 +96,7 @@ def test_geometry_is_kept_up_to_so_many_bytes(monkeypatch):
     original = grids_module.frame_position_taps
     monkeypatch.setattr(grids_module, "frame_position_taps", counted)
     # A patch takes 4 * 8 + 4 * 4 + 8 * 4 = 80 bytes: room for two frames of 8 patches.
-    geometry = PackedGeometry(side=8, head_dim=16, base=1e4, merge=2, cache_bytes=1300)
+    kept = geometry(cache_bytes=1300)
     for height, width in [(2, 4), (4, 2), (2, 4), (2, 2), (2, 4), (4, 2)]:
-        geometry.position_taps(torch.tensor([[3, height, width]]))
-        geometry.rotary_angles(torch.tensor([[1, height, width]]))
+        kept.packed(torch.tensor([[3, height, width]]))
     assert made == [(2, 4), (4, 2), (2, 2), (4, 2)]

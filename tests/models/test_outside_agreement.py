@@ -110,7 +110,8 @@ def test_config_class_may_come_from_outside_transformers() -> None:
     model = architecture(tied=False)
     found = hf_reference.family_of(model).load_hugging_face(model)
     elsewhere = "transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLConfig"
-    moved = dataclasses.replace(found, config_class=elsewhere)
+    theirs = dataclasses.replace(found.in_transformers, config_class=elsewhere)
+    moved = dataclasses.replace(found, in_transformers=theirs)
     assert hf_config(moved).to_dict() == hf_config(found).to_dict()
 
 

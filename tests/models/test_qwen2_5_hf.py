@@ -114,7 +114,8 @@ def test_what_transformers_cannot_read_is_one_line(tmp_path):
     (difference,) = hf_config_differences(folder, model)
     assert difference.startswith("config.json is no Qwen2_5_VLConfig (")
     for missing in ("Qwen9VLConfig", "no_such_package:Config"):
-        of_another = dataclasses.replace(model, config_class=missing)
+        theirs = dataclasses.replace(model.in_transformers, config_class=missing)
+        of_another = dataclasses.replace(model, in_transformers=theirs)
         with pytest.raises(ValueError, match=r"has no config class .*: install a version of"):
             hf_config_differences(folder, of_another)
 

@@ -145,7 +145,9 @@ def test_square_experts_are_not_read(tmp_path):
     square = dataclasses.replace(model.foundation, expert_ffn_hidden_size=hidden // 2)
     model = dataclasses.replace(model, foundation=square)
     described = dataclasses.replace(hugging_face(model), inexpressible=())
-    getattr(transformers, described.architecture)(hf_config(described)).save_pretrained(tmp_path)
+    getattr(transformers, described.in_transformers.architecture)(
+        hf_config(described)
+    ).save_pretrained(tmp_path)
     run_ranks(refuse_folder, 1, folder=tmp_path, model=model, message="square matrices")
 
 

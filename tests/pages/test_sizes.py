@@ -32,7 +32,7 @@ def reference_counts(name: str) -> tuple[int, int]:
     model = hugging_face(name)
     config = hf_config(model)
     with torch.device("meta"):
-        reference = getattr(transformers, model.architecture)(config)
+        reference = getattr(transformers, model.in_transformers.architecture)(config)
     reference.tie_weights()
     parameters = dict(reference.named_parameters())  # tied ones once
     total = sum(parameter.numel() for parameter in parameters.values())

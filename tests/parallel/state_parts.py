@@ -7,19 +7,19 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 from torch.nn.functional import gelu
 
-from loongplug.parallel.states import current_parallel_state
+from loongplug.parallel.states import PARALLEL_STATES
 
 
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, label: str, seen: list[tuple[str, str]]) -> torch.Tensor:
         ctx.label, ctx.seen = label, seen
-        seen.append((f"{label} forward", current_parallel_state()))
+        seen.append((f"{label} forward", PARALLEL_STATES.current))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.seen.append((f"{ctx.label} backward", current_parallel_state()))
+        ctx.seen.append((f"{ctx.label} backward", PARALLEL_STATES.current))
         return grads[0], None, None
 
 
@@ -32,7 +32,7 @@ class Part(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         for name, parameter in self.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: seen.append((f"{label} {name}", current_parallel_state()))
+                lambda _, name=name: seen.append((f"{label} {name}", PARALLEL_STATES.current))
             )
 
     def probe(self, x: torch.Tensor, where: str) -> torch.Tensor:

@@ -12,7 +12,6 @@ from loongplug.parallel.states import (
     PARALLEL_STATES,
     adopt_parallel_state,
     create_parallel_state,
-    current_parallel_state,
     destroy_parallel_states,
 )
 
@@ -55,5 +54,5 @@ def _with_states(rank: int, test: Callable[[], None]) -> None:
     with decoder_and_encoder():
         create_parallel_state(AUDIO, Layout(), seed=1)
         test()
-        assert current_parallel_state() == DECODER
+        assert PARALLEL_STATES.current == DECODER
         assert not PARALLEL_STATES.backwards

@@ -10,13 +10,13 @@ import pytest
 import reviewed_globals
 from megatron.core import parallel_state
 
-from loongplug.parallel.discovery import (
+from loongplug.parallel.snapshot import (
+    OTHER_GLOBALS,
     PROCESS_WIDE,
     STATE_NAMES,
     mutable_globals,
     values_at_start,
 )
-from loongplug.parallel.snapshot import OTHER_GLOBALS
 
 CORE = Path(megatron.core.__file__).parent
 

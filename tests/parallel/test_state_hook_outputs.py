@@ -15,7 +15,7 @@ from torch import nn
 
 from loongplug.parallel.hooks import run_in_state
 from loongplug.parallel.states import (
-    current_parallel_state,
+    PARALLEL_STATES,
 )
 
 
@@ -60,7 +60,7 @@ def test_outputs_of_all_kinds(make: Any, find: Any) -> None:
     plain = module(torch.ones(2, 4))
     run_in_state(module, ENCODER)
     seen: list[str] = []
-    module.linear.weight.register_hook(lambda _: seen.append(current_parallel_state()))
+    module.linear.weight.register_hook(lambda _: seen.append(PARALLEL_STATES.current))
     out = module(torch.ones(2, 4))
     assert type(out) is type(plain)
     for one, other in zip(find(out), find(plain), strict=True):
@@ -145,7 +145,7 @@ def test_a_copy_runs_in_the_state_too() -> None:
     module(torch.ones(2, 4))
     other = copy.deepcopy(module)
     seen: list[str] = []
-    other.linear.weight.register_hook(lambda _: seen.append(current_parallel_state()))
+    other.linear.weight.register_hook(lambda _: seen.append(PARALLEL_STATES.current))
     other(torch.ones(2, 4)).sum().backward()
     assert seen == [ENCODER]
     assert module.linear.weight.grad is None
@@ -178,5 +178,5 @@ def test_other_hooks_that_fail() -> None:
         with pytest.raises(ValueError, match="another hook"):
             module(torch.ones(2))
         handle.remove()
-        assert current_parallel_state() == DECODER
+        assert PARALLEL_STATES.current == DECODER
     module(torch.ones(2)).sum().backward()

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from loongplug.parallel.hooks import run_in_state
 from loongplug.parallel.states import (
     PARALLEL_STATES,
-    current_parallel_state,
     parallel_state_of,
 )
 
@@ -30,9 +29,9 @@ def test_forward_and_backward(pixels_need_grad: bool) -> None:
     if pixels_need_grad:
         pixels = before(pixels)
     out = encoder(pixels)
-    assert current_parallel_state() == DECODER
+    assert PARALLEL_STATES.current == DECODER
     after(out).sum().backward()
-    assert current_parallel_state() == DECODER
+    assert PARALLEL_STATES.current == DECODER
     assert states_of(seen, "encoder") == {ENCODER}
     assert states_of(seen, "after") == {DECODER}
     if pixels_need_grad:
@@ -58,7 +57,7 @@ def test_each_backward_switches_once_to_and_fro() -> None:
 @in_one_rank
 def test_ids_as_inputs() -> None:
     embedding, seen = nn.Embedding(5, 4), []
-    embedding.weight.register_hook(lambda _: seen.append(current_parallel_state()))
+    embedding.weight.register_hook(lambda _: seen.append(PARALLEL_STATES.current))
     run_in_state(embedding, ENCODER)
     embedding(torch.tensor([1, 2])).sum().backward()
     assert seen == [ENCODER]
@@ -130,7 +129,7 @@ def test_microbatches_in_flight(order: Any) -> None:
     else:
         for number in order:
             losses[number].backward()
-            assert current_parallel_state() == DECODER
+            assert PARALLEL_STATES.current == DECODER
     assert states_of(seen, "encoder") == {ENCODER}
     assert states_of(seen, "before") == states_of(seen, "after") == {DECODER}
 
@@ -144,7 +143,7 @@ def test_a_backward_begun_in_another_state_ends_in_it() -> None:
     with parallel_state_of(AUDIO):
         seen.clear()
         loss.backward()
-        assert current_parallel_state() == AUDIO
+        assert PARALLEL_STATES.current == AUDIO
     assert states_of(seen, "encoder") == {ENCODER}
     assert states_of(seen, "after") == {AUDIO}
 
@@ -299,7 +298,7 @@ def test_an_exception_in_forward() -> None:
     inner.second = nn.Linear(5, 4)  # does not fit
     with pytest.raises(RuntimeError, match="shapes"):
         outer(torch.randn(3, 4))
-    assert current_parallel_state() == DECODER
+    assert PARALLEL_STATES.current == DECODER
     inner.second = nn.Linear(4, 4)
     outer(torch.randn(3, 4)).sum().backward()
 
@@ -311,7 +310,7 @@ class _Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise ValueError(f"failed in {current_parallel_state()}")
+        raise ValueError(f"failed in {PARALLEL_STATES.current}")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -342,7 +341,7 @@ def test_an_exception_in_backward(where: str, state: str, reentrant: bool) -> No
     loss = torch_checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
     with pytest.raises(ValueError, match=f"failed in {state}"):
         loss.sum().backward()
-    assert current_parallel_state() == DECODER
+    assert PARALLEL_STATES.current == DECODER
     assert not PARALLEL_STATES.backwards
     # and it still works
     handle.remove()
@@ -360,7 +359,7 @@ def test_a_backward_for_some_gradients_only() -> None:
     (gradient,) = torch.autograd.grad(encoder(x).sum(), [encoder.first.weight])
     assert gradient.shape == (4, 4)
     assert ("encoder middle backward", ENCODER) in seen
-    assert current_parallel_state() == DECODER
+    assert PARALLEL_STATES.current == DECODER
     # The next one enters anew.
     seen.clear()
     encoder(before(torch.randn(3, 4))).sum().backward()

@@ -10,7 +10,7 @@ from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
 
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import (
-    change_parallel_state,
+    PARALLEL_STATES,
     create_parallel_state,
     parallel_state_of,
 )
@@ -61,7 +61,7 @@ def _streams(rank: int) -> None:
         create_parallel_state("audio_encoder", Layout(dp=2), seed=1)
         expected = {}
         for name in (DECODER, ENCODER, "audio_encoder"):
-            change_parallel_state(name)
+            PARALLEL_STATES.switch(name)
             generators = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
             expected[name] = draw() + draw()
             torch.set_rng_state(generators[0])
@@ -69,9 +69,9 @@ def _streams(rank: int) -> None:
         assert len({tuple(numbers) for numbers in expected.values()}) == 3
         found: dict[str, list[float]] = {name: [] for name in expected}
         for name in (DECODER, ENCODER, "audio_encoder", ENCODER, "audio_encoder", DECODER):
-            change_parallel_state(name)
+            PARALLEL_STATES.switch(name)
             found[name] += draw()
-        change_parallel_state(DECODER)
+        PARALLEL_STATES.switch(DECODER)
         assert found == expected
 
 

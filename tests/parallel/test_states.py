@@ -16,16 +16,14 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from ranks import RankError, model_parallel, run_ranks
 from state_ranks import DECODER, ENCODER, adopted, decoder_and_encoder
 
-from loongplug.parallel.discovery import STATE_NAMES
 from loongplug.parallel.layout import Layout, encoder_layout
 from loongplug.parallel.live_layout import live_layout
+from loongplug.parallel.snapshot import STATE_NAMES
 from loongplug.parallel.states import (
     PARALLEL_STATES,
     adopt_parallel_state,
-    change_parallel_state,
     create_exchange_group,
     create_parallel_state,
-    current_parallel_state,
     destroy_parallel_states,
     layout_of,
     parallel_state_of,
@@ -70,7 +68,7 @@ def _in_two_layouts(rank: int, sizes: dict[str, int], encoder: Layout) -> None:
         before = _globals()
         create_parallel_state(ENCODER, encoder, seed=3)
         assert _globals() == before
-        assert current_parallel_state() == DECODER
+        assert PARALLEL_STATES.current == DECODER
         for name, layout in ((DECODER, decoder), (ENCODER, encoder), (DECODER, decoder)):
             assert layout_of(name) == layout
             if rank not in layout.ranks:
@@ -251,14 +249,14 @@ def _nested(rank: int) -> None:
         with parallel_state_of(ENCODER), parallel_state_of("audio_encoder"):
             assert parallel_state.get_data_parallel_world_size() == 2
             with parallel_state_of("audio_encoder"), parallel_state_of(ENCODER):
-                assert current_parallel_state() == ENCODER
-            assert current_parallel_state() == "audio_encoder"
-        assert current_parallel_state() == DECODER
+                assert PARALLEL_STATES.current == ENCODER
+            assert PARALLEL_STATES.current == "audio_encoder"
+        assert PARALLEL_STATES.current == DECODER
         # A block that itself changes the state ends as any other.
         with parallel_state_of(ENCODER):
-            change_parallel_state("audio_encoder")
-        assert current_parallel_state() == DECODER
-        change_parallel_state(DECODER)
+            PARALLEL_STATES.switch("audio_encoder")
+        assert PARALLEL_STATES.current == DECODER
+        PARALLEL_STATES.switch(DECODER)
         PARALLEL_STATES.on_switch = None
         assert seen == [
             (DECODER, ENCODER),
@@ -283,7 +281,7 @@ def _after_exceptions(rank: int) -> None:
         for error in (ValueError, KeyboardInterrupt, SystemExit):
             with pytest.raises(error):
                 _fail_in_encoder(error)
-            assert current_parallel_state() == DECODER
+            assert PARALLEL_STATES.current == DECODER
             assert _globals() == before
         random = torch.get_rng_state()
         with pytest.raises(RuntimeError, match="not divisible"):
@@ -316,13 +314,12 @@ def test_exceptions_leave_the_state_as_it_was() -> None:
 def _destroyed(rank: int) -> None:
     with decoder_and_encoder(tp=2):
         parallel_state.set_virtual_pipeline_model_parallel_rank(5)
-        change_parallel_state(ENCODER)
+        PARALLEL_STATES.switch(ENCODER)
         destroy_parallel_states()
         assert parallel_state.get_tensor_model_parallel_world_size() == 2
         assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 5
         destroy_parallel_states()
-        with pytest.raises(RuntimeError, match="no parallel states yet"):
-            current_parallel_state()
+        assert PARALLEL_STATES.current is None
         assert adopt_parallel_state() == Layout(tp=2)
 
 
@@ -345,16 +342,15 @@ def _misuse(rank: int) -> dict[str, str]:
     errors = {"adopt too early": _error(adopt_parallel_state)}
     with model_parallel(tp=2, pp=2):
         errors |= {
-            "switch too early": _error(lambda: change_parallel_state(ENCODER)),
+            "switch too early": _error(lambda: PARALLEL_STATES.switch(ENCODER)),
             "create too early": _error(lambda: create_parallel_state(ENCODER, Layout(), seed=1)),
-            "current too early": _error(current_parallel_state),
             "layout too early": _error(lambda: layout_of(DECODER)),
         }
         decoder = adopt_parallel_state()
         encoder = Layout(dp=decoder.stage_size)
         create_parallel_state(ENCODER, encoder, seed=1)
         errors |= {
-            "unknown": _error(lambda: change_parallel_state("image_encodr")),
+            "unknown": _error(lambda: PARALLEL_STATES.switch("image_encodr")),
             "unknown groups": _error(lambda: process_groups("image_encodr")),
             "created twice": _error(lambda: create_parallel_state(ENCODER, encoder, seed=1)),
             "decoder created": _error(lambda: create_parallel_state(DECODER, encoder, seed=1)),
@@ -364,7 +360,7 @@ def _misuse(rank: int) -> dict[str, str]:
         }
         if rank == 3:
             errors["no part"] = _error(parallel_state_of(ENCODER).__enter__)
-        assert current_parallel_state() == DECODER
+        assert PARALLEL_STATES.current == DECODER
         destroy_parallel_states()
     return errors
 
@@ -376,7 +372,6 @@ def test_misuse_says_what_is_wrong() -> None:
         "adopt too early": "RuntimeError: Megatron's parallel state is not initialized",
         "switch too early": "RuntimeError: there are no parallel states yet, so none of",
         "create too early": "RuntimeError: 'image_encoder' has to be created beside an adopted",
-        "current too early": "RuntimeError: there are no parallel states yet",
         "layout too early": "ValueError: there is no parallel state 'text_decoder': known are none",
         "unknown": f"ValueError: there is no parallel state 'image_encodr': {known}",
         "unknown groups": f"ValueError: there is no parallel state 'image_encodr': {known}",

@@ -13,7 +13,7 @@ from test_overlap_run import BALANCED, DELAYED, EP2, ETP2, FULL, OVERLAP, SHARED
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from loongplug.models.layers.experts import ExpertLayer
+from loongplug.models.layers.mlp import ExpertLayer
 from loongplug.platform.cpu import CpuPlatform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
 from loongplug.schedule.tensor_names import NAMES, RECOMPUTED

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongplug.estimate.tape import all_to_alls_apart
-from loongplug.hetero import activations
+from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
@@ -129,7 +129,7 @@ def watched(counter: Counter) -> None:
         counter.phase_3()
         end(executor)
 
-    saved_view = activations.saved_view
+    saved_view = encoder_state.saved_view
 
     def saved(tensor: Tensor, known: Any) -> Any:
         counter.note_saved(tensor)
@@ -139,7 +139,7 @@ def watched(counter: Counter) -> None:
     around(Exchange, "gather_variable_shape_embeddings", arrived)
     around(Executor, "_gather", gathered)
     around(PrefetchQueue, "send_for", came)
-    activations.saved_view = saved
+    encoder_state.saved_view = saved
     around(Executor, "begin", lambda *_, **__: counter.phase_2(sizes))
     around(Executor, "features", lambda *_: counter.count())
     Executor.end = ended

@@ -122,22 +122,21 @@ class SDPAttention(MegatronModule):
             # Zeros of no elements that still depend on all three inputs.
             return query.flatten(1) + 0 * (key.sum() + value.sum())
         if len(layout.groups) == 1:
-            group = layout.groups[0]
-            batch = len(group.segments)
+            ((length, segments),) = layout.groups.items()
             q, k, v = (
-                x.unflatten(0, (batch, group.length)).transpose(1, 2) for x in (query, key, value)
+                x.unflatten(0, (len(segments), length)).transpose(1, 2) for x in (query, key, value)
             )  # [segments, heads, length, dim]
             out = self._attend(q, k, v, causal=causal)
             return out.transpose(1, 2).reshape(query.size(0), -1)
 
         pieces = [x.split(layout.lengths) for x in (query, key, value)]
         outputs: list[Tensor] = [query.new_empty(0, query[0].numel())] * len(layout.lengths)
-        for group in layout.groups:
+        for segments in layout.groups.values():
             q, k, v = (
-                torch.stack([piece[i] for i in group.segments]).transpose(1, 2) for piece in pieces
+                torch.stack([piece[i] for i in segments]).transpose(1, 2) for piece in pieces
             )  # [segments, heads, length, dim]
             out = self._attend(q, k, v, causal=causal).transpose(1, 2).flatten(2)
-            for segment, rows in zip(group.segments, out.unbind(), strict=True):
+            for segment, rows in zip(segments, out.unbind(), strict=True):
                 outputs[segment] = rows  # [length, heads * dim]
         return torch.cat(outputs)
 

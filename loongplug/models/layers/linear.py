@@ -1,10 +1,21 @@
-"""Megatron's parallel linears, without the machinery of parallelism where a rank is alone."""
+"""Megatron's parallel linears, without the machinery of parallelism where a rank is alone; and such
+whose weights' gradients are computed when a schedule asks for them, not in backward.
+"""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 
 class LocalColumnParallelLinear(ColumnParallelLinear):
@@ -65,3 +76,153 @@ def _is_alone(linear: ColumnParallelLinear | RowParallelLinear) -> bool:
         and not linear.gradient_accumulation_fusion
         and not getattr(linear.config, "cpu_offloading", False)
     )
+
+
+class DelayedGradient(nn.Module):
+    """What is the same in columns and rows.
+
+    Backward computes the gradients of input and bias, and keeps what the weight's is made of;
+    :meth:`backward_dw` makes it, bit by bit the one of the ordinary linear. The two take turns: a
+    schedule asks for the weight's gradient of one microbatch before the backward of the next. A
+    weight that is frozen has none, and nothing is kept for it.
+
+    Data parallel wrappers leave such a weight to its module: what they do with a gradient is
+    handed to :meth:`register_wgrad_accumulation_and_reduce_hooks`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    tp_group: ProcessGroup
+    plain: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        known: Any = self
+        assert not known.gradient_accumulation_fusion, "the fused kernel is the backward's"
+        assert known.gtp_remat_size == 1, "a weight that is gathered again"
+        self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        # Of the last backward: the input (a rank's part of it, with sequence parallelism in front
+        # of columns), and the gradient of the product.
+        self._kept: tuple[Tensor, Tensor] | None = None
+        self._gathers = False  # whether the input is such a part
+        self._hooks: list[Callable[[], None]] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether a backward has left a weight's gradient to be computed."""
+        return self._kept is not None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called whenever the weight's gradient has been computed."""
+        self._hooks.append(hook)
+
+    def keep(self, input_: Tensor, gradient: Tensor, *, gathers: bool) -> None:
+        """What a backward was given, until the weight's gradient is made of it."""
+        assert self._kept is None, "two backwards, and no gradient of the weight between them"
+        self._kept, self._gathers = (input_, gradient), gathers
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Compute the weight's gradient of the microbatch that went backward last.
+
+        Collective with sequence parallelism, in columns: the tensor parallel group gathers the
+        input once more.
+        """
+        if not self.weight.requires_grad:
+            return
+        assert self._kept is not None, "the gradient of a weight without a backward before it"
+        (input_, gradient), self._kept = self._kept, None
+        if self._gathers:
+            input_ = _gathered(input_, self.tp_group)
+        of_weight = self.rows(gradient).t().matmul(self.rows(input_))  # the weight's shape
+        if self.weight.grad is None:
+            self.weight.grad = of_weight
+        else:
+            self.weight.grad.add_(of_weight)
+        for hook in self._hooks:
+            hook()
+
+    def rows(self, values: Tensor) -> Tensor:
+        """[s, b, width] to [s * b, width], laid out as the ordinary linear has it in backward."""
+        return (values if self.plain else values.contiguous()).flatten(0, -2)
+
+    def _plain_product(self, input_: Tensor, weight: Tensor) -> Tensor:
+        if not weight.requires_grad:
+            return F.linear(input_, weight, self.bias)
+        return self._product(input_, weight, self.bias, gathers=False, sums=False)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if not weight.requires_grad:
+            frozen: Tensor = super()._forward_impl(input, weight, **options)  # type: ignore[misc]
+            return frozen
+        return self._product(
+            input,
+            weight,
+            options["bias"],
+            gathers=options["sequence_parallel"],
+            sums=options["allreduce_dgrad"],
+        )
+
+    def _product(
+        self, input_: Tensor, weight: Tensor, bias: Tensor | None, *, gathers: bool, sums: bool
+    ) -> Tensor:
+        assert weight is self.weight, "the gradient is kept for the module's own weight"
+        product: Tensor = _Product.apply(input_, weight, bias, self, gathers, sums)
+        return product
+
+
+class DelayedColumnParallelLinear(DelayedGradient, LocalColumnParallelLinear):
+    """LocalColumnParallelLinear whose weight's gradient can wait: :class:`DelayedGradient`."""
+
+
+class DelayedRowParallelLinear(DelayedGradient, LocalRowParallelLinear):
+    """LocalRowParallelLinear whose weight's gradient can wait: :class:`DelayedGradient`."""
+
+
+class _Product(torch.autograd.Function):
+    """The ordinary linear's product and what of its backward is not delayed.
+
+    Expressions are those of torch's linear where a rank is alone, and Megatron's elsewhere:
+    written in another way, a product may round in another way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        linear: DelayedGradient,
+        gathers: bool,
+        sums: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(input_, weight)
+        ctx.linear, ctx.gathers, ctx.sums = linear, gathers, sums
+        if linear.plain:
+            return F.linear(input_, weight, bias)
+        if gathers:
+            input_ = _gathered(input_, linear.tp_group)
+        product = input_.matmul(weight.t())
+        return product if bias is None else product + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input_, weight = ctx.saved_tensors
+        linear: DelayedGradient = ctx.linear
+        linear.keep(input_, gradient, gathers=ctx.gathers)
+        if linear.plain:
+            of_input = linear.rows(gradient).matmul(weight).view(input_.shape)
+        else:
+            of_input = gradient.matmul(weight)  # [s, b, in], with all parts of the sequence
+        if ctx.gathers:
+            of_input = reduce_scatter_to_sequence_parallel_region(of_input, group=linear.tp_group)
+        elif ctx.sums:
+            of_input = reduce_from_tensor_model_parallel_region(of_input, group=linear.tp_group)
+        of_bias = linear.rows(gradient).sum(dim=0) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_bias, None, None, None
+
+
+def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    """[s / tp, b, in] to [s, b, in], in a buffer that the next linear uses again."""
+    whole: Tensor = gather_from_sequence_parallel_region(part, group=group, use_global_buffer=True)
+    return whole

@@ -1,34 +1,25 @@
 """How variable-length segments lie in a packed batch, planned once on the host."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
 
 from loongplug.platform.transfers import to_device
-
-
-@dataclass(frozen=True)
-class SegmentGroup:
-    """The segments of one length: their indices within the pack, ascending."""
-
-    length: int
-    segments: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     """The segments of a pack by length, each group to be computed as one batch.
 
-    ``lengths`` are the tokens of each segment in pack order, empty ones included. Groups hold
-    the others, ordered by their first segment.
+    ``lengths`` are the tokens of each segment in pack order, empty ones included. ``groups`` hold
+    the indices of the others by length, ascending, ordered by their first segment.
     """
 
     lengths: tuple[int, ...]
-    groups: tuple[SegmentGroup, ...]
+    groups: Mapping[int, Sequence[int]]
 
     @property
     def tokens(self) -> int:
@@ -47,8 +38,7 @@ class PackedLayout:
                 )
             if length:
                 by_length.setdefault(length, []).append(segment)
-        groups = tuple(SegmentGroup(length, tuple(found)) for length, found in by_length.items())
-        return cls(lengths, groups)
+        return cls(lengths, by_length)
 
 
 @dataclass
@@ -89,38 +79,10 @@ def pack_segments(
 
 
 def layout_of(params: PackedSeqParams) -> PackedLayout:
-    """The plan of ``params``: the one it carries, or one read from its ``cu_seqlens_q``.
-
-    Reading waits for the device when the lengths live there. Raises ValueError for a format
-    other than ``thd``, for padding between segments and where queries and keys differ.
-    """
+    """The plan that ``params`` carry. Raises ValueError where :func:`pack_segments` made none."""
     if isinstance(params, PackedSegments) and params.layout is not None:
         return params.layout
-    if params.qkv_format != "thd":
-        raise ValueError(
-            f"Packed attention got qkv_format={params.qkv_format!r}; it needs 'thd'. Make the "
-            "parameters with loongplug.models.layers.packed.pack_segments."
-        )
-    if params.cu_seqlens_q_padded is not None or params.cu_seqlens_kv_padded is not None:
-        raise ValueError(
-            "Packed attention got padded cu_seqlens; segments must follow each other without "
-            "padding. Make the parameters with loongplug.models.layers.packed.pack_segments."
-        )
-    queries = _boundaries(params.cu_seqlens_q)
-    if params.cu_seqlens_kv is not params.cu_seqlens_q:
-        keys = _boundaries(params.cu_seqlens_kv)
-        if keys != queries:
-            raise ValueError(
-                f"Packed attention got cu_seqlens_q={queries} but cu_seqlens_kv={keys}; each "
-                "segment attends to itself, so they must be the same."
-            )
-    return PackedLayout.of(end - start for start, end in pairwise(queries))
-
-
-def _boundaries(cu_seqlens: Tensor) -> list[int]:
-    boundaries: list[int] = cu_seqlens.tolist()
-    if not boundaries or boundaries[0] != 0:
-        raise ValueError(
-            f"cu_seqlens is {boundaries}; it must start with 0 and hold the end of each segment."
-        )
-    return boundaries
+    raise ValueError(
+        "Packed attention got parameters without a plan of their segments: make them with "
+        "loongplug.models.layers.packed.pack_segments."
+    )

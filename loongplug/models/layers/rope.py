@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -51,48 +50,26 @@ class RotarySelfAttention(SelfAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        key_value_states: Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Tensor | None = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        rotary_pos_cos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        sequence_len_offset: int | None = None,
         *,
-        inference_params: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As upstream, with ``rotary_pos_emb`` a table [s, b or 1, 1, 2 * dim] or None."""
-        assert key_value_states is None, "self-attention has no other sequence to look at"
         # Upstream hands key_value_states untouched to get_query_key_value_tensors, where
         # self-attention has no use for it: that is how the table gets there.
         return super().forward(
-            hidden_states,
-            attention_mask,
-            key_value_states=rotary_pos_emb,
-            inference_context=inference_context,
-            rotary_pos_cos=rotary_pos_cos,
-            rotary_pos_sin=rotary_pos_sin,
-            rotary_pos_cos_sin=rotary_pos_cos_sin,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
-            sequence_len_offset=sequence_len_offset,
-            inference_params=inference_params,
+            hidden_states, attention_mask, key_value_states=rotary_pos_emb, **options
         )
 
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
+        **options: Any,
     ) -> tuple[Tensor, ...]:
         """Query [s, b, heads, dim], key and value [s, b, groups, dim]; query and key turned."""
         table = key_value_states
-        query, key, *rest = super().get_query_key_value_tensors(
-            hidden_states, None, output_gate=output_gate, split_qkv=split_qkv
-        )
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **options)
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
         return (query, key, *rest)

@@ -24,13 +24,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from loongplug.models.layers.attention import SDPAttention
-from loongplug.models.layers.delayed_linear import (
+from loongplug.models.layers.linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
+    LocalColumnParallelLinear,
+    LocalRowParallelLinear,
 )
-from loongplug.models.layers.experts import ExpertLayer, LocalExperts, LocalSharedExperts
-from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
-from loongplug.models.layers.mlp import LocalMLP
+from loongplug.models.layers.mlp import ExpertLayer, LocalExperts, LocalMLP, LocalSharedExperts
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.rope import RotarySelfAttention
 from loongplug.models.layers.router import BalancedRouter
@@ -40,7 +40,13 @@ Backend = Literal["te", "local"]
 
 
 class SDPASpecProvider(LocalSpecProvider):
-    """Upstream's local backend with this package's attention, norms and linears."""
+    """Upstream's local backend with this package's attention, norms and linears.
+
+    With ``delayed``, the latter leave their weights' gradients to a schedule.
+    """
+
+    def __init__(self, *, delayed: bool = False) -> None:
+        self._delayed = delayed
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
@@ -50,11 +56,11 @@ class SDPASpecProvider(LocalSpecProvider):
 
     def column_parallel_linear(self) -> type:
         """The column-parallel linear class."""
-        return LocalColumnParallelLinear
+        return DelayedColumnParallelLinear if self._delayed else LocalColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
         """The row-parallel linear class."""
-        return LocalRowParallelLinear
+        return DelayedRowParallelLinear if self._delayed else LocalRowParallelLinear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> ExpertsBuilder:
         """The experts of a layer, sequential: a grouped GEMM needs TransformerEngine."""
@@ -70,23 +76,9 @@ class SDPASpecProvider(LocalSpecProvider):
         return SDPAttention
 
 
-class DelayedSpecProvider(SDPASpecProvider):
-    """The same with linears that leave their weights' gradients to a schedule."""
-
-    def column_parallel_linear(self) -> type:
-        """The column-parallel linear class."""
-        return DelayedColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        """The row-parallel linear class."""
-        return DelayedRowParallelLinear
-
-
 def pick_backend() -> Backend:
     """ "te" on CUDA where TransformerEngine can be imported, else "local"."""
-    if current_platform().name == "cpu":
-        return "local"
-    return "te" if HAVE_TE else "local"
+    return "te" if HAVE_TE and current_platform().name != "cpu" else "local"
 
 
 def decoder_layer_spec(
@@ -195,7 +187,7 @@ def _fused_names(*, dense: bool) -> dict[str, str]:
 
 def _provider(backend: Backend, *, delayed: bool = False) -> BackendSpecProvider:
     if backend == "local":
-        return DelayedSpecProvider() if delayed else SDPASpecProvider()
+        return SDPASpecProvider(delayed=delayed)
     if backend == "te":
         if not HAVE_TE:
             raise ValueError(

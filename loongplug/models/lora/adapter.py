@@ -1,24 +1,106 @@
-"""One adapter, sharded like the linear beside which it runs."""
+"""Adapters beside the linears of a module, sharded like them, whichever package these are from."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.mlp import MLP, apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from loongplug.models.hf_mapping import Split
-from loongplug.models.layers.recompute import own_draws
-from loongplug.models.lora.place import LinearPlace
+from loongplug.models.hf_mapping import ADAPTER, Split
+from loongplug.models.layers.recompute import input_for_recompute, own_draws
 from loongplug.models.lora.settings import LoraSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlace:
+    """Where a parallel linear stands.
+
+    ``split`` is COLUMN or ROW. With ``sequence_parallel``, a column's input and a row's output are
+    split over the tokens. The linears of experts talk to nobody: their dispatcher does.
+    """
+
+    weight: nn.Parameter  # [out / tp, in] or [out, in / tp]
+    split: Split
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    in_parts: bool  # its block's ranks have parts of the sequence, and draw for themselves
+    expert: bool
+
+    @property
+    def same_input(self) -> bool:
+        """Whether all ranks of the group see the same input, as many values at a time.
+
+        Experts' ranks may; but ranks of other experts, which draw from one generator, do not.
+        """
+        return self.split is Split.COLUMN and not (self.sequence_parallel or self.expert)
+
+
+def _linear_place(linear: nn.Module, *, expert: bool) -> LinearPlace | None:
+    """The place of a linear; None for what is no parallel linear of a known kind."""
+    split = _split(linear)
+    if split is None:
+        return None
+    known: Any = linear
+    group = known.tp_group if hasattr(known, "tp_group") and not _is_te(linear) else known._tp_group
+    return LinearPlace(
+        weight=known.weight,
+        split=split,
+        group=group,
+        sequence_parallel=bool(known.sequence_parallel) and get_pg_size(group) > 1 and not expert,
+        in_parts=known.config.sequence_parallel,
+        expert=expert,
+    )
+
+
+def _split(linear: nn.Module) -> Split | None:
+    if isinstance(linear, ColumnParallelLinear):
+        return Split.COLUMN
+    if isinstance(linear, RowParallelLinear):
+        return Split.ROW
+    if _is_te(linear):
+        return Split.ROW if isinstance(linear, te.TERowParallelLinear) else Split.COLUMN
+    return None
+
+
+def _is_te(linear: nn.Module) -> bool:
+    return te.HAVE_TE and isinstance(
+        linear,
+        (te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELayerNormColumnParallelLinear),
+    )
+
+
+def _own_input(linear: nn.Module) -> Callable[[Tensor], Tensor]:
+    """From a module's input to what its linear sees: TransformerEngine's may norm first."""
+    if not (te.HAVE_TE and isinstance(linear, te.TELayerNormColumnParallelLinear)):
+        return lambda x: x
+    known: Any = linear
+
+    def normed(x: Tensor) -> Tensor:
+        weight = known.layer_norm_weight
+        if known.zero_centered_gamma:
+            weight = weight + 1
+        if known.normalization == "RMSNorm":
+            return F.rms_norm(x, (x.shape[-1],), weight, known.eps)
+        return torch.layer_norm(x, (x.shape[-1],), weight, known.layer_norm_bias, known.eps)
+
+    return normed
 
 
 class Adapter(nn.Module):
@@ -124,3 +206,59 @@ class Adapter(nn.Module):
                 dp_group=replicas,
             )
         return sharded
+
+
+def add_adapters(module: nn.Module, settings: LoraSettings) -> None:
+    """Give the targeted linears of ``module`` adapters, and freeze everything else in it.
+
+    The adapter of ``x.linear_qkv`` is ``x.linear_qkv_lora``: names of other parameters stay. All
+    adapters start at zero, which changes nothing in the outputs. No collectives.
+
+    Raises:
+        ValueError: a targeted linear is none that an adapter can stand beside.
+    """
+    module.requires_grad_(False)
+    for path, linear in list(module.named_modules()):
+        if settings.targets(path):
+            _add_adapter(module, path, linear, settings)
+    for block in module.modules():
+        if isinstance(block, TransformerBlock):
+            block.register_forward_pre_hook(_for_recompute, with_kwargs=True)
+
+
+def _add_adapter(module: nn.Module, path: str, linear: nn.Module, settings: LoraSettings) -> None:
+    parent_path, _, name = path.rpartition(".")
+    parent = module.get_submodule(parent_path)
+    place = _linear_place(linear, expert="experts" in path.split("."))
+    if place is None:
+        raise ValueError(
+            f"lora.target_modules name {path}, a {type(linear).__name__}, beside which no adapter "
+            "can stand: leave it out of them, or --moe-grouped-gemm where it is experts'."
+        )
+    gated = isinstance(parent, MLP) and parent.config.gated_linear_unit and name == "linear_fc1"
+    adapter = Adapter(place, settings, gated=gated)
+    parent.add_module(f"{name}{ADAPTER}", adapter)
+    seen_by = _own_input(linear)
+
+    def beside(_: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
+        product, bias = output
+        return product + adapter(seen_by(inputs[0])), bias
+
+    linear.register_forward_hook(beside)
+
+
+def _for_recompute(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Whatever family the layers are of: what is in front of them is frozen now."""
+    states = kwargs.get("hidden_states")
+    if isinstance(states, Tensor):
+        kwargs["hidden_states"] = input_for_recompute(states, layers=block)
+    return args, kwargs
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[Adapter, nn.Module]]:
+    """Every adapter in ``model`` with the linear beside it."""
+    for name, module in model.named_modules():
+        if isinstance(module, Adapter):
+            yield module, model.get_submodule(name.removesuffix(ADAPTER))

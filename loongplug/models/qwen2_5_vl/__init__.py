@@ -21,7 +21,7 @@ LOONGPLUG_PARTS = (
     Part(
         name="qwen2_5_merger",
         config_class=Qwen25ProjectorConfig,
-        build="loongplug.models.qwen2_5_vl.projector:build_projector",
+        build="loongplug.models.qwen2_5_vl.vision:build_projector",
         hugging_face="loongplug.models.qwen2_5_vl.hf:projector",
     ),
     DecoderPart(
@@ -48,10 +48,6 @@ LOONGPLUG_FAMILIES = (
                 "image_encoder": "visual",
                 "image_projector": "visual",
                 "text_decoder": "model",
-            },
-            sections={
-                "text_config": ("text_decoder",),
-                "vision_config": ("image_encoder", "image_projector"),
             },
             prefixes=(("visual.", "model.visual."), ("model.", "model.language_model.")),
         ),

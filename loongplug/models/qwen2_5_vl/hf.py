@@ -8,15 +8,15 @@ from loongplug.models.architecture import ProjectorArchitecture, VisionArchitect
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
-    attention_norm,
     decoder_rows,
     dense_mlp_rows,
     encoder_layer,
     fixed_epsilon,
     linear,
-    mlp_norm,
+    merger_rows,
+    norms,
+    patch_embedding,
     qkv,
-    row,
     swiglu_rows,
     text_section,
     twins,
@@ -50,7 +50,15 @@ def projector(
 ) -> HuggingFacePart:
     """The merger, into the decoder's width ``out``."""
     return HuggingFacePart(
-        rows=_projector_rows(vision, out=out, ours=ours, theirs=theirs),
+        rows=merger_rows(
+            f"{ours}.merger",
+            f"{theirs}.merger",
+            vision=vision,
+            out=out,
+            norm="ln_q",
+            linears=("mlp.0", "mlp.2"),
+            norm_bias=False,
+        ),
         values={"out_hidden_size": out},
         inexpressible=fixed_epsilon(projector, ours=ours),
     )
@@ -72,17 +80,15 @@ def decoder(text: Qwen25DecoderConfig, *, ours: str, theirs: str) -> HuggingFace
 def _encoder_rows(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> list[Row]:
     layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, count = vision.hidden_size, vision.num_layers
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     rows = [
-        row(
-            f"{ours}.patch_embed.weight",
-            f"{theirs}.patch_embed.proj.weight",
-            shape=(hidden, *patch),
+        patch_embedding(vision, ours=ours, theirs=theirs),
+        *norms(
+            layer,
+            (f"{their_layer}norm1", f"{their_layer}norm2"),
+            kind="weight",
+            width=hidden,
+            count=count,
         ),
-        attention_norm(
-            layer, f"{their_layer}norm1.weight", kind="weight", width=hidden, count=count
-        ),
-        mlp_norm(layer, f"{their_layer}norm2.weight", kind="weight", width=hidden, count=count),
         *linear(
             f"{layer}self_attention.linear_proj",
             f"{their_layer}attn.proj",
@@ -102,19 +108,6 @@ def _encoder_rows(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> list
     for kind, width in (("weight", (hidden,)), ("bias", ())):
         fused = Source(f"{their_layer}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
         rows.append(qkv(layer, (fused,), kind=kind, groups=vision.num_attention_heads, count=count))
-    return rows
-
-
-def _projector_rows(vision: VisionArchitecture, *, out: int, ours: str, theirs: str) -> list[Row]:
-    merged = vision.hidden_size * vision.spatial_merge_size**2
-    own, other = f"{ours}.merger", f"{theirs}.merger"
-    rows = [row(f"{own}.norm.weight", f"{other}.ln_q.weight", shape=(vision.hidden_size,))]
-    for layer, number, split, shape in (
-        ("linear_fc1", 0, Split.COLUMN, (merged, merged)),
-        ("linear_fc2", 2, Split.ROW, (out, merged)),
-    ):
-        names = f"{own}.{layer}", f"{other}.mlp.{number}"
-        rows += linear(*names, shape=shape, split=split, count=None)
     return rows
 
 

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.data.microbatch import VisionInput
+from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
+from loongplug.models.layers.norm import RMSNorm
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
+from loongplug.models.patch_merger import VisionProjector
 from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
 from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
@@ -163,3 +166,11 @@ def build_encoder(
         bias_activation_fusion=decoder.bias_activation_fusion,
     )
     return Qwen25VisionEncoder(config, architecture, backend=backend, pg_collection=groups)
+
+
+def build_projector(
+    architecture: ProjectorArchitecture, *, vision: VisionArchitecture, **around: Any
+) -> VisionProjector:
+    """The patch merger, with RMSNorm on single patches."""
+    assert not vision.taps(), "this family has no deepstack"
+    return VisionProjector(architecture, vision=vision, norm=RMSNorm, **around)

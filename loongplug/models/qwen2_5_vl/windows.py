@@ -5,16 +5,15 @@ hold what is left of it. Merge blocks stay whole, and frames stay contiguous.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from loongplug.models.patch_grids import KeptFrames, frame_lengths, frame_rotary_angles
+from loongplug.models.patch_grids import FrameGeometry, frame_lengths
 
 
-def frame_windows(
-    height: int, width: int, *, merge: int, side: int
-) -> tuple[Tensor, tuple[int, ...]]:
+def frame_windows(height: int, width: int, *, merge: int, side: int) -> tuple[Tensor, Tensor]:
     """The windows of one frame of ``height x width`` patches.
 
     Args:
@@ -22,14 +21,14 @@ def frame_windows(
 
     Returns:
         the frame's tokens in the order of their windows, [tokens] int64, and the patches of each
-        window.
+        window, [windows] int64.
     """
     rows, columns = height // merge, width // merge
     windows_per_row = -(-columns // side)
     token = torch.arange(rows * columns)
     window = token // columns // side * windows_per_row + token % columns // side
     order = torch.argsort(window, stable=True)  # within a window, row by row
-    return order, tuple((torch.bincount(window) * merge**2).tolist())
+    return order, torch.bincount(window) * merge**2
 
 
 def permute_blocks(patches: Tensor, order: Tensor) -> Tensor:
@@ -57,47 +56,23 @@ class WindowPlan:
         return torch.argsort(self.order)
 
 
-@dataclass(frozen=True)
-class _Frame:
-    order: Tensor  # [tokens] int64
-    angles: Tensor  # [patches, head_dim / 2] float32
-    lengths: tuple[int, ...]
+class WindowGeometry(FrameGeometry):
+    """Plans the windows of one model's units; ``side`` is a window's, in merged tokens.
 
-    @property
-    def nbytes(self) -> int:
-        return self.order.nbytes + self.angles.nbytes + 8 * len(self.lengths)
-
-
-class WindowGeometry:
-    """Plans the windows of one model's units, with the frame sizes used last kept.
-
-    At most ``cache_bytes`` are kept; a frame takes about 160 bytes per patch.
+    A frame takes about 160 bytes per patch.
     """
-
-    def __init__(
-        self, *, side: int, head_dim: int, base: float, merge: int, cache_bytes: int = 64 * 2**20
-    ) -> None:
-        self._side, self._merge = side, merge
-        self._head_dim, self._base = head_dim, base
-        self._frames = KeptFrames(self._frame, cache_bytes=cache_bytes)
 
     def plan(self, grid_thw: Tensor) -> WindowPlan:
         """The windows of a unit with the patch grids ``grid_thw`` [images, 3], at least one."""
-        order, start = [], 0
-        frames = self._frames.of(grid_thw)
-        for frame in frames:
-            order.append(frame.order + start)
-            start += frame.order.shape[0]
+        orders, angles, lengths = zip(*self.frames(grid_thw), strict=True)
+        starts = accumulate((each.shape[0] for each in orders), initial=0)
         return WindowPlan(
-            order=torch.cat(order),
-            angles=torch.cat([frame.angles for frame in frames]),
-            window_lengths=tuple(length for frame in frames for length in frame.lengths),
+            order=torch.cat([each + start for each, start in zip(orders, starts, strict=False)]),
+            angles=torch.cat(angles),
+            window_lengths=tuple(torch.cat(lengths).tolist()),
             frame_lengths=tuple(frame_lengths(grid_thw)),
         )
 
-    def _frame(self, height: int, width: int) -> _Frame:
+    def _of_frame(self, height: int, width: int) -> tuple[Tensor, ...]:
         order, lengths = frame_windows(height, width, merge=self._merge, side=self._side)
-        angles = frame_rotary_angles(
-            height, width, head_dim=self._head_dim, base=self._base, merge=self._merge
-        )
-        return _Frame(order, permute_blocks(angles, order), lengths)
+        return order, permute_blocks(self._angles(height, width), order), lengths

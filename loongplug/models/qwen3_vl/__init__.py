@@ -21,7 +21,7 @@ LOONGPLUG_PARTS = (
     Part(
         name="qwen3_merger",
         config_class=Qwen3ProjectorConfig,
-        build="loongplug.models.qwen3_vl.projector:build_projector",
+        build="loongplug.models.qwen3_vl.vision:build_projector",
         hugging_face="loongplug.models.qwen3_vl.hf:projector",
     ),
     DecoderPart(
@@ -48,10 +48,6 @@ LOONGPLUG_FAMILIES = (
                 "image_encoder": "model.visual",
                 "image_projector": "model.visual",
                 "text_decoder": "model.language_model",
-            },
-            sections={
-                "text_config": ("text_decoder",),
-                "vision_config": ("image_encoder", "image_projector"),
             },
         ),
         special_tokens=QWEN_VISION_TOKENS,

@@ -1,5 +1,6 @@
 """Qwen3-VL's modules on the Hugging Face side: tensor names, and their parts of config.json."""
 
+from functools import partial
 from typing import Any
 
 from loongplug.models.architecture import (
@@ -10,13 +11,14 @@ from loongplug.models.architecture import (
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
-    attention_norm,
     decoder_rows,
     dense_mlp_rows,
     encoder_layer,
     fixed_epsilon,
     linear,
-    mlp_norm,
+    merger_rows,
+    norms,
+    patch_embedding,
     qkv,
     row,
     text_section,
@@ -49,8 +51,20 @@ def projector(
     theirs: str,
 ) -> HuggingFacePart:
     """The merger and the deepstack mergers, into the decoder's width ``out``."""
+    merger = partial(
+        merger_rows, vision=vision, out=out, norm="norm", linears=("linear_fc1", "linear_fc2")
+    )
     return HuggingFacePart(
-        rows=_projector_rows(vision, out=out, ours=ours, theirs=theirs),
+        rows=[
+            *merger(f"{ours}.merger", f"{theirs}.merger"),
+            # A deepstack merger norms merged patches, the last layer's merger single ones.
+            *merger(
+                f"{ours}.deepstack.{{}}",
+                f"{theirs}.deepstack_merger_list.{{}}",
+                norm_blocks=True,
+                count=len(vision.taps()),
+            ),
+        ],
         values={"out_hidden_size": out},
         inexpressible=fixed_epsilon(projector, ours=ours),
     )
@@ -83,11 +97,9 @@ def text_values(text: TextArchitecture, **more: Any) -> dict[str, Any]:
 def _encoder_rows(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> list[Row]:
     layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, ffn, count = vision.hidden_size, vision.ffn_hidden_size, vision.num_layers
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    convolution = f"{theirs}.patch_embed.proj"
     rows = [
-        row(f"{ours}.patch_embed.weight", f"{convolution}.weight", shape=(hidden, *patch)),
-        row(f"{ours}.patch_embed.bias", f"{convolution}.bias", shape=(hidden,)),
+        patch_embedding(vision, ours=ours, theirs=theirs),
+        row(f"{ours}.patch_embed.bias", f"{theirs}.patch_embed.proj.bias", shape=(hidden,)),
         row(
             f"{ours}.position_embedding.weight",
             f"{theirs}.pos_embed.weight",
@@ -97,10 +109,13 @@ def _encoder_rows(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> list[
     for kind, width in (("weight", (hidden,)), ("bias", ())):
         fused = Source(f"{their_layer}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
         rows += [
-            attention_norm(
-                layer, f"{their_layer}norm1.{kind}", kind=kind, width=hidden, count=count
+            *norms(
+                layer,
+                (f"{their_layer}norm1", f"{their_layer}norm2"),
+                kind=kind,
+                width=hidden,
+                count=count,
             ),
-            mlp_norm(layer, f"{their_layer}norm2.{kind}", kind=kind, width=hidden, count=count),
             qkv(layer, (fused,), kind=kind, groups=vision.num_attention_heads, count=count),
         ]
     for own, other, split, shape in (
@@ -111,30 +126,4 @@ def _encoder_rows(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> list[
         rows += linear(
             f"{layer}{own}", f"{their_layer}{other}", shape=shape, split=split, count=count
         )
-    return rows
-
-
-def _projector_rows(vision: VisionArchitecture, *, out: int, ours: str, theirs: str) -> list[Row]:
-    single = vision.hidden_size
-    merged = single * vision.spatial_merge_size**2
-    rows: list[Row] = []
-    # A deepstack merger norms merged patches, the last layer's merger single ones.
-    for own, other, norm, count in (
-        (f"{ours}.merger", f"{theirs}.merger", single, None),
-        (
-            f"{ours}.deepstack.{{}}",
-            f"{theirs}.deepstack_merger_list.{{}}",
-            merged,
-            len(vision.taps()),
-        ),
-    ):
-        for kind in ("weight", "bias"):
-            names = f"{own}.norm.{kind}", f"{other}.norm.{kind}"
-            rows.append(row(*names, shape=(norm,), count=count))
-        for layer, split, shape in (
-            ("linear_fc1", Split.COLUMN, (merged, merged)),
-            ("linear_fc2", Split.ROW, (out, merged)),
-        ):
-            names = f"{own}.{layer}", f"{other}.{layer}"
-            rows += linear(*names, shape=shape, split=split, count=count)
     return rows

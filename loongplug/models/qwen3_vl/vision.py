@@ -1,6 +1,7 @@
 """The Qwen3-VL image encoder: patches in, patch states and deepstack taps out."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.data.microbatch import VisionInput
+from loongplug.models.architecture import ProjectorArchitecture
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths
+from loongplug.models.patch_merger import VisionProjector
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
 from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
@@ -72,35 +75,29 @@ class Qwen3VisionEncoder(MegatronModule):
             the last layer's states [patches, hidden] and the states behind each of
             ``deepstack_layers``, in their order, [patches, hidden] each.
         """
-        hidden_states = self._embed(vision)[:, None]  # [patches, 1, hidden]
+        device = self.patch_embed.weight.device
+        taps, shares, angles = (
+            to_device(each, device) for each in self._geometry.packed(vision.grid_thw)
+        )
+        hidden_states = self._embed(vision, taps, shares)[:, None]  # [patches, 1, hidden]
         deepstack_layers = self.architecture.deepstack_layers
         output = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
-            rotary_pos_emb=self._rope_table(vision.grid_thw, hidden_states.device),
-            packed_seq_params=pack_segments(
-                frame_lengths(vision.grid_thw), device=hidden_states.device
-            ),
+            rotary_pos_emb=rope_table(angles[:, None, None, :], dtype=torch.float32),
+            packed_seq_params=pack_segments(frame_lengths(vision.grid_thw), device=device),
             extract_layer_indices=set(deepstack_layers),
         )
-        states, taps = output if deepstack_layers else (output, [])
-        return states[:, 0], [tap[:, 0] for tap in taps]
+        states, tapped = output if deepstack_layers else (output, [])
+        return states[:, 0], [tap[:, 0] for tap in tapped]
 
-    def _embed(self, vision: VisionInput) -> Tensor:
+    def _embed(self, vision: VisionInput, taps: Tensor, shares: Tensor) -> Tensor:
         """Patch embeddings plus the interpolated position table, [patches, hidden]."""
-        weight = self.patch_embed.weight
-        taps, shares = self._geometry.position_taps(vision.grid_thw)
-        taps, shares = to_device(taps, weight.device), to_device(shares, weight.device)
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = self.patch_embed(vision.pixels.to(weight.dtype))
+        patches = self.patch_embed(vision.pixels.to(self.patch_embed.weight.dtype))
         return patches + positions.to(patches.dtype)
-
-    def _rope_table(self, grid_thw: Tensor, device: torch.device) -> Tensor:
-        """The rope table of all patches, [patches, 1, 1, 2 * head_dim] float32."""
-        angles = self._geometry.rotary_angles(grid_thw)
-        return rope_table(to_device(angles, device)[:, None, None, :], dtype=torch.float32)
 
 
 def build_encoder(
@@ -125,3 +122,12 @@ def build_encoder(
         layer_spec=vision_layer_spec(config, backend=backend),
         pg_collection=groups,
     )
+
+
+def build_projector(architecture: ProjectorArchitecture, **around: Any) -> VisionProjector:
+    """The patch merger and the deepstack mergers, with torch's own LayerNorm."""
+
+    def norm(config: TransformerConfig, width: int, *, eps: float) -> nn.Module:
+        return nn.LayerNorm(width, eps=eps)
+
+    return VisionProjector(architecture, norm=norm, **around)

@@ -56,10 +56,6 @@ LOONGPLUG_FAMILIES = (
                 "image_projector": "model.visual",
                 "text_decoder": "model.language_model",
             },
-            sections={
-                "text_config": ("text_decoder",),
-                "vision_config": ("image_encoder", "image_projector"),
-            },
         ),
         special_tokens=QWEN_VISION_TOKENS,
     ),

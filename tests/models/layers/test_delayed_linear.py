@@ -8,11 +8,12 @@ from layer_configs import vision_config
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
-from loongplug.models.layers.delayed_linear import (
+from loongplug.models.layers.linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
+    LocalColumnParallelLinear,
+    LocalRowParallelLinear,
 )
-from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
 
 KINDS = {
     "column": (LocalColumnParallelLinear, DelayedColumnParallelLinear, {}),

@@ -13,8 +13,8 @@ from megatron.core.transformer.spec_utils import build_module
 from ranks import model_parallel, run_ranks
 
 from loongplug.models.layers import specs
-from loongplug.models.layers.experts import ExpertLayer, LocalExperts
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from loongplug.models.layers.mlp import ExpertLayer, LocalExperts
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.router import BalancedRouter, balances, token_kinds
 from loongplug.models.layers.specs import decoder_layer_spec

@@ -13,8 +13,7 @@ from ranks import model_parallel, run_ranks
 from torch import Tensor, nn
 
 from loongplug.models.layers.linear import LocalColumnParallelLinear, LocalRowParallelLinear
-from loongplug.models.lora.adapter import Adapter
-from loongplug.models.lora.attach import add_adapters
+from loongplug.models.lora.adapter import Adapter, add_adapters
 from loongplug.models.lora.settings import LoraSettings
 
 pytestmark = pytest.mark.quick

@@ -4,15 +4,15 @@ from loongplug.models.architecture import ProjectorArchitecture, VisionArchitect
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
-    attention_norm,
     decoder_rows,
     dense_mlp_rows,
     encoder_layer,
     fixed_epsilon,
     linear,
-    mlp_norm,
+    merger_rows,
+    norms,
+    patch_embedding,
     qkv,
-    row,
     text_section,
     twins,
 )
@@ -50,7 +50,14 @@ def projector(
 ) -> HuggingFacePart:
     """The merger, into the decoder's width ``out``."""
     return HuggingFacePart(
-        rows=_projector_rows(vision, out=out, ours=ours, theirs=theirs),
+        rows=merger_rows(
+            f"{ours}.merger",
+            f"{theirs}.merger",
+            vision=vision,
+            out=out,
+            norm="ln_q",
+            linears=("mlp.0", "mlp.2"),
+        ),
         values={"hidden_size": out},
         inexpressible=fixed_epsilon(projector, ours=ours),
     )
@@ -72,16 +79,17 @@ def decoder(text: Qwen2DecoderConfig, *, ours: str, theirs: str) -> HuggingFaceP
 def _encoder_rows(vision: Qwen2VisionConfig, *, ours: str, theirs: str) -> list[Row]:
     layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, ffn, count = vision.hidden_size, vision.ffn_hidden_size, vision.num_layers
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    embedding = f"{ours}.patch_embed.weight", f"{theirs}.patch_embed.proj.weight"
-    rows = [row(*embedding, shape=(hidden, *patch))]
+    rows = [patch_embedding(vision, ours=ours, theirs=theirs)]
     for kind, width in (("weight", (hidden,)), ("bias", ())):
         fused = Source(f"{their_layer}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
         rows += [
-            attention_norm(
-                layer, f"{their_layer}norm1.{kind}", kind=kind, width=hidden, count=count
+            *norms(
+                layer,
+                (f"{their_layer}norm1", f"{their_layer}norm2"),
+                kind=kind,
+                width=hidden,
+                count=count,
             ),
-            mlp_norm(layer, f"{their_layer}norm2.{kind}", kind=kind, width=hidden, count=count),
             qkv(layer, (fused,), kind=kind, groups=vision.num_attention_heads, count=count),
         ]
     for own, other, split, shape in (
@@ -91,22 +99,6 @@ def _encoder_rows(vision: Qwen2VisionConfig, *, ours: str, theirs: str) -> list[
     ):
         names = f"{layer}{own}", f"{their_layer}{other}"
         rows += linear(*names, shape=shape, split=split, count=count)
-    return rows
-
-
-def _projector_rows(vision: VisionArchitecture, *, out: int, ours: str, theirs: str) -> list[Row]:
-    merged = vision.hidden_size * vision.spatial_merge_size**2
-    own, other = f"{ours}.merger", f"{theirs}.merger"
-    rows = [
-        row(f"{own}.norm.{kind}", f"{other}.ln_q.{kind}", shape=(vision.hidden_size,))
-        for kind in ("weight", "bias")
-    ]
-    for layer, number, split, shape in (
-        ("linear_fc1", 0, Split.COLUMN, (merged, merged)),
-        ("linear_fc2", 2, Split.ROW, (out, merged)),
-    ):
-        names = f"{own}.{layer}", f"{other}.mlp.{number}"
-        rows += linear(*names, shape=shape, split=split, count=None)
     return rows
 
 
