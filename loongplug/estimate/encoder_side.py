@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, Ledger
-from loongplug.estimate.trace import ENCODER, Cost
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, PIXELS, Ledger
+from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import (
     BEGIN,
@@ -29,55 +29,69 @@ from loongplug.hetero.operations import (
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 
-PIXELS = "pixels"
 
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """What units of any size cost: what lies between two traced ones grows with the patches.
 
-def between(least: Cost, most: Cost, patches: int, *, smallest: int, largest: int) -> Cost:
-    """The cost of a unit of so many patches: ``least`` of the smallest, ``most`` of the largest."""
-    part = (max(patches, smallest) - smallest) / max(1, largest - smallest)
+    ``blank`` is the cost of the smallest, of so many ``blank_patches``, which stands in for no
+    images.
+    """
 
-    def at(low: int, high: int) -> int:
-        return round(low + (high - low) * part)
+    blank: Cost
+    blank_patches: int
+    largest: Cost
+    largest_patches: int
 
-    return Cost(
-        encoder=at(least.encoder, most.encoder),
-        forward=at(least.forward, most.forward),
-        backward=at(least.backward, most.backward),
-    )
+    def of(self, patches: int) -> Cost:
+        """Of a unit of so many."""
+        more = max(patches, self.blank_patches) - self.blank_patches
+        part = more / max(1, self.largest_patches - self.blank_patches)
+
+        def at(low: int, high: int) -> int:
+            return round(low + (high - low) * part)
+
+        low, high = self.blank, self.largest
+        return Cost(
+            kept=at(low.kept, high.kept),
+            forward=at(low.forward, high.forward),
+            backward=at(low.backward, high.backward),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
     """An encoder on one rank, and the units of a step.
 
-    ``cost`` is that of a unit of ``traced`` patches, ``blank`` of the smallest one, which stands in
-    for no images; what lies between them grows with the patches.
-    ``payload`` and ``pixels`` are the bytes of a visual token's features and of a patch;
-    ``blank_pixels`` those that the backward of a unit without images keeps.
+    ``merge`` patches make a visual token; ``payload`` and ``pixels`` are the bytes of a token's
+    features and of a patch; ``blank_pixels`` those that the backward of a unit without images
+    keeps.
     """
 
     edge: Edge
     rank: int
-    replica: int | None
     units: Sequence[UnitSize]
     encoder_replicas: tuple[int, ...]
     merge: int
-    cost: Cost
-    blank: Cost
-    traced: int
+    costs: UnitCosts
     payload: int
     pixels: int
     blank_pixels: int
     copies_shards: bool  # a shard is of several pieces, which are put together to travel
 
-    def of_unit(self, patches: int) -> Cost:
-        """Of a unit of so many; without images, of the blank one, whose pixels are its own."""
-        cost = between(self.blank, self.cost, patches, smallest=self.merge, largest=self.traced)
-        return cost if patches else replace(cost, encoder=cost.encoder + self.blank_pixels)
+    def cost(self, unit: int | None) -> Cost:
+        """In the encoder; without images that of the blank one, whose pixels are its own."""
+        patches = self.patches(unit)
+        cost = self.costs.of(patches)
+        return cost if patches else replace(cost, kept=cost.kept + self.blank_pixels)
 
-    def features(self, unit: int) -> int:
-        """Bytes of all of a unit's features."""
-        return self.units[unit].patches // self.merge * self.payload
+    def patches(self, unit: int | None) -> int:
+        """Of all images of a unit; None stands for one without any."""
+        return 0 if unit is None else self.units[unit].patches
+
+    def features(self, unit: int | None) -> int:
+        """Bytes of all of a unit's features; one without images has no rows."""
+        return self.patches(unit) // self.merge * self.payload
 
     def consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
@@ -88,8 +102,10 @@ class Encoding:
             return self.features(unit)
         return shards[self.edge.consumers.index(self.rank)] * self.payload
 
-    def moved(self, transfers: Callable[..., Sequence[Transfer]], members: range) -> "Moved":
-        """What an exchange of these units sends from here, and what comes here."""
+    def moved(
+        self, transfers: Callable[..., Sequence[Transfer]], members: range
+    ) -> tuple[int, int]:
+        """Bytes that an exchange of these units sends from here, and those that come here."""
         encoder_replicas = self.encoder_replicas[members.start : members.stop]
         sent = received = 0
         for each in transfers(self.edge, encoder_replicas, sharded=self.sharded):
@@ -102,11 +118,12 @@ class Encoding:
                 continue
             sent += nbytes if each.source == self.rank else 0
             received += nbytes if each.target == self.rank else 0
-        return Moved(sent=sent, received=received)
+        return sent, received
 
     def mine(self, members: range) -> list[int]:
         """Those of these units that this rank encodes."""
-        return [unit for unit in members if self.encoder_replicas[unit] == self.replica]
+        replica = self.edge.replica_of(self.rank)
+        return [unit for unit in members if self.encoder_replicas[unit] == replica]
 
     def gathered(self, members: range, *, copied: bool) -> int:
         """The most that it takes to bring these units' features here, beside their own payloads.
@@ -114,29 +131,21 @@ class Encoding:
         What arrives is one piece of memory, what leaves another. With ``copied``, each unit's
         features then get memory of their own, but for whole payloads.
         """
-        moved = self.moved(feature_transfers, members)
+        sent, received = self.moved(feature_transfers, members)
         shards = sum(self.consumed(unit) for unit in self.mine(members)) if self.sharded else 0
-        taken = moved.sent + shards if self.copies_shards else 0
-        return moved.received + max(moved.sent + taken, moved.received + shards if copied else 0)
+        taken = sent + shards if self.copies_shards else 0
+        return received + max(sent + taken, received + shards if copied else 0)
 
     def scattered(self, members: range) -> int:
         """The most that it takes to bring these units' gradients to the ranks that encoded them."""
-        moved = self.moved(gradient_transfers, members)
+        sent, received = self.moved(gradient_transfers, members)
         whole = sum(self.features(unit) for unit in self.mine(members)) if self.sharded else 0
-        return moved.received + max(moved.sent, whole)
+        return received + max(sent, whole)
 
     @property
     def sharded(self) -> bool:
         """Whether each consumer takes a part of the features only."""
         return self.units[0].shards is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """Bytes of an exchange, seen from one rank."""
-
-    sent: int
-    received: int
 
 
 class EncoderSide:
@@ -150,10 +159,10 @@ class EncoderSide:
         self._of = encoding
         self._away = away
         self._own_pixels = encoding.pixels * sum(
-            encoding.units[each.unit].patches
+            encoding.patches(each.unit)
             for operations in plan.values()
             for each in operations
-            if isinstance(each, Encode) and each.unit is not None
+            if isinstance(each, Encode)
         )
 
     def at(self, ledger: Ledger, when: When) -> None:
@@ -175,10 +184,10 @@ class EncoderSide:
         of = self._of
         match operation:
             case Encode(unit=unit):
-                cost = of.of_unit(self._patches(unit))
-                ledger.add(ENCODER, cost.encoder)
-                ledger.work("encoder's forward", cost.forward - cost.encoder)
-                ledger.add(FEATURES, self._features(unit))
+                cost = of.cost(unit)
+                ledger.add(ENCODER, cost.kept)
+                ledger.work("encoder's forward", cost.forward - cost.kept)
+                ledger.add(FEATURES, of.features(unit))
             case GatherFeatures(units=units, to_host=to_host):
                 ledger.work("exchange of features", of.gathered(units, copied=not to_host))
                 ledger.take(FEATURES, sum(of.features(unit) for unit in of.mine(units)))
@@ -194,16 +203,14 @@ class EncoderSide:
                 ledger.take(FEATURE_GRADIENTS, sum(of.consumed(unit) for unit in units))
                 ledger.add(FEATURE_GRADIENTS, sum(of.features(unit) for unit in of.mine(units)))
             case EncoderBackward(unit=unit):
-                cost = of.of_unit(self._patches(unit))
+                cost = of.cost(unit)
                 ledger.work("encoder's backward", held + cost.backward)
-                ledger.take(ENCODER, cost.encoder)
-                ledger.take(FEATURE_GRADIENTS, self._features(unit))
-            case Release(what=what, units=units):
+                ledger.take(ENCODER, cost.kept)
+                ledger.take(FEATURE_GRADIENTS, of.features(unit))
+            case Release(what=what, units=units) | Reload(what=what, units=units):
+                enter = ledger.take if isinstance(operation, Release) else ledger.add
                 for name, nbytes in self._moved(what, units):
-                    ledger.take(name, nbytes)
-            case Reload(what=what, units=units):
-                for name, nbytes in self._moved(what, units):
-                    ledger.add(name, nbytes)
+                    enter(name, nbytes)
             case EncodeInForward() | Offload() | Await():
                 pass  # traced with the decoder; memory changes with Release and Reload
 
@@ -213,15 +220,8 @@ class EncoderSide:
             case Kept.STATE:
                 return list(self._away.items())
             case Kept.ACTIVATIONS:
-                return [(ENCODER, of.of_unit(self._patches(unit)).encoder) for unit in units]
+                return [(ENCODER, of.cost(unit).kept) for unit in units]
             case Kept.FEATURES:
                 return [(FEATURES, of.consumed(unit)) for unit in units]
             case Kept.GRADIENTS:
                 return [(FEATURE_GRADIENTS, of.consumed(unit)) for unit in units]
-
-    def _patches(self, unit: int | None) -> int:
-        return 0 if unit is None else self._of.units[unit].patches
-
-    def _features(self, unit: int | None) -> int:
-        """Bytes of a unit's payload; one without media has no rows."""
-        return 0 if unit is None else self._of.features(unit)
