@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from micro.memory_counter import all_to_alls_apart
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,7 +23,7 @@ from loongplug.estimate.ledger import (
     PIXELS,
     WEIGHTS,
 )
-from loongplug.estimate.tape import Tape, all_to_alls_apart
+from loongplug.estimate.tape import Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor
