@@ -36,11 +36,11 @@ class TensorError:
     """One measure of one tensor (or one expert of it): error and found norm over expected norm."""
 
     what: str
-    name: str
+    step: int | None
     module: str
+    name: str
     error: float
     ratio: float
-    step: int | None = None
 
     @property
     def fails(self) -> bool:
@@ -171,11 +171,11 @@ def _relative(
             difference = _largest(ours - theirs)
             yield TensorError(
                 what=what,
-                name=piece,
+                step=step,
                 module=expected.tensors[name].module,
+                name=piece,
                 error=difference / scale if scale else difference,
                 ratio=_ratio(ours, theirs),
-                step=step,
             )
 
 
@@ -202,8 +202,9 @@ def _moved(found: Recording, expected: Recording) -> Iterable[TensorError]:
                 difference = difference * space / (scale or 1.0)
             yield TensorError(
                 what="parameters",
-                name=piece,
+                step=None,
                 module=expected.tensors[name].module,
+                name=piece,
                 error=_largest(difference),
                 ratio=_ratio(ours, theirs),
             )
