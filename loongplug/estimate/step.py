@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from loongplug.estimate.encoder_side import EncoderSide, Encoding, UnitCosts
+from loongplug.estimate.encoder_side import EncoderSide, UnitCosts
 from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
 from loongplug.estimate.ranks import Rank
 from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
@@ -161,7 +161,12 @@ class Step:
         encoder_replicas = encoder_replicas_of(
             self._units, self._args, model, replicas=len(edge.replicas)
         )
-        encoding = Encoding(
+        plan = engine.plan(
+            encoder_replicas=encoder_replicas, training=True, trains=self._trains, rank=rank
+        )
+        return EncoderSide(
+            plan=plan,
+            away=self._encoder_state.by_name(),
             edge=edge,
             rank=rank,
             units=self._units,
@@ -173,7 +178,3 @@ class Step:
             blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
             copies_shards=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )
-        plan = engine.plan(
-            encoder_replicas=encoder_replicas, training=True, trains=self._trains, rank=rank
-        )
-        return EncoderSide(plan, encoding, away=self._encoder_state.by_name())
