@@ -103,11 +103,7 @@ class Comparison:
         found = [
             each for each in self.tensors if each.what == what and module in (None, each.module)
         ]
-        return max(found, key=_order, default=None)
-
-
-def _order(each: TensorError) -> float:
-    return _known(each.error)
+        return max(found, key=lambda each: _known(each.error), default=None)
 
 
 def _known(error: float) -> float:
