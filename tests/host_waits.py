@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loongplug.estimate.answers import devices_and_buffers
+from loongplug.estimate.stand_ins import devices_and_buffers
 from loongplug.estimate.tape import Tape
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.cpu import CpuPlatform

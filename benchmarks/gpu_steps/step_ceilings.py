@@ -43,10 +43,10 @@ def doctor(*, device: str, rows: Rows) -> None:
     for gpu in found.facts.gpus:
         rows.add("GPU", name=gpu.name, GiB=gpu.memory_bytes / GIB)
     facts = found.facts
-    rows.add("layers", what=found.use.layers)
-    rows.add("attention", what=found.use.attention)
+    rows.add("layers", what=found.use["layers"])
+    rows.add("attention", what=found.use["attention"])
     for package in ("torch", "megatron-core", "transformers"):
-        rows.add(package, what=facts.version(package) or "not installed")
+        rows.add(package, what=facts.packages[package] or "not installed")
     rows.add("CUDA that torch was built for", what=facts.torch_cuda or "none")
     for problem in found.problems:
         rows.add(problem.severity, what=problem.text)

@@ -1,13 +1,16 @@
 """Bytes that a step holds of its own: on the device, and of it on the host."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from loongplug.estimate.tape import Tape, all_to_alls_apart
+from loongplug.estimate.tape import Tape
 from loongplug.platform import Platform
 from loongplug.platform.copies import Copies
 
@@ -90,3 +93,29 @@ def count_on(platform: Platform) -> tuple[Counter, Tape]:
 
     vars(platform).update(copies=lambda: CountedCopies(copies(), host), release=released)
     return counter, host
+
+
+@contextmanager
+def all_to_alls_apart() -> Iterator[None]:
+    """Inside, ``dist.all_to_all_single`` moves copies that no tape counts.
+
+    Gloo's threads let go of what they moved at a moment of their own, when the collective has
+    returned already. A storage that the caller has dropped would count until then, or not.
+    """
+    move = dist.all_to_all_single
+
+    @wraps(move)
+    def moved(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch.no_grad():
+            arrived = torch.empty_like(output)
+            work = move(arrived, input.clone(), *args, **kwargs)
+            if work is not None:
+                work.wait()
+            output.copy_(arrived)
+        return work
+
+    dist.all_to_all_single = moved
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = move

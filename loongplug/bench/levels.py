@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -222,18 +223,15 @@ def measured_run(
         RankError: a rank failed otherwise.
     """
     folder.mkdir(parents=True)
-    figures = run_ranks(
+    figures: list[RunFigures] = run_ranks(
         partial(_train, flags=flags, warmup=warmup, folder=folder),
         ranks,
         folder=folder / "ranks",
         on_event=lambda line: on_step(),
         timeout=_RUN_SECONDS,
     )
-    first: RunFigures = figures[0]
-    return RunFigures(
-        step_seconds=first.step_seconds,
-        step_tokens=first.step_tokens,
-        losses=first.losses,
+    return replace(
+        figures[0],
         processor_seconds=tuple(own for each in figures for own in each.processor_seconds),
         peak_memory_bytes=tuple(peak for each in figures for peak in each.peak_memory_bytes),
     )

@@ -1,4 +1,7 @@
-"""Tokens per second and peak memory of a training step, measured on the real training run."""
+"""Tokens per second and peak memory of a training step, measured on the real training run.
+
+``-m loongplug.bench.step FIGURES WARMUP FLAGS`` is one of its ranks.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,15 +34,9 @@ class StepFigures:
     @classmethod
     def read(cls, path: Path) -> "StepFigures":
         """Read what :meth:`write` wrote."""
-        content = json.loads(path.read_text())
-        return cls(
-            ranks=content["ranks"],
-            warmup=content["warmup"],
-            step_seconds=tuple(content["step_seconds"]),
-            step_tokens=tuple(content["step_tokens"]),
-            losses=tuple(content["losses"]),
-            peak_memory_bytes=tuple(content["peak_memory_bytes"]),
-        )
+        content: dict[str, Any] = json.loads(path.read_text())
+        lists = {name: tuple(each) for name, each in content.items() if isinstance(each, list)}
+        return cls(**(content | lists))
 
     def write(self, path: Path) -> None:
         """Write the figures as JSON."""
@@ -71,7 +69,7 @@ def measure_step(
         command = [
             sys.executable,
             *("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"),
-            *("-m", "loongplug.bench.step_worker", str(figures), str(warmup)),
+            *("-m", "loongplug.bench.step", str(figures), str(warmup)),
             *flags,
             *(f"--train-iters={warmup + steps}", "--log-interval=1"),
             "--lr-decay-iters=1000000",  # so short a run is all warm-up by most schedules
@@ -122,3 +120,39 @@ def bench_step(
     if json_path is not None:
         figures.write(json_path)
     return figures
+
+
+def _rank() -> None:
+    """Train, then write what the steps after the warm-up took. Every rank enters."""
+    path, warmup, flags = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    from loongplug.train import started
+
+    with started(flags):
+        import torch
+
+        from loongplug.platform import current_platform
+        from loongplug.training.progress import StepReport
+        from loongplug.training.run import run
+
+        def end_of_warmup(report: StepReport) -> None:
+            if report.iteration == warmup:
+                current_platform().reset_peak_memory()
+
+        reports = run(flags, on_report=end_of_warmup)
+        peaks: list[int] = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(peaks, current_platform().peak_memory_bytes())
+        if torch.distributed.get_rank() == 0:
+            measured = reports[warmup:]
+            figures = StepFigures(
+                ranks=len(peaks),
+                warmup=warmup,
+                step_seconds=tuple(report.seconds for report in measured),
+                step_tokens=tuple(report.tokens for report in measured),
+                losses=tuple(report.loss for report in reports),
+                peak_memory_bytes=tuple(peaks),
+            )
+            figures.write(path)
+
+
+if __name__ == "__main__":
+    _rank()

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,20 +79,11 @@ def parsed_for(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
     from loongplug.platform import activate
 
     activate("cpu")
-    from loongplug.training.arguments import parse_arguments
     from loongplug.training.flags import read_command_line, without_flags
+    from loongplug.verify.plan import first_rank
 
     read_command_line(flags)  # refuses what is no flag before it is taken apart
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    try:
-        return parse_arguments([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"])
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return first_rank([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"], ranks=ranks)
 
 
 def stepping_of(flags: Sequence[str]) -> "Stepping":

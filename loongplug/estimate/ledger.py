@@ -2,7 +2,9 @@
 
 from collections import Counter
 
-FEATURES, FEATURE_GRADIENTS = "features", "feature gradients"
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradient buffers", "optimizer state"
+ENCODER, DECODER = "encoder activations", "decoder activations"
+PIXELS, FEATURES, FEATURE_GRADIENTS = "pixels", "features", "feature gradients"
 PIPELINE = "pipeline buffers"
 TRANSIENT = "transient"
 

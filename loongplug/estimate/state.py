@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 from torch import nn
 
+from loongplug.estimate.ledger import GRADIENTS, OPTIMIZER, WEIGHTS
 from loongplug.models.multimodal import MultimodalModel
 
 _WIDE = torch.float32.itemsize
@@ -48,10 +49,9 @@ class State:
             work=max(self.work, other.work),
         )
 
-    @property
-    def kept(self) -> int:
+    def by_name(self) -> dict[str, int]:
         """What there is between steps."""
-        return self.weights + self.gradients + self.optimizer
+        return {WEIGHTS: self.weights, GRADIENTS: self.gradients, OPTIMIZER: self.optimizer}
 
     @property
     def step(self) -> int:

@@ -3,15 +3,13 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Answer = Callable[..., Any]
@@ -125,32 +123,6 @@ class Tape(TorchDispatchMode):
         """Take note of the peak, where this is one."""
         if self.total > self.most:
             self.peak = dict(self.live)
-
-
-@contextmanager
-def all_to_alls_apart() -> Iterator[None]:
-    """Inside, ``dist.all_to_all_single`` moves copies that no tape counts.
-
-    Gloo's threads let go of what they moved at a moment of their own, when the collective has
-    returned already. A storage that the caller has dropped would count until then, or not.
-    """
-    move = dist.all_to_all_single
-
-    @wraps(move)
-    def moved(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), torch.no_grad():
-            arrived = torch.empty_like(output)
-            work = move(arrived, input.clone(), *args, **kwargs)
-            if work is not None:
-                work.wait()
-            output.copy_(arrived)
-        return work
-
-    dist.all_to_all_single = moved
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = move
 
 
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:

@@ -33,22 +33,11 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
-    """What a run with this device takes."""
-
-    device: str
-    backend: str
-    layers: str
-    attention: str
-    precision: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The whole answer."""
+    """The whole answer; ``use`` is what a run takes, as device, layers and precision."""
 
     facts: MachineFacts
-    use: Use
+    use: dict[str, str]
     problems: tuple[Problem, ...]
 
     @property
@@ -81,125 +70,132 @@ def doctor(*, device: str, as_json: bool) -> int:
 def diagnose(facts: MachineFacts, *, device: str) -> Diagnosis:
     """Judge the facts for a run with ``device`` ("auto", "cpu" or "cuda")."""
     on_gpu = device == "cuda" or (device == "auto" and facts.cuda_usable)
-    problems = (
-        *_requirement_problems(facts),
-        *_device_problems(facts, on_gpu=on_gpu, asked=device),
-        *_package_problems(facts, on_gpu=on_gpu),
-        *_memory_problems(facts),
+    problems = tuple(
+        Problem(severity=severity, text=text, cure=cure)
+        for found, severity, text, cure in _checks(facts, on_gpu=on_gpu, asked=device)
+        if found
     )
     return Diagnosis(facts=facts, use=_use(facts, on_gpu=on_gpu), problems=problems)
 
 
-def _use(facts: MachineFacts, *, on_gpu: bool) -> Use:
+def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
     def works(package: str) -> bool:
-        return facts.version(package) is not None and package not in facts.broken
+        return facts.packages.get(package) is not None and package not in facts.broken
 
-    engine = on_gpu and works("transformer-engine")
-    by_engine = "with flash-attn or cuDNN" if works("flash-attn") else "with cuDNN"
-    return Use(
-        device=f"cuda ({len(facts.gpus)} GPU)" if on_gpu else f"cpu ({facts.cores} cores)",
-        backend="nccl" if on_gpu else "gloo",
-        layers="TransformerEngine" if engine else "LoongPlug's own, on torch",
-        attention=f"TransformerEngine {by_engine}"
-        if engine
-        else "torch scaled_dot_product_attention",
-        precision="fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
+    use = {
+        "device": f"cuda ({len(facts.gpus)} GPU)" if on_gpu else f"cpu ({facts.cores} cores)",
+        "backend": "nccl" if on_gpu else "gloo",
+        "layers": "LoongPlug's own, on torch",
+        "attention": "torch scaled_dot_product_attention",
+        "precision": "fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
+    }
+    if on_gpu and works("transformer-engine"):
+        by = "with flash-attn or cuDNN" if works("flash-attn") else "with cuDNN"
+        use |= {"layers": "TransformerEngine", "attention": f"TransformerEngine {by}"}
+    return use
+
+
+# Whether it is in the way; what it is; its cure.
+_Check = tuple[bool, Severity, str, str]
+
+
+def _checks(facts: MachineFacts, *, on_gpu: bool, asked: str) -> Iterator[_Check]:
+    """All that is looked at, the gravest first."""
+    yield from _requirements(facts)
+    yield (
+        facts.upstream_error is not None,
+        "error",
+        f"Megatron cannot be used: {facts.upstream_error}",
+        "install a version of megatron-core and torch that pyproject.toml allows",
     )
-
-
-def _requirement_problems(facts: MachineFacts) -> Iterator[Problem]:
-    if facts.requires_python and not _fits(facts.python, SpecifierSet(facts.requires_python)):
-        yield _error(
-            f"Python is {facts.python}; LoongPlug needs {facts.requires_python}",
-            cure="make the environment with such a Python: python3.12 -m venv .venv",
-        )
-    for needed in map(Requirement, facts.requirements):
-        if needed.marker is not None and not needed.marker.evaluate():
-            continue
-        found = facts.version(needed.name)
-        if found is None:
-            text = f"{needed.name} is not installed"
-        elif not _fits(found, needed.specifier):
-            text = f"{needed.name} is {found}; LoongPlug needs {needed.specifier}"
-        else:
-            continue
-        yield _error(text, cure=f"pip install '{needed.name}{needed.specifier}'")
-    if facts.upstream_error is not None:
-        yield _error(
-            f"Megatron cannot be used: {facts.upstream_error}",
-            cure="install a version of megatron-core and torch that pyproject.toml allows",
-        )
-
-
-def _device_problems(facts: MachineFacts, *, on_gpu: bool, asked: str) -> Iterator[Problem]:
-    if facts.torch_cuda is None:
-        driver = "install a torch that is built for CUDA: pip install --force-reinstall torch"
-    else:
+    driver = "install a torch that is built for CUDA: pip install --force-reinstall torch"
+    if facts.torch_cuda is not None:
         driver = (
             f"install an NVIDIA driver for CUDA {facts.torch_cuda} and see that nvidia-smi lists "
             "the GPUs"
         )
-    if on_gpu and not facts.cuda_usable:
-        yield _error(
-            "device cuda was asked for, but torch sees no usable CUDA GPU",
-            cure=f"use --device cpu, or {driver}",
-        )
-        return
-    if not on_gpu and not facts.has_gloo and facts.version("torch") is not None:
-        yield _error(
-            "this torch has no gloo, which ranks on CPUs talk through",
-            cure="install torch from PyPI: pip install --force-reinstall torch",
-        )
-    if facts.has_nvidia_driver and not facts.cuda_usable and asked == "auto":
-        yield _warning("there is an NVIDIA driver, but torch cannot use a GPU", cure=driver)
-    if on_gpu and facts.nccl is None:
-        yield _error(
-            "this torch has no NCCL, which ranks on GPUs talk through",
-            cure="install torch from PyPI for Linux: pip install --force-reinstall torch",
-        )
-    if on_gpu and facts.version("transformer-engine") is None:
-        yield _warning(
-            "TransformerEngine is not installed: LoongPlug's own layers are slower on a GPU",
-            cure=f"in the checkout: {GPU_INSTALL}",
-        )
-    if on_gpu and (old := _old_gpus(facts)):
-        yield _warning(
-            f"{', '.join(old)} cannot compute in bf16 at speed", cure="train without --bf16 there"
-        )
-
-
-def _package_problems(facts: MachineFacts, *, on_gpu: bool) -> Iterator[Problem]:
+    on_usable = on_gpu and facts.cuda_usable
+    yield (
+        on_gpu and not facts.cuda_usable,
+        "error",
+        "device cuda was asked for, but torch sees no usable CUDA GPU",
+        f"use --device cpu, or {driver}",
+    )
+    yield (
+        not on_gpu and not facts.has_gloo and facts.packages.get("torch") is not None,
+        "error",
+        "this torch has no gloo, which ranks on CPUs talk through",
+        "install torch from PyPI: pip install --force-reinstall torch",
+    )
+    yield (
+        facts.has_nvidia_driver and not facts.cuda_usable and asked == "auto",
+        "warning",
+        "there is an NVIDIA driver, but torch cannot use a GPU",
+        driver,
+    )
+    yield (
+        on_usable and facts.nccl is None,
+        "error",
+        "this torch has no NCCL, which ranks on GPUs talk through",
+        "install torch from PyPI for Linux: pip install --force-reinstall torch",
+    )
+    yield (
+        on_usable and facts.packages.get("transformer-engine") is None,
+        "warning",
+        "TransformerEngine is not installed: LoongPlug's own layers are slower on a GPU",
+        f"in the checkout: {GPU_INSTALL}",
+    )
+    old = _old_gpus(facts)
+    yield (
+        on_usable and bool(old),
+        "warning",
+        f"{', '.join(old)} cannot compute in bf16 at speed",
+        "train without --bf16 there",
+    )
     use = f", then in the checkout: {GPU_INSTALL}" if on_gpu else ": a CPU run does not use it"
     for package, (kind, text) in facts.broken.items():
         # Upstream goes on without a package that raises ImportError, and falls with any other.
         absent = kind in ("ImportError", "ModuleNotFoundError")
-        yield (_warning if absent else _error)(
-            f"{package} {facts.version(package)} is installed but does not import ({kind}: {text})",
-            cure=f"pip uninstall {package}{use}",
+        there = f"{package} {facts.packages.get(package)} is installed but does not import"
+        yield (
+            True,
+            "warning" if absent else "error",
+            f"{there} ({kind}: {text})",
+            f"pip uninstall {package}{use}",
         )
-
-
-def _memory_problems(facts: MachineFacts) -> Iterator[Problem]:
-    if facts.available_memory_bytes < LOW_MEMORY:
-        yield _warning(
-            f"only {_gib(facts.available_memory_bytes)} of memory are available",
-            cure="end other programs, or use fewer ranks: each takes about 1 GiB before its model",
-        )
+    yield (
+        facts.available_memory_bytes < LOW_MEMORY,
+        "warning",
+        f"only {_gib(facts.available_memory_bytes)} of memory are available",
+        "end other programs, or use fewer ranks: each takes about 1 GiB before its model",
+    )
     free = facts.shared_memory_bytes
-    if free is not None and free < LOW_SHARED_MEMORY:
-        yield _warning(
-            f"only {_gib(free)} are free in /dev/shm, which data workers and NCCL share "
-            "memory through",
-            cure="in a container: start it with --shm-size=8g or --ipc=host",
-        )
+    yield (
+        free is not None and free < LOW_SHARED_MEMORY,
+        "warning",
+        f"only {_gib(free or 0)} are free in /dev/shm, which data workers and NCCL share "
+        "memory through",
+        "in a container: start it with --shm-size=8g or --ipc=host",
+    )
 
 
-def _error(text: str, *, cure: str) -> Problem:
-    return Problem(severity="error", text=text, cure=cure)
-
-
-def _warning(text: str, *, cure: str) -> Problem:
-    return Problem(severity="warning", text=text, cure=cure)
+def _requirements(facts: MachineFacts) -> Iterator[_Check]:
+    needed = SpecifierSet(facts.requires_python or "")
+    yield (
+        not _fits(facts.python, needed),
+        "error",
+        f"Python is {facts.python}; LoongPlug needs {facts.requires_python}",
+        "make the environment with such a Python: python3.12 -m venv .venv",
+    )
+    for each in map(Requirement, facts.requirements):
+        if each.marker is not None and not each.marker.evaluate():
+            continue
+        found = facts.packages.get(each.name)
+        text = f"{each.name} is not installed"
+        if found is not None:
+            text = f"{each.name} is {found}; LoongPlug needs {each.specifier}"
+        missing = found is None or not _fits(found, each.specifier)
+        yield missing, "error", text, f"pip install '{each.name}{each.specifier}'"
 
 
 def _fits(version: str, specifier: SpecifierSet) -> bool:
@@ -221,7 +217,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         "memory": f"{_gib(facts.memory_bytes)}, {_gib(facts.available_memory_bytes)} available",
         "/dev/shm": "none" if shared is None else f"{_gib(shared)} free",
         "Python": facts.python,
-        **{name: facts.version(name) or "not installed" for name in facts.packages},
+        **{name: facts.packages[name] or "not installed" for name in facts.packages},
         "CUDA": f"{built}; {len(facts.gpus)} usable GPU(s)",
         "NCCL": facts.nccl or "none",
         "gloo": "yes" if facts.has_gloo else "none",
@@ -231,7 +227,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         machine[f"GPU {index}"] = f"{gpu.name}, {_gib(gpu.memory_bytes)}, sm_{major}{minor}"
     for title, rows in (
         ("This machine", machine),
-        ("LoongPlug will use", asdict(diagnosis.use)),
+        ("LoongPlug will use", diagnosis.use),
     ):
         table = Table(title=title, title_justify="left", show_header=False)
         for name, value in rows.items():

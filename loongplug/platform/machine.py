@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import tomllib
 import warnings
@@ -16,13 +17,8 @@ from packaging.requirements import Requirement
 import loongplug
 
 # What is shown whether or not it is there.
-SHOWN_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "transformer-engine",
-    "flash-attn",
-    "triton",
+SHOWN_PACKAGES = frozenset(
+    ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "triton")
 )
 # Optional packages that upstream imports when they are installed, by the module that has to work.
 OPTIONAL_MODULES = {"transformer-engine": "transformer_engine.pytorch", "flash-attn": "flash_attn"}
@@ -48,21 +44,18 @@ class MachineFacts:
     available_memory_bytes: int
     shared_memory_bytes: int | None  # free in /dev/shm; None where there is none
     has_nvidia_driver: bool
-    torch_cuda: str | None  # the CUDA version that torch was built for
-    cuda_usable: bool
-    gpus: tuple[GpuFacts, ...]
-    nccl: str | None
-    has_gloo: bool
     packages: dict[str, str | None]
     # Installed optional packages that don't import, with the exception's type and text.
     broken: dict[str, tuple[str, str]]
     requirements: tuple[str, ...]  # of loongplug itself, as "megatron-core>=0.19.2,<0.20"
     requires_python: str | None
     upstream_error: str | None  # why Megatron cannot be used with this platform
-
-    def version(self, package: str) -> str | None:
-        """A package's version, or None."""
-        return self.packages.get(package)
+    # What torch says, where it is installed.
+    torch_cuda: str | None = None  # the CUDA version that it was built for
+    cuda_usable: bool = False
+    gpus: tuple[GpuFacts, ...] = ()
+    nccl: str | None = None
+    has_gloo: bool = False
 
 
 def collect() -> MachineFacts:
@@ -80,26 +73,21 @@ def collect() -> MachineFacts:
         available_memory_bytes=_available_memory() or memory,
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
-        **_seen_by_torch(there=packages["torch"] is not None),
         packages=packages,
         broken=_broken(packages),
         requirements=requirements,
         requires_python=requires_python,
         upstream_error=_upstream_error(packages),
+        **(_seen_by_torch() if packages["torch"] else {}),
     )
 
 
-def _seen_by_torch(*, there: bool) -> dict[str, Any]:
-    """Fields of the facts."""
-    if not there:
-        return {
-            "torch_cuda": None, "cuda_usable": False, "gpus": (), "nccl": None, "has_gloo": False
-        }  # fmt: skip
+def _seen_by_torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     usable = torch.cuda.is_available()
-    seen = range(torch.cuda.device_count() if usable else 0)
+    seen = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if usable else 0))
     nccl = dist.is_available() and dist.is_nccl_available()
     return {
         "torch_cuda": torch.version.cuda,
@@ -108,7 +96,7 @@ def _seen_by_torch(*, there: bool) -> dict[str, Any]:
             GpuFacts(
                 name=gpu.name, memory_bytes=gpu.total_memory, capability=(gpu.major, gpu.minor)
             )
-            for gpu in map(torch.cuda.get_device_properties, seen)
+            for gpu in seen
         ),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "has_gloo": dist.is_available() and dist.is_gloo_available(),
@@ -176,6 +164,6 @@ def _one_line(error: Exception) -> str:
 def _available_memory() -> int | None:
     """What Linux says is left; None elsewhere."""
     meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    available = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return available[0] * 1024 if available else None
+    text = meminfo.read_text() if meminfo.exists() else ""
+    available = re.search(r"^MemAvailable:\s+(\d+)", text, re.MULTILINE)
+    return int(available[1]) * 1024 if available else None

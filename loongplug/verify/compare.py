@@ -36,11 +36,11 @@ class TensorError:
     """One measure of one tensor (or one expert of it): error and found norm over expected norm."""
 
     what: str
-    name: str
+    step: int | None
     module: str
+    name: str
     error: float
     ratio: float
-    step: int | None = None
 
     @property
     def fails(self) -> bool:
@@ -103,11 +103,7 @@ class Comparison:
         found = [
             each for each in self.tensors if each.what == what and module in (None, each.module)
         ]
-        return max(found, key=_order, default=None)
-
-
-def _order(each: TensorError) -> float:
-    return _known(each.error)
+        return max(found, key=lambda each: _known(each.error), default=None)
 
 
 def _known(error: float) -> float:
@@ -171,11 +167,11 @@ def _relative(
             difference = _largest(ours - theirs)
             yield TensorError(
                 what=what,
-                name=piece,
+                step=step,
                 module=expected.tensors[name].module,
+                name=piece,
                 error=difference / scale if scale else difference,
                 ratio=_ratio(ours, theirs),
-                step=step,
             )
 
 
@@ -202,8 +198,9 @@ def _moved(found: Recording, expected: Recording) -> Iterable[TensorError]:
                 difference = difference * space / (scale or 1.0)
             yield TensorError(
                 what="parameters",
-                name=piece,
+                step=None,
                 module=expected.tensors[name].module,
+                name=piece,
                 error=_largest(difference),
                 ratio=_ratio(ours, theirs),
             )

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loongplug.models.entries import only_encoder
 from loongplug.verify.flags import common_flags, reference_flags
 from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
+
+if TYPE_CHECKING:
+    from loongplug.training.arguments import ParsedArguments
+    from loongplug.training.config import ComposedModel
 
 SCALES = ("tiny",)
 SEED = 1234
@@ -96,21 +100,15 @@ class _Planner:
             flags += ["--finetune", "--no-load-optim", "--no-load-rng"]
         ranks = self._ranks(args)
         flags += self._batch(args, ranks)
-        layout = self._parsed(flags, ranks)
+        layout = first_rank(flags, ranks=ranks, verified=True)
         flags += _without_dropout(layout.model)
         batch = layout.args.global_batch_size
         reference = reference_flags(flags, global_batch_size=batch)
-        if not layout.args.load_hf and not layout.args.load:
-            weights = self._weights(layout)
-            flags += weights
-            reference += weights
-        if not layout.args.load_lora and not layout.args.load:
-            adapters = self._adapters(layout)
-            flags += adapters
-            reference += adapters
-        self._parsed(reference, 1)
+        sources = self._sources(layout)
+        reference += sources
+        first_rank(reference, ranks=1, verified=True)
         return Plan(
-            layout=tuple(flags),
+            layout=(*flags, *sources),
             reference=tuple(reference),
             ranks=ranks,
             device=self._device,
@@ -133,17 +131,12 @@ class _Planner:
         """The demo's data and tokenizer, where the user names no tokenizer."""
         from loongplug.data.demo import make_demo_data
         from loongplug.data.demo_processor import write_processor
-        from loongplug.training.config import compose_model
 
         demo = self._folder / "demo"
         if not demo.is_dir():
             make_demo_data(demo, train=_DEMO_SAMPLES, test=1)
-            model = compose_model(
-                model_name=args.model_name,
-                config_file=Path(args.config_file) if args.config_file else None,
-                trusted_packages=args.trusted_packages,
-            ).config
-            write_processor(demo / "processor", video_style=model.video_style())
+            style = _composed(args).config.video_style()
+            write_processor(demo / "processor", video_style=style)
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
         length = up(_DEMO_LENGTH, args.tensor_model_parallel_size)
         return [
@@ -153,17 +146,11 @@ class _Planner:
 
     def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:
         """Overrides that make the model its small likeness."""
-        from loongplug.training.config import compose_model
         from loongplug.training.flags import read_command_line
         from loongplug.training.special_tokens import read_tokenizer
 
         line = read_command_line(flags)
-        composed = compose_model(
-            model_name=args.model_name,
-            config_file=Path(args.config_file) if args.config_file else None,
-            overrides=line.overrides,
-            trusted_packages=args.trusted_packages,
-        )
+        composed = _composed(args, overrides=line.overrides)
         model, demo = composed.config, args.tokenizer_model is None
         layout = _layout(args, model)
         taps = len(model.vision.taps())
@@ -214,39 +201,55 @@ class _Planner:
             )
         return ["--global-batch-size", str(enough * each * replicas)]
 
-    def _weights(self, layout: Any) -> list[str]:
-        from loongplug.verify.weights import write_random_weights
+    def _sources(self, layout: "ParsedArguments") -> list[str]:
+        """Random weights and adapters, where the user gives none.
 
-        folder = self._folder / "weights"
-        if not folder.is_dir():
-            write_random_weights(folder, layout.family.load_hugging_face(layout.model), seed=SEED)
-        return ["--load-hf", str(folder)]
-
-    def _adapters(self, layout: Any) -> list[str]:
-        """Random ones: those of a fresh start are zero, and hide half of their gradients."""
+        Adapters of a fresh start are zero, and hide half of their gradients.
+        """
         from loongplug.models.lora.mapping import adapter_table
-        from loongplug.verify.weights import write_random_adapters
+        from loongplug.verify.weights import write_random_adapters, write_random_weights
 
-        table = adapter_table(layout.model, layout.family.load_hugging_face(layout.model))
-        if table is None:
-            return []
-        folder = self._folder / "adapters"
-        if not folder.is_dir():
-            write_random_adapters(folder, table, seed=SEED)
-        return ["--load-lora", str(folder)]
+        args, flags = layout.args, []
+        hugging_face = layout.family.load_hugging_face(layout.model)
+        if not args.load_hf and not args.load:
+            folder = self._folder / "weights"
+            if not folder.is_dir():
+                write_random_weights(folder, hugging_face, seed=SEED)
+            flags += ["--load-hf", str(folder)]
+        table = adapter_table(layout.model, hugging_face)
+        if table is not None and not args.load_lora and not args.load:
+            folder = self._folder / "adapters"
+            if not folder.is_dir():
+                write_random_adapters(folder, table, seed=SEED)
+            flags += ["--load-lora", str(folder)]
+        return flags
 
-    def _parsed(self, flags: Sequence[str], ranks: int) -> Any:
-        from loongplug.training.arguments import parse_arguments
 
-        before = os.environ.get("WORLD_SIZE")
-        os.environ["WORLD_SIZE"] = str(ranks)
-        try:
-            return parse_arguments(flags, verified=True)
-        finally:
-            if before is None:
-                del os.environ["WORLD_SIZE"]
+def first_rank(flags: Sequence[str], *, ranks: int, verified: bool = False) -> "ParsedArguments":
+    """The checked arguments of the first of so many ranks; as :func:`parse_arguments`."""
+    from loongplug.training.arguments import parse_arguments
+
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    try:
+        return parse_arguments(flags, verified=verified)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
             else:
-                os.environ["WORLD_SIZE"] = before
+                os.environ[name] = value
+
+
+def _composed(args: Namespace, *, overrides: Sequence[str] = ()) -> "ComposedModel":
+    from loongplug.training.config import compose_model
+
+    return compose_model(
+        model_name=args.model_name,
+        config_file=Path(args.config_file) if args.config_file else None,
+        overrides=overrides,
+        trusted_packages=args.trusted_packages,
+    )
 
 
 def _without_dropout(model: Any) -> list[str]:

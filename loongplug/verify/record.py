@@ -19,7 +19,6 @@ from loongplug.verify.recording import (
     PARAMETERS,
     ROOM,
     SECOND_MOMENT,
-    ApartNote,
     MicrobatchLoss,
     Recording,
     Step,
@@ -27,7 +26,7 @@ from loongplug.verify.recording import (
     gradients_of,
     tensor_file,
 )
-from loongplug.verify.replicas import digest, replicas_apart
+from loongplug.verify.replicas import digest, from_all, replicas_apart
 from loongplug.verify.state import (
     States,
     gather_gradient_shards,
@@ -132,14 +131,14 @@ class Recorder:
 
     def _step(self, step: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         number = len(self._steps)
-        apart = self._apart("weights", lambda parameter: parameter.data)
+        apart = replicas_apart(self._chunks, self._mapping, lambda each: each.data, what="weights")
         gather_gradient_shards(self._chunks)
-        apart += self._apart("gradients", _gradient)
+        apart += replicas_apart(self._chunks, self._mapping, _gradient, what="gradients")
         self._write(gradients_of(number), "grad")
         rate = learning_rate(self._optimizer)
         result = step()
         self._note_room(number + 1)
-        norms = _from_all((float(result[1] or 0.0), self._losses, rate))
+        norms = from_all((float(result[1] or 0.0), self._losses, rate))
         self._steps.append(
             Step(
                 learning_rate=max(rate for _, _, rate in norms),
@@ -159,12 +158,6 @@ class Recorder:
         if dist.get_rank() == 0:
             self._tell(str(number + 1))
         return result
-
-    def _apart(self, what: str, select: Callable[[nn.Parameter], Tensor | None]) -> list[ApartNote]:
-        return [
-            ApartNote(what, each.name, each.ranks, each.error)
-            for each in replicas_apart(self._chunks, self._mapping, select)
-        ]
 
     def _note_room(self, steps: int) -> None:
         """Adam divides by the root of its second moment: keep the least that it has been."""
@@ -227,9 +220,3 @@ def module_of(bundle: Bundle) -> str:
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
     gradient: Tensor | None = getattr(parameter, "main_grad", None)
     return gradient
-
-
-def _from_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -40,11 +40,11 @@ class MicrobatchLoss:
 
 @dataclass(frozen=True)
 class ApartNote:
-    """A slice whose copies differ between ranks, and in what."""
+    """A slice whose copies differ: in what, and how much beside the first one's largest value."""
 
     what: str
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # all that hold the slice, the first of them being the measure
     error: float
 
 

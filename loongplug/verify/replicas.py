@@ -7,8 +7,6 @@ is named here.
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +14,7 @@ from torch import Tensor, nn
 
 from loongplug.checkpoint.owned import Piece, owned_parameters, sort_key
 from loongplug.models.hf_mapping import Mapping
-
-
-@dataclass(frozen=True)
-class Apart:
-    """A slice whose copies differ: by how much, relative to the first copy's largest value."""
-
-    name: str
-    ranks: tuple[int, ...]  # all that hold the slice, the first of them being the measure
-    error: float
+from loongplug.verify.recording import ApartNote
 
 
 def digest(tensor: Tensor) -> int:
@@ -36,10 +26,12 @@ def replicas_apart(
     chunks: Sequence[nn.Module],
     mapping: Mapping,
     select: Callable[[nn.Parameter], Tensor | None],
-) -> list[Apart]:
+    *,
+    what: str,
+) -> list[ApartNote]:
     """The slices of which not all copies are bit-identical, the same list on every rank.
 
-    Collective: the default group.
+    ``what`` says what of a parameter it is that ``select`` gives. Collective: the default group.
     """
     mine: list[tuple[Piece, str, Tensor]] = []
     for own in owned_parameters(chunks, mapping):
@@ -47,11 +39,9 @@ def replicas_apart(
         if tensor is not None:
             mine.append((own.piece, own.name, tensor.detach()))
     told = [(piece, name, digest(tensor)) for piece, name, tensor in mine]
-    everyone: list[list[tuple[Piece, str, int]]] = [told] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
     holders: dict[Piece, dict[int, int]] = {}
     names: dict[Piece, str] = {}
-    for rank, pieces in enumerate(everyone):
+    for rank, pieces in enumerate(from_all(told)):
         for piece, name, number in pieces:
             holders.setdefault(piece, {}).setdefault(rank, number)
             names[piece] = name
@@ -63,7 +53,9 @@ def replicas_apart(
         key=sort_key,
     )
     return [
-        Apart(names[piece], tuple(holders[piece]), _error(tensors.get(piece), holders[piece]))
+        ApartNote(
+            what, names[piece], tuple(holders[piece]), _error(tensors.get(piece), holders[piece])
+        )
         for piece in different
     ]
 
@@ -81,6 +73,11 @@ def _error(tensor: Tensor | None, holders: dict[int, int]) -> float:
         dist.recv(expected, src=first)
         scale = expected.abs().max().item() or 1.0
         error = (tensor - expected).abs().max().item() / scale
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return max(errors)
+    return max(from_all(error))
+
+
+def from_all[T](value: T) -> list[T]:
+    """Every rank's value. Collective: the default group."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

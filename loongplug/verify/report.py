@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -146,26 +147,12 @@ def as_json(plan: Plan, comparison: Comparison) -> dict[str, Any]:
         "copies_apart": list(comparison.apart),
         "faults": list(comparison.faults),
         "tensors": [
-            {
-                "what": each.what,
-                "step": None if each.step is None else each.step + 1,
-                "module": each.module,
-                "name": each.name,
-                "error": each.error,
-                "ratio": each.ratio,
-            }
+            asdict(each) | {"step": None if each.step is None else each.step + 1}
             for each in comparison.tensors
             if each.fails
         ],
         "losses": [
-            {
-                "step": each.step + 1,
-                "first_sample": each.first_sample,
-                "error": each.error,
-                "note": each.note,
-            }
-            for each in comparison.losses
-            if each.fails
+            asdict(each) | {"step": each.step + 1} for each in comparison.losses if each.fails
         ],
     }
 

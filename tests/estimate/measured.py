@@ -7,16 +7,23 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from micro.memory_counter import all_to_alls_apart
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import VisionInput
-from loongplug.estimate.encoder_side import PIXELS
-from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS
-from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES
-from loongplug.estimate.tape import Tape, all_to_alls_apart
-from loongplug.estimate.trace import DECODER, ENCODER
+from loongplug.estimate.ledger import (
+    DECODER,
+    ENCODER,
+    FEATURE_GRADIENTS,
+    FEATURES,
+    GRADIENTS,
+    OPTIMIZER,
+    PIXELS,
+    WEIGHTS,
+)
+from loongplug.estimate.tape import Tape
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor

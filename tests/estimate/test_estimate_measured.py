@@ -9,10 +9,18 @@ from measured import measure
 from ranks import run_ranks
 
 from loongplug.estimate.command import parsed_for, stepping_of
-from loongplug.estimate.encoder_side import PIXELS
-from loongplug.estimate.estimate import GRADIENTS, OPTIMIZER, WEIGHTS, estimate
-from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, PIPELINE
-from loongplug.estimate.trace import DECODER, ENCODER
+from loongplug.estimate.estimate import estimate
+from loongplug.estimate.ledger import (
+    DECODER,
+    ENCODER,
+    FEATURE_GRADIENTS,
+    FEATURES,
+    GRADIENTS,
+    OPTIMIZER,
+    PIPELINE,
+    PIXELS,
+    WEIGHTS,
+)
 from loongplug.estimate.units import units_of_data
 
 pytestmark = pytest.mark.slow

@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.distributed as dist
+from micro.memory_counter import all_to_alls_apart
 from typer.testing import CliRunner
 
 from loongplug.cli import app
@@ -14,7 +15,7 @@ from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
 from loongplug.estimate.state import State, _Buffer, _trained, _work
-from loongplug.estimate.tape import Tape, all_to_alls_apart
+from loongplug.estimate.tape import Tape
 
 pytestmark = pytest.mark.quick
 

@@ -19,9 +19,9 @@ from megatron.core.pipeline_parallel.utils import set_streams
 from ranks import run_ranks
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.estimate.answers import answers, spread_tokens_evenly
 from loongplug.estimate.command import parsed_for
 from loongplug.estimate.ranks import Rank, as_rank
+from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
 from loongplug.models.deepstack import features_behind
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.vision_encoder import patch_values

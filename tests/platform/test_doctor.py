@@ -69,26 +69,26 @@ def test_a_good_cpu_machine() -> None:
     assert diagnosis.problems == ()
     assert diagnosis.exit_code == 0
     use = diagnosis.use
-    assert (use.device, use.backend) == ("cpu (8 cores)", "gloo")
-    assert "LoongPlug's own" in use.layers
-    assert "scaled_dot_product_attention" in use.attention
+    assert (use["device"], use["backend"]) == ("cpu (8 cores)", "gloo")
+    assert "LoongPlug's own" in use["layers"]
+    assert "scaled_dot_product_attention" in use["attention"]
 
 
 def test_a_good_gpu_machine() -> None:
     diagnosis = diagnose(GPU, device="auto")
     assert diagnosis.problems == ()
     use = diagnosis.use
-    assert (use.device, use.backend) == ("cuda (2 GPU)", "nccl")
-    assert use.layers == "TransformerEngine"
-    assert "flash-attn" in use.attention
-    assert "bf16" in use.precision
+    assert (use["device"], use["backend"]) == ("cuda (2 GPU)", "nccl")
+    assert use["layers"] == "TransformerEngine"
+    assert "flash-attn" in use["attention"]
+    assert "bf16" in use["precision"]
 
 
 def test_the_cpu_of_a_gpu_machine() -> None:
     diagnosis = diagnose(GPU, device="cpu")
     assert diagnosis.problems == ()
-    assert diagnosis.use.backend == "gloo"
-    assert "LoongPlug's own" in diagnosis.use.layers  # TransformerEngine needs the GPU
+    assert diagnosis.use["backend"] == "gloo"
+    assert "LoongPlug's own" in diagnosis.use["layers"]  # TransformerEngine needs the GPU
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_gpu_without_transformer_engine() -> None:
     assert (severity, code) == ("warning", 0)
     assert "slower" in text
     assert cure == "in the checkout: pip install --no-build-isolation '.[gpu]'"
-    assert "LoongPlug's own" in diagnose(facts, device="auto").use.layers
+    assert "LoongPlug's own" in diagnose(facts, device="auto").use["layers"]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_transformer_engine_that_does_not_import(kind: str, severity: str, code:
     found = _only(facts)
     assert (found[0], found[3]) == (severity, code)
     assert f"({kind}: libcudnn.so.9: cannot open)" in found[1]
-    assert "LoongPlug's own" in diagnose(facts, device="auto").use.layers
+    assert "LoongPlug's own" in diagnose(facts, device="auto").use["layers"]
     assert "uninstall" in _only(facts, device="cpu")[2]
 
 
@@ -192,7 +192,7 @@ def test_old_gpu() -> None:
     severity, text, _, code = _only(facts)
     assert (severity, code) == ("warning", 0)
     assert text.startswith("Tesla V100 ")
-    assert diagnose(facts, device="auto").use.precision == "fp32"
+    assert diagnose(facts, device="auto").use["precision"] == "fp32"
 
 
 def test_little_memory() -> None:
@@ -234,7 +234,7 @@ def test_this_machine() -> None:
     """In a rank of its own, because collecting ends the platform that it looked at."""
     (diagnosis,) = run_ranks(_collect, 1)
     facts = diagnosis.facts
-    assert facts.version("megatron-core")
+    assert facts.packages["megatron-core"]
     assert any(text.startswith("megatron-core") for text in facts.requirements)
     assert facts.requires_python == ">=3.12"
     assert facts.upstream_error is None

@@ -164,9 +164,10 @@ def state_bytes(rank: int, *, launched: Launch) -> list[State]:
 
 def written(stages: list[State]) -> str:
     """Of the fullest GPU, as the docs have it: what it holds, and what the step takes besides."""
-    fullest = max(stages, key=lambda each: each.kept + each.step)
-    assert fullest.kept + fullest.step < FITS, fullest
-    return f"{fullest.kept / 1e9:.1f} + {fullest.step / 1e9:.1f} GB"
+    held = [(sum(each.by_name().values()), each.step) for each in stages]
+    kept, step = max(held, key=sum)
+    assert kept + step < FITS, held
+    return f"{kept / 1e9:.1f} + {step / 1e9:.1f} GB"
 
 
 # Every script.

@@ -154,7 +154,7 @@ def copies_apart(rank, *, flags):
     watch = Copies()
     run(flags, watch=watch)
     moved = [p for n, p in watch.chunks[0].named_parameters() if n.endswith("_lora.b") and p.any()]
-    apart = replicas_apart(watch.chunks, watch.mapping, lambda parameter: parameter.data)
+    apart = replicas_apart(watch.chunks, watch.mapping, lambda each: each.data, what="weights")
     return len(moved), apart
 
 

@@ -10,11 +10,11 @@ import compared_runs
 import pytest
 import torch
 from lazy_copies import LazyCopies
+from micro.memory_counter import all_to_alls_apart
 from ranks import run_ranks
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from loongplug.estimate.tape import all_to_alls_apart
 from loongplug.hetero import encoder_state
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.encoder_state import EncoderState

@@ -1,4 +1,4 @@
-"""What the meta device cannot tell: how many there are, where a run would count."""
+"""Stand-ins for what a rank on the meta device has not: counts of tokens, a device, a host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.estimate.tape import Answer, Tape
 from loongplug.models.decoder import TextDecoder
@@ -133,3 +134,53 @@ def devices_and_buffers(tape: Tape, *, region: str) -> Iterator[None]:
     finally:
         device.undo()
         del memory.get_tensor
+
+
+class Away:
+    """What leaves the device is none of the ``device`` tape's, and counts as the host's."""
+
+    def __init__(self, device: Tape) -> None:
+        self._device = device
+        self._host = Tape(region="host")
+
+    @property
+    def most(self) -> int:
+        """Bytes on the host at one time."""
+        return self._host.most
+
+    def copies(self) -> "MetaCopies":
+        """Such that move no bytes."""
+        return MetaCopies(self._host)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Its memory is given back, though tensors on it live on."""
+        self._device.given_back(storage)
+
+
+class MetaCopies:
+    """Copies between tensors without memory; see :class:`loongplug.platform.copies.Copies`."""
+
+    def __init__(self, host: Tape) -> None:
+        self._host = host
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Counted by the host's tape alone."""
+        with _disable_current_modes():
+            found = torch.empty_like(tensor)
+        self._host.see(found)
+        return found
+
+    def follow(self) -> None:
+        """Nothing is computed."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """There are no values."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Nothing is under way."""
+
+    def mark(self) -> Any:
+        """Nothing is under way."""
+
+    def wait(self, mark: Any) -> None:
+        """Nothing is under way."""
