@@ -113,7 +113,7 @@ def watch(rank: int, *, folder: Path) -> None:
             trap.put_in(rank)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # the first report that is made ends the calls
 def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> None:
     """Keep what was found as soon as it is known."""
     if call.when != "call":
