@@ -41,10 +41,15 @@ def fault(trap: str, *, spec: str) -> Callable[[Fault], Fault]:
     return listed
 
 
-def around(place: str, call: Callable[..., Any]) -> None:
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def around(place: str, call: Callable[..., Any], *, where: Callable[..., bool] = _always) -> None:
     """Have ``call(original, *arguments)`` called in the place of ``module:function``.
 
-    Or of ``module:Class.method``. AttributeError or KeyError where there is no such place.
+    Or of ``module:Class.method``. ``where(*arguments)`` says whether that can change anything.
+    AttributeError or KeyError where there is no such place.
     """
     module, _, path = place.partition(":")
     *above, name = path.split(".")
@@ -54,22 +59,38 @@ def around(place: str, call: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
+        if not where(*args, **kwargs):
+            return original(*args, **kwargs)
         return call(original, *args, **kwargs)
 
     setattr(owner, name, classmethod(called) if isinstance(kept, classmethod) else called)
 
 
-def at(place: str) -> Callable[[Callable[..., Any]], Fault]:
+def at(
+    place: str, *, where: Callable[..., bool] = _always
+) -> Callable[[Callable[..., Any]], Fault]:
     """A fault that is one function around one place."""
 
     def put_in_there(call: Callable[..., Any]) -> Fault:
         @functools.wraps(call)
         def put_in(rank: int) -> None:
-            around(place, call)
+            around(place, call, where=where)
 
         return put_in
 
     return put_in_there
+
+
+def _several(size: str) -> Callable[..., bool]:
+    """Whether a parallel size of Megatron's, ``tensor_model`` for one, is above 1."""
+
+    def where(*_: Any, **__: Any) -> bool:
+        from megatron.core import parallel_state
+
+        several: bool = getattr(parallel_state, f"get_{size}_parallel_world_size")() > 1
+        return several
+
+    return where
 
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
@@ -82,7 +103,10 @@ TRAINING, FINALIZE = "megatron.training.training", "megatron.core.distributed.fi
 
 
 @fault("units of one size arrive for each other", spec="placement.md P2, sample order")
-@at(f"{EXCHANGE}:Exchange.gather_variable_shape_embeddings")
+@at(
+    f"{EXCHANGE}:Exchange.gather_variable_shape_embeddings",
+    where=lambda self, _, units: len({*units.tokens} - {0}) < len([n for n in units.tokens if n]),
+)
 def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
     arrived = original(self, payloads, units)
     for one in arrived:
@@ -123,7 +147,10 @@ def place_gradients_mirrored(original: Any, values: Tensor, rows: Any, *, into: 
 
 
 @fault("what each consumer has whole of a gradient is summed", spec="placement.md P2, TP copies")
-@at(f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings")
+@at(
+    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    where=lambda self, _, units: units.shards is None and len(self._edge.consumers) > 1,
+)
 def sum_the_consumers_gradients(original: Any, self: Any, gradients: Any, units: Any) -> Any:
     found = original(self, gradients, units)
     copies = 1 if units.shards is not None else len(self._edge.consumers)
@@ -168,7 +195,10 @@ def no_padding(rank: int) -> None:
             step.own_gradients.pop(None, None)
         original(self)
 
-    around(f"{EXECUTOR}:Executor.end", without)
+    def blank(self: Any) -> bool:
+        return None in self._now.own
+
+    around(f"{EXECUTOR}:Executor.end", without, where=blank)
 
 
 @fault("the encoder's state comes back as it left in the step before", spec="gpu.md, found sound")
@@ -186,7 +216,7 @@ def bring_back_a_stale_state(original: Any, self: Any) -> Any:
 
 
 @fault("visual positions are off by one in a sequence shard", spec="gpu.md A9")
-@at(f"{DECODER}:visual_tokens")
+@at(f"{DECODER}:visual_tokens", where=lambda *_, **of: of.get("parts", 1) > 1)
 def shift_visual_positions(
     original: Any, places: Any, *, length: int, parts: int = 1, **of: Any
 ) -> Any:
@@ -197,13 +227,13 @@ def shift_visual_positions(
 
 
 @fault("deepstack's features are cut from the graph", spec="placement.md P2, payloads")
-@at(f"{DECODER}:stack_features")
+@at(f"{DECODER}:stack_features", where=lambda states, features: bool(features))
 def drop_deepstack_gradient(original: Any, states: Tensor, features: list[Tensor]) -> Any:
     return original(states, [feature.detach() for feature in features])
 
 
 @fault("deepstack's features change places", spec="placement.md P2, payloads")
-@at(f"{DECODER}:stack_features")
+@at(f"{DECODER}:stack_features", where=lambda states, features: len(features) > 1)
 def reverse_deepstack(original: Any, states: Tensor, features: list[Tensor]) -> Any:
     return original(states, features[::-1])
 
@@ -249,7 +279,9 @@ def labels_unshifted(original: Any, self: Any, *args: Any, labels: Any = None, *
 
 
 @fault("all samples have the first one's positions", spec="context-parallel.md, [3, b, s]")
-@at(f"{DECODER}:TextDecoder.forward")
+@at(
+    f"{DECODER}:TextDecoder.forward", where=lambda self, ids, positions, **_: positions.shape[1] > 1
+)
 def positions_of_the_first_sample(
     original: Any, self: Any, input_ids: Any, position_ids: Tensor, **of: Any
 ) -> Any:
@@ -265,13 +297,16 @@ def shift_a_boundary(original: Any, lengths: Any, **of: Any) -> Any:
 
 
 @fault("all replicas train on one replica's samples", spec="planner-data.md S3, batch multisets")
-@at("loongplug.data.text_stream:microbatch_positions")
+@at("loongplug.data.text_stream:microbatch_positions", where=lambda *_, **of: of["dp_size"] > 1)
 def same_samples_everywhere(original: Any, *args: Any, **of: Any) -> Any:
     return original(*args, **of | {"dp_rank": 0})
 
 
 @fault("a resumed run leaves out a microbatch", spec="planner-data.md S3, resume")
-@at("loongplug.data.text_stream:PaddedTexts.__init__")
+@at(
+    "loongplug.data.text_stream:PaddedTexts.__init__",
+    where=lambda *_, **of: of["consumed_samples"] > 0,
+)
 def resume_behind_a_microbatch(original: Any, self: Any, *args: Any, **of: Any) -> None:
     if of["consumed_samples"]:
         of["consumed_samples"] += of["micro_batch_size"] * of["dp_size"]
@@ -288,16 +323,28 @@ def _gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, parameter.main_grad
 
 
+def _replicas(placement: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    replicas: tuple[tuple[int, ...], ...] = placement.edge(
+        name, rank=placement.entry(name).layout.first_rank
+    ).replicas
+    return replicas
+
+
 @fault("gradients of encoder replicas are averaged, not summed", spec="placement.md P2, the sum")
-@at("loongplug.hetero.placement:Placement.gradient_factor")
+@at(
+    "loongplug.hetero.placement:Placement.gradient_factor",
+    where=lambda self, name: len(_replicas(self, name)) > 1,
+)
 def divide_by_the_replicas(original: Any, self: Any, name: str) -> float:
-    edge = self.edge(name, rank=self.entry(name).layout.first_rank)
-    factor: float = original(self, name) / len(edge.replicas)
+    factor: float = original(self, name) / len(_replicas(self, name))
     return factor
 
 
 @fault("replicas that have all encoded every unit are summed", spec="placement.md P2, TP copies")
-@at("loongplug.hetero.engine:ModuleState")
+@at(
+    "loongplug.hetero.engine:ModuleState",
+    where=lambda **given: given.get("gradient_factor", 1.0) != 1.0,
+)
 def count_units_twice(original: Any, **given: Any) -> Any:
     return original(**given | {"gradient_factor": 1.0})
 
@@ -312,7 +359,7 @@ def double_encoder(original: Any, model: Any, *args: Any, **of: Any) -> None:
 
 
 @fault("replicated parameters are reduced over TP once more", spec="placement.md P2, TP copies")
-@at(f"{TRAINING}:finalize_model_grads")
+@at(f"{TRAINING}:finalize_model_grads", where=_several("tensor_model"))
 def sum_norms_over_tp(original: Any, model: Any, *args: Any, **of: Any) -> None:
     from megatron.core import parallel_state
 
@@ -323,19 +370,25 @@ def sum_norms_over_tp(original: Any, model: Any, *args: Any, **of: Any) -> None:
 
 
 @fault("sequence shards' norms are not reduced over TP", spec="context-parallel.md C1, lost part")
-@at(f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads")
+@at(
+    f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
+    where=lambda model, config, *_, **__: config.sequence_parallel,
+)
 def miss_the_norms_reduction(original: Any, *_: Any, **__: Any) -> None:
     pass
 
 
 @fault("tied embeddings are not reduced between the stages", spec="placement.md P1, whole models")
-@at(f"{FINALIZE}:_allreduce_word_embedding_grads")
+@at(
+    f"{FINALIZE}:_allreduce_word_embedding_grads",
+    where=lambda model, config, *_, **__: config.pipeline_model_parallel_size > 1,
+)
 def miss_tied_reduction(original: Any, *_: Any, **__: Any) -> None:
     pass
 
 
 @fault("the loss is divided by a replica's own tokens", spec="placement.md P2, N; context-parallel")
-@at(f"{TRAINING}:finalize_model_grads")
+@at(f"{TRAINING}:finalize_model_grads", where=_several("data"))
 def divide_by_own_tokens(original: Any, model: Any, tokens: Any, *args: Any, **of: Any) -> None:
     from megatron.core import parallel_state
 
@@ -348,7 +401,7 @@ def divide_by_own_tokens(original: Any, model: Any, tokens: Any, *args: Any, **o
 
 
 @fault("experts' gradients are divided by dp / edp", spec="placement.md P2, no Dl/De")
-@at("loongplug.parallel.module_ddp:_wrapped")
+@at("loongplug.parallel.module_ddp:_wrapped", where=_several("expert_model"))
 def average_experts_over_dp(original: Any, *args: Any, **of: Any) -> Any:
     from megatron.core import parallel_state
 
@@ -360,7 +413,10 @@ def average_experts_over_dp(original: Any, *args: Any, **of: Any) -> Any:
 
 
 @fault("a router's balancing loss is multiplied by TP", spec="context-parallel.md C1, router")
-@at(f"{ROUTER}:BalancedRouter.attach_and_log_load_balancing_loss")
+@at(
+    f"{ROUTER}:BalancedRouter.attach_and_log_load_balancing_loss",
+    where=lambda self, *_, **__: self.tp_group.size() > 1,
+)
 def balance_times_tp(
     original: Any, self: Any, activation: Any, coefficient: float, *args: Any, **of: Any
 ) -> Any:
@@ -368,7 +424,10 @@ def balance_times_tp(
 
 
 @fault("routers weigh by a shard's counted tokens", spec="context-parallel.md C1, router")
-@at(f"{ROUTER}:BalancedRouter.forward")
+@at(
+    f"{ROUTER}:BalancedRouter.forward",
+    where=lambda self, _, mask=None: mask is not None and self.tp_group.size() > 1,
+)
 def count_a_shards_tokens(original: Any, self: Any, input: Any, padding_mask: Any = None) -> Any:
     if padding_mask is not None:
         padding, counted = padding_mask.clone().chunk(2)
@@ -391,22 +450,33 @@ def balance_padding(original: Any, positions: Any, loss_mask: Any, **of: Any) ->
 
 
 @fault("the norm counts what TP ranks have in common by each", spec="placement.md P2, norm")
-@at("megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate")
+@at(
+    "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
+    where=_several("tensor_model"),
+)
 def count_replicas_twice(original: Any, *_: Any, **__: Any) -> bool:
     return True
 
 
 @fault("whose parameters count in the norm is asked of the decoder", spec="placement.md P2, norm")
-@at(f"{TRAINING}:setup_model_and_optimizer")
-def norm_by_the_decoders_group(original: Any, *args: Any, **of: Any) -> Any:
-    model, optimizer, scheduler = original(*args, **of)
-    for encoder in optimizer.of_part["image_encoder"]:
-        encoder.tp_group = optimizer.of_part["text_decoder"][0].tp_group
-    return model, optimizer, scheduler
+@at(f"{OPTIMIZER}:OptimizerPerModule.__init__", where=lambda self, parts, **_: _apart(parts))
+def norm_by_the_decoders_group(original: Any, self: Any, of_part: Any, **of: Any) -> None:
+    original(self, of_part, **of)
+    for encoder in of_part["image_encoder"]:
+        encoder.tp_group = of_part["text_decoder"][0].tp_group
+
+
+def _apart(of_part: Any) -> bool:
+    """Whether the encoder's optimizers are of another tensor parallel size than the decoder's."""
+    groups = [each.tp_group for part in of_part.values() for each in part]
+    return len({group.size() for group in groups}) > 1
 
 
 @fault("each optimizer clips by what its rank has of a norm", spec="placement.md P2, norm")
-@at("megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32")
+@at(
+    "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+    where=lambda _, max_norm, total_norm, **__: total_norm > max_norm,
+)
 def clip_by_own_norm(
     original: Any, parameters: Any, max_norm: float, total_norm: float, **of: Any
 ) -> None:
@@ -418,7 +488,10 @@ def clip_by_own_norm(
 
 
 @fault("what is not finite in one entry is not told to others", spec="placement.md P2, found_inf")
-@at(f"{OPTIMIZER}:OptimizerPerModule.prepare_grads")
+@at(
+    f"{OPTIMIZER}:OptimizerPerModule.prepare_grads",
+    where=lambda self: self._told and self.config.loss_scale is not None,
+)
 def keep_infinity_to_itself(original: Any, self: Any) -> Any:
     self._told, told = False, self._told
     try:
@@ -428,22 +501,26 @@ def keep_infinity_to_itself(original: Any, self: Any) -> Any:
 
 
 @fault("a learning rate's multiple goes to another module", spec="placement.md P2, optimizer")
-@at(f"{OPTIMIZER}:rate_overrides")
+@at(f"{OPTIMIZER}:rate_overrides", where=lambda config, mults: len({*mults.values()}) > 1)
 def rates_of_another_module(original: Any, config: Any, lr_mults: dict[str, float]) -> Any:
     return original(config, dict(zip(lr_mults, [*lr_mults.values()][::-1], strict=True)))
 
 
 @fault("a frozen encoder's weights decay", spec="placement.md P1, pitfalls; P3, frozen")
-@at(f"{TRAINING}:train_step")
+@at(f"{TRAINING}:train_step", where=lambda step, data, model, *_, **__: bool(_frozen(model)))
 def frozen_weights_decay(
     original: Any, step: Any, data: Any, model: Any, *a: Any, **of: Any
 ) -> Any:
     result = original(step, data, model, *a, **of)
-    for chunk in model:
-        for name, parameter in chunk.named_parameters():
-            if "image_encoder" in name and not parameter.requires_grad:
-                parameter.data.mul_(1 - 1e-3)
+    for parameter in _frozen(model):
+        parameter.data.mul_(1 - 1e-3)
     return result
+
+
+def _frozen(model: Any) -> list[Any]:
+    """The encoder's parameters that do not train."""
+    named = [each for chunk in model for each in chunk.named_parameters()]
+    return [each for name, each in named if "image_encoder" in name and not each.requires_grad]
 
 
 @fault("the optimizer's own copies are made before weights are loaded", spec="gpu.md A1")
@@ -458,8 +535,11 @@ def load_behind_the_optimizer(rank: int) -> None:
     def later(original: Any, *args: Any, **of: Any) -> None:
         loads.append(partial(original, *args, **of))
 
-    around(f"{PROVIDER}:load_hf_weights", later)
-    around("loongplug.hetero.engine:Engine.built", built)
+    def copied(chunks: Any, *_: Any, **__: Any) -> bool:
+        return next(chunks[0].parameters()).dtype is not torch.float32
+
+    around(f"{PROVIDER}:load_hf_weights", later, where=copied)
+    around("loongplug.hetero.engine:Engine.built", built, where=lambda *_: bool(loads))
 
 
 # Where ranks start, and what they draw.
@@ -475,7 +555,7 @@ def start_apart(original: Any, chunks: Any, folder: Any, **of: Any) -> None:
 
 
 @fault("ranks of a group start with the same experts", spec="placement.md P2, random state")
-@at("loongplug.models.layers.experts:get_pg_rank")
+@at("loongplug.models.layers.experts:get_pg_rank", where=lambda group: group.size() > 1)
 def experts_start_alike(original: Any, group: Any) -> int:
     return 0
 
@@ -489,13 +569,16 @@ def miss_a_scale(original: Any, self: Any, *args: Any, **of: Any) -> None:
 
 
 @fault("what is recomputed draws again", spec="gpu.md, found sound: RNG hand-over")
-@at("loongplug.models.lora.adapter:own_draws")
+@at("loongplug.models.lora.adapter:own_draws", where=lambda sequence_parallel: sequence_parallel)
 def draw_anew(original: Any, **_: Any) -> Any:
     return original(sequence_parallel=False)
 
 
 @fault("a state goes on with another's random numbers", spec="placement.md P2, random state")
-@at("loongplug.parallel.snapshot:put_generators")
+@at(
+    "loongplug.parallel.snapshot:put_generators",
+    where=lambda taken: not torch.equal(torch.get_rng_state(), taken[0]),
+)
 def go_on_with_others_draws(original: Any, taken: Any) -> None:
     pass
 

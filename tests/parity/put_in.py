@@ -100,13 +100,13 @@ def watch(rank: int, *, folder: Path) -> None:
     """Leave a file of a fault's name when a rank comes by one of its places."""
     around = mutations.around
 
-    def noting(name: str, place: str, call: Callable[..., Any]) -> None:
+    def noting(name: str, place: str, call: Callable[..., Any], **where: Any) -> None:
         @wraps(call)
         def passing(original: Any, *args: Any, **of: Any) -> Any:
             (folder / name).touch()
             return original(*args, **of)
 
-        around(place, passing)
+        around(place, passing, **where)
 
     for name, trap in mutations.FAULTS.items():
         with patch.object(mutations, "around", partial(noting, name)):

@@ -18,9 +18,9 @@ def put_in_all(rank: int, *, folder) -> dict[str, list[str]]:
     around = mutations.around
     for name, trap in FAULTS.items():
 
-        def noted(place, call, name=name):
+        def noted(place, call, *, name=name, **where):
             places.setdefault(name, []).append(place)
-            around(place, call)
+            around(place, call, **where)
 
         mutations.around = noted
         trap.put_in(rank)
