@@ -17,7 +17,7 @@ import pytest
 
 from loongplug.verify import ranks
 from parity import mutations
-from parity.faults import PLAN, Found
+from parity.faults import PLAN, Found, by_test, known
 
 PARAMETER = "built_in_fault"
 RANKS_SECONDS = 60.0  # longer than any test of these few needs
@@ -76,6 +76,14 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         items[:] = sorted(
             (each for each in items if _cell(each) in order), key=lambda each: order[_cell(each)]
         )
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: Any) -> None:
+    """Leave out faults that a test has found, where only others are asked for."""
+    plan, (_, fault) = _plan(), _cell(item)
+    if plan["only_missed"] and fault in set().union(*by_test(known(Path(plan["folder"]))).values()):
+        pytest.skip("found by another test")
 
 
 @pytest.hookimpl(wrapper=True)
