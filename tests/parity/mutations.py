@@ -418,9 +418,9 @@ def average_experts_over_dp(original: Any, *args: Any, **of: Any) -> Any:
     where=lambda self, *_, **__: self.tp_group.size() > 1,
 )
 def balance_times_tp(
-    original: Any, self: Any, activation: Any, coefficient: float, *args: Any, **of: Any
+    original: Any, self: Any, activation: Any, coefficient: Any, loss: Tensor, *args: Any, **of: Any
 ) -> Any:
-    return original(self, activation, coefficient * self.tp_group.size(), *args, **of)
+    return original(self, activation, coefficient, loss * self.tp_group.size(), *args, **of)
 
 
 @fault("routers weigh by a shard's counted tokens", spec="context-parallel.md C1, router")
