@@ -536,7 +536,7 @@ def load_behind_the_optimizer(rank: int) -> None:
         loads.append(partial(original, *args, **of))
 
     def copied(chunks: Any, *_: Any, **__: Any) -> bool:
-        return next(chunks[0].parameters()).dtype is not torch.float32
+        return any(each.dtype is not torch.float32 for each in chunks[0].parameters())
 
     around(f"{PROVIDER}:load_hf_weights", later, where=copied)
     around("loongplug.hetero.engine:Engine.built", built, where=lambda *_: bool(loads))
