@@ -81,6 +81,9 @@ CORE: dict[str, str] = {
     f"{_TRAINING}_edges.py::test_few_images_and_uneven_ones[one-text-full-overlap]": (
         "ranks without units, reductions that overlap"
     ),
+    f"{_TRAINING}_dp.py::test_losses_and_norms_are_those_of_one_rank[full-pp2-one-unit]": (
+        "a rank without any unit, whose reductions others wait for"
+    ),
     f"{_TRAINING}_edges.py::test_bf16[full]": "weights of which an optimizer has copies",
     f"{_TRAINING}_edges.py::test_packs[dp-sp]": "packs, cut by sequence shards",
     "verify/test_verify_mutations.py::test_the_layouts_agree_without_a_fault": (
