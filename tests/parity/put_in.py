@@ -1,30 +1,144 @@
-"""A pytest plugin: every run of several ranks has the fault that the environment names."""
+"""A pytest plugin: tests run once more under each built-in fault, which their ranks have.
 
-import importlib
+What a fixture makes has none, nor has a single rank: it is what ranks are held against. Without
+faults to put in, it is noted which faults' places a test's ranks come by.
+"""
+
+import json
 import os
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from loongplug.verify import ranks
-from parity.faults import FAULT, TESTS
+from parity import mutations
+from parity.faults import PLAN, Found, by_test, known
+
+PARAMETER = "built_in_fault"
+RANKS_SECONDS = 60.0  # longer than any test of these few needs
+_HERE: list[Callable[[int], None]] = []  # what the ranks of the test under way begin with
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Once tests are there, so is all that a fault changes: each rank changes it when it begins."""
-    module, name = os.environ[FAULT].split(":")
-    sys.path.append(str(Path(TESTS, *module.split(".")).parent))
-    put_in: Callable[[int], None] = getattr(importlib.import_module(module.split(".")[-1]), name)
-    own_process = ranks._own_process
+def _plan() -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads(os.environ[PLAN])
+    return plan
 
-    def with_fault(rank: int, *args: Any, **kwargs: Any) -> None:
-        own_process(rank, *args, **kwargs)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have ranks begin with a fault, and end before a test's own patience does."""
+    own_process, wait = ranks._own_process, ranks._wait
+
+    def begun(rank: int, *args: Any, **of: Any) -> None:
+        own_process(rank, *args, **of)
         if int(os.environ["WORLD_SIZE"]) > 1:
-            put_in(rank)
+            for begin in _HERE:
+                begin(rank)
 
-    monkeypatch = pytest.MonkeyPatch()  # for the session: nothing runs without the fault
-    monkeypatch.setattr(ranks, "_own_process", with_fault)
+    def waited(*args: Any, deadline: float | None, **of: Any) -> Any:
+        latest = time.monotonic() + RANKS_SECONDS
+        return wait(*args, deadline=min(deadline or latest, latest), **of)
+
+    monkeypatch = pytest.MonkeyPatch()  # for the session
+    monkeypatch.setattr(ranks, "_own_process", begun)
+    monkeypatch.setattr(ranks, "_wait", waited)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test under each fault that is asked for."""
+    names = sorted({fault for _, fault in _plan()["cells"]})
+    if names:
+        metafunc.fixturenames.append(PARAMETER)
+        metafunc.parametrize(PARAMETER, names, ids=[f"under:{name}" for name in names])
+
+
+def _cell(item: Any) -> tuple[str, str]:
+    """A test as it is called without a fault, and the fault."""
+    fault = item.callspec.params.get(PARAMETER, "") if hasattr(item, "callspec") else ""
+    test = item.nodeid.removeprefix("tests/")
+    for there, without in (
+        (f"[under:{fault}]", ""),
+        (f"[under:{fault}-", "["),
+        (f"-under:{fault}", ""),
+    ):
+        test = test.replace(there, without)
+    return test, fault
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Only the cells that are asked for, those of one test behind each other."""
+    order = {(test, fault): number for number, (test, fault) in enumerate(_plan()["cells"])}
+    if order:
+        items[:] = sorted(
+            (each for each in items if _cell(each) in order), key=lambda each: order[_cell(each)]
+        )
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: Any) -> None:
+    """Leave out faults that a test has found, where only others are asked for."""
+    plan, (_, fault) = _plan(), _cell(item)
+    if plan["only_missed"] and fault in set().union(*by_test(known(Path(plan["folder"]))).values()):
+        pytest.skip("found by another test")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Iterator[None]:
+    """While the test itself runs, its ranks begin with the fault."""
+    fault = _cell(item)[1]
+    reached = item.config.rootpath / _plan()["folder"] / "reached"
+    if fault:
+        _HERE[:] = [mutations.FAULTS[fault].put_in]
+    else:
+        reached.mkdir(exist_ok=True)
+        for each in reached.iterdir():
+            each.unlink()
+        _HERE[:] = [partial(watch, folder=reached)]
+    try:
+        return (yield)
+    finally:
+        _HERE.clear()
+
+
+def watch(rank: int, *, folder: Path) -> None:
+    """Leave a file of a fault's name when a rank comes by one of its places."""
+    around = mutations.around
+
+    def noting(name: str, place: str, call: Callable[..., Any], **where: Any) -> None:
+        @wraps(call)
+        def passing(original: Any, *args: Any, **of: Any) -> Any:
+            (folder / name).touch()
+            return original(*args, **of)
+
+        around(place, passing, **where)
+
+    for name, trap in mutations.FAULTS.items():
+        with patch.object(mutations, "around", partial(noting, name)):
+            trap.put_in(rank)
+
+
+@pytest.hookimpl(tryfirst=True)  # the first report that is made ends the calls
+def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> None:
+    """Keep what was found as soon as it is known."""
+    if call.when != "call":
+        return
+    (test, fault), folder = _cell(item), item.config.rootpath / _plan()["folder"]
+    how = _how(None if call.excinfo is None else call.excinfo.value)
+    reached = () if fault else tuple(sorted(each.name for each in (folder / "reached").iterdir()))
+    found = Found(test=test, fault=fault, how=how, seconds=round(call.duration, 2), reached=reached)
+    with (folder / "cells.jsonl").open("a", encoding="utf-8") as file:
+        file.write(found.line())
+
+
+def _how(error: BaseException | None) -> str:
+    """The word of the table for how a test ends."""
+    if error is None:
+        return "passes"
+    if type(error).__name__ != "RankError":
+        return "fails"
+    said = str(error)
+    return "times out" if "still ran" in said or "was stopped" in said else "ends"

@@ -1,39 +1,78 @@
-"""The list of built-in faults is whole, and its table says what was run."""
+"""Built-in faults can be put in, and the page says which test finds which."""
 
-import ast
+import json
 
 import pytest
+from ranks import run_ranks
 
-from parity.faults import FAULTS, SUITES, TESTS, Found, page
+from parity import mutations, put_in
+from parity.faults import CORE, TESTS, Found, by_test, cover, known, page
+from parity.mutations import FAULTS, NOT_HERE
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("module", sorted({fault.module for fault in FAULTS}))
-def test_every_fault_of_a_module_is_listed(module):
-    """Each is a function of a rank, which is all that it is given."""
-    path = TESTS / f"{module.replace('.', '/')}.py"
-    functions = [
-        each
-        for each in ast.parse(path.read_text()).body
-        if isinstance(each, ast.FunctionDef) and [arg.arg for arg in each.args.args] == ["rank"]
+def put_in_all(rank: int, *, folder) -> dict[str, list[str]]:
+    """The places of each fault, which is put in."""
+    places: dict[str, list[str]] = {}
+    around = mutations.around
+    for name, trap in FAULTS.items():
+
+        def noted(place, call, *, name=name, **where):
+            places.setdefault(name, []).append(place)
+            around(place, call, **where)
+
+        mutations.around = noted
+        trap.put_in(rank)
+    mutations.around = around
+    put_in.watch(rank, folder=folder)
+    return places
+
+
+def test_every_fault_has_a_place_that_there_is(tmp_path):
+    (places,) = run_ranks(put_in_all, 1, folder=tmp_path)
+    assert places.keys() == FAULTS.keys()
+    assert not any(tmp_path.iterdir())  # nothing has run
+
+
+def test_every_fault_tells_its_trap_and_who_tells_of_it():
+    assert len({trap.trap for trap in FAULTS.values()}) == len(FAULTS)
+    for trap in FAULTS.values():
+        assert trap.spec.partition(".md")[1], trap
+    assert len({trap for trap, _, _ in NOT_HERE}) == len(NOT_HERE)
+
+
+def test_the_tests_are_there():
+    for test in CORE:
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (TESTS / path).read_text()
+
+
+def test_a_cover_finds_all_that_is_found_in_little_time():
+    found = {"slow": {"a", "b", "c"}, "quick": {"a"}, "other": {"b", "c"}, "none": set()}
+    seconds = {"slow": 9.0, "quick": 1.0, "other": 3.0, "none": 0.1}
+    assert cover(found, seconds) == ["quick", "other"]
+    assert cover(found, seconds | {"slow": 1.5}) == ["slow"]  # which makes the other idle
+    assert cover({"none": set()}, seconds) == []
+
+
+def test_the_page_tells_what_was_found_and_what_was_not_run(tmp_path):
+    (one, other, third, *_), (first, second, *_) = CORE, FAULTS
+    lines = [
+        Found(test=one, fault="", how="passes", seconds=2.0, reached=(first, second)),
+        Found(test=one, fault=first, how="fails", seconds=2.0),
+        Found(test=one, fault=second, how="passes", seconds=2.0),
+        Found(test=other, fault="", how="passes", seconds=1.0),
     ]
-    found = {each.name for each in functions if not each.args.kwonlyargs}
-    assert found == {fault.name for fault in FAULTS if fault.module == module}
-
-
-def test_the_page_tells_what_was_found_and_what_was_not_run():
-    first, second, *_ = FAULTS
-    one, other, *_ = SUITES
-    results = {
-        (first.name, one): Found(fault=first.name, suite=one, failed=2, passed=1, ended=""),
-        (second.name, other): Found(fault=second.name, suite=other, failed=0, passed=3, ended=""),
-    }
-    text = page(results)
-    assert f"| `{first.name}` | {first.trap} | **2** of 3 |  |" in text
-    assert f"| `{second.name}` | {second.trap} |  | 0 of 3 |" in text
-    assert text.count("| `") == len(FAULTS)
-
-
-def test_suites_are_there():
-    assert all((TESTS / each.split("::")[0]).is_file() for each in sum(SUITES.values(), ()))
+    (tmp_path / "cells.jsonl").write_text("".join(each.line() for each in lines))
+    results = known(tmp_path)
+    assert [results[each.test, each.fault] for each in lines][1].how == "fails"
+    assert by_test(results)[one] == {first}
+    rows = {line.split("`")[1]: line for line in page(results).splitlines() if line[:3] == "| `"}
+    cells = {name: line.split(" | ")[3:6] for name, line in rows.items()}
+    assert cells[first] == ["fails", "", "?"]
+    assert cells[second] == [".", "", "?"]
+    assert f"| **1** | `{one}` | 2.0 | 1 |" in page(results)
+    assert f"| 2 | `{other}` | 1.0 | 0 |" in page(results)
+    assert third not in {test for test, _ in results}
+    assert json.loads(lines[0].line())["reached"] == [first, second]

@@ -1,26 +1,26 @@
-"""What goes wrong in a phase of a step: one rank's exception, SIGTERM, and faults of our own."""
+"""What goes wrong in a phase of a step: one rank's exception, SIGTERM, and built-in faults."""
 
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from compared_runs import same, steps, train
+from parity.mutations import (
+    divide_by_the_replicas,
+    drop_deepstack_gradients,
+    finalize_too_early,
+    no_padding,
+    swap_two_units,
+)
 from ranks import RankError, run_ranks
 
-from loongplug.hetero import executor, placement
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.executor import Executor
-from loongplug.hetero.operations import EncoderBackward
 from loongplug.models.decoder import TextDecoder
-from loongplug.models.features import VisionFeatures
 from loongplug.parallel.failure import failure_board
-from loongplug.training import provider
 from loongplug.training.run import run
 
 pytestmark = pytest.mark.slow
@@ -120,89 +120,6 @@ def test_sigterm_in_a_phase_saves_and_ends_all(flags, whole, tmp_path, phase):
     assert run_ranks(ended, 2, flags=save, phase=phase, at=at, timeout=120.0) == [0, 0]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert train(save, "--load", str(tmp_path), ranks=2) == whole[mode][2:]
-
-
-# Faults: each is called in every rank, and changes what it runs.
-
-
-def divide_by_the_replicas(rank: int) -> None:
-    """Gradients are averaged over the encoder's replicas in a model replica."""
-    mode_of = provider.mode_of
-
-    class Averaged(placement.Placement):
-        def gradient_factor(self, name: str) -> float:
-            return 1 / len(self.edge(name, rank=0).replicas)
-
-    def changed(args: Any) -> Any:
-        mode = mode_of(args)
-
-        def place(*args: Any, **kwargs: Any) -> placement.Placement:
-            return Averaged(entries=mode.place(*args, **kwargs).entries)
-
-        return replace(mode, place=place)
-
-    provider.mode_of = changed
-
-
-def swap_two_units(rank: int) -> None:
-    """Two units of one size arrive for each other, on every consumer."""
-    gather = Exchange.gather_variable_shape_embeddings
-
-    def swapped(self: Exchange, payloads: Any, units: Any) -> Any:
-        arrived = gather(self, payloads, units)
-        for one in arrived:
-            for other in range(one + 1, len(units.tokens)):
-                if 0 < units.tokens[one] == units.tokens[other]:
-                    arrived[one], arrived[other] = arrived[other], arrived[one]
-                    return arrived
-        return arrived
-
-    Exchange.gather_variable_shape_embeddings = swapped
-
-
-def drop_deepstack_gradients(rank: int) -> None:
-    """Only the first stream of a unit's gradient goes back."""
-    unpacked = VisionFeatures.unpacked.__func__
-
-    def first_only(cls: type, payload: torch.Tensor, *, hidden: int) -> VisionFeatures:
-        found = unpacked(cls, payload, hidden=hidden)
-        return replace(found, deepstack=tuple(each.detach() for each in found.deepstack))
-
-    VisionFeatures.unpacked = classmethod(first_only)
-
-
-def finalize_too_early(rank: int) -> None:
-    """Gradients are reduced before phase 3 has made the encoder's."""
-    ends: list[Callable[[], None]] = []
-    end, release = Executor.end, executor._Waiting.release
-    Executor.end = lambda self: ends.append(lambda: end(self))
-
-    def first(self: Any, function: Any) -> None:
-        release(self, function)
-        ends.pop()()
-
-    executor._Waiting.release = first
-
-
-def no_padding(rank: int) -> None:
-    """A rank without units does not go through its encoder, from the second step on."""
-    end, ends = Executor.end, 0
-
-    def without(self: Executor) -> None:
-        nonlocal ends
-        ends += 1
-        if ends > 1:  # in the first step Megatron learns which gradients to wait for
-            left_out = EncoderBackward(unit=None, more=False)
-            step = self._now
-            step.plan = {
-                when: tuple(each for each in operations if each != left_out)
-                for when, operations in step.plan.items()
-            }
-            step.own.pop(None, None)
-            step.own_gradients.pop(None, None)
-        end(self)
-
-    Executor.end = without
 
 
 def mutated(rank: int, *, flags: list[str], mutation: Callable[[int], None]) -> Any:
