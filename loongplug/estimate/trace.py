@@ -29,7 +29,7 @@ from loongplug.estimate.tape import FlashAttention, Tape
 from loongplug.estimate.units import UnitSize
 from loongplug.models.entries import Entry
 from loongplug.models.features import VisionFeatures
-from loongplug.models.layers.delayed_linear import DelayedGradient
+from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.vision_encoder import patch_values
 from loongplug.platform import Platform

@@ -14,8 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from loongplug.parallel.module_ddp import bucket_groups_of
 from loongplug.platform import Platform
-from loongplug.platform.prefetch import Movable
-from loongplug.platform.prefetch import SavedView, saved_view
+from loongplug.platform.prefetch import Movable, SavedView, saved_view
 
 # Storages below this stay: their copies would take longer than they are worth.
 _SMALL = 1024
