@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import (
@@ -28,6 +27,7 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from loongplug.verify.ranks import OnEvent, Rank, fork_ranks
+from loongplug.verify.runs import preload
 
 # After a rank failed, how long the others may take to end by themselves. What they say then
 # is shown too. A gloo peer of a dead rank fails at once, but beside other work it takes its time to
@@ -57,7 +57,7 @@ def run_ranks(
     """
     if dist.is_initialized() or parallel_state.model_parallel_is_initialized():
         raise RuntimeError("run_ranks needs a parent without process groups and parallel state")
-    torch.set_num_threads(1)
+    _preload()
     with tempfile.TemporaryDirectory(prefix="loongplug-ranks-") as name:
         stuck: dict[int, str] = {}
         # A rank's collections leave alone what was there before: looking at every module that
@@ -83,6 +83,12 @@ def run_ranks(
             if lines := each.printed:
                 print(f"[rank {each.number}]", *lines, sep="\n")
         return [each.report["result"] for each in ranks if each.report is not None]
+
+
+@cache
+def _preload() -> None:
+    """Import once, before the first ranks, what each would import again."""
+    preload("cpu")
 
 
 def _in_group(

@@ -23,7 +23,7 @@ from loongplug.observe.shares import (
     states,
     union,
 )
-from loongplug.observe.trace_file import Event, RankTrace
+from loongplug.observe.trace_file import RankTrace, TraceEvent
 
 # What of a step is shown, and which states of a trace that is.
 PHASES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -180,7 +180,7 @@ def traced_figures(traces: Sequence[RankTrace], *, warmup: int) -> TracedFigures
     )
 
 
-def phases(window: Interval, events: Sequence[Event]) -> dict[str, int]:
+def phases(window: Interval, events: Sequence[TraceEvent]) -> dict[str, int]:
     """Nanoseconds of a rank's step by phase; together they are the step.
 
     An exchange within a forward or a backward counts as an exchange here.
@@ -212,7 +212,7 @@ def _steps(traces: Sequence[RankTrace], *, warmup: int) -> list[int]:
     return sorted(number for number in whole if number > warmup)
 
 
-def _step(trace: RankTrace, number: int) -> tuple[Interval, list[Event]]:
+def _step(trace: RankTrace, number: int) -> tuple[Interval, list[TraceEvent]]:
     events = [event for event in trace.events if event.step == number]
     (step,) = (event for event in events if event.phase == "step")
     return (step.start, step.end), events

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loongplug.checkpoint.agreement import together
-from loongplug.checkpoint.owned import Holders, Piece, all_holders, own_rank, owned_parameters
+from loongplug.checkpoint.owned import (
+    Holders,
+    ParameterPiece,
+    all_holders,
+    own_rank,
+    owned_parameters,
+)
 from loongplug.models.hf_mapping import (
     Bundle,
     MappedParameter,
@@ -71,14 +77,14 @@ class WholeTensors:
         self._device = next(model_chunks[0].parameters()).device
         holders, dtypes = all_holders(owned)
         self._holders, self._dtypes = holders, dtypes
-        self._pieces: dict[tuple[int, int | None], list[Piece]] = {}
+        self._pieces: dict[tuple[int, int | None], list[ParameterPiece]] = {}
         for piece in holders:
             self._pieces.setdefault((piece.row, piece.layer), []).append(piece)
         self.bundles = [bundle for bundle in mapping.bundles() if self._of(bundle)]
         if what == "weight":
             _require_whole(mapping, holders)
 
-    def _of(self, bundle: Bundle) -> list[Piece]:
+    def _of(self, bundle: Bundle) -> list[ParameterPiece]:
         return self._pieces.get((bundle.number, bundle.layer), [])
 
     def dtype(self, bundle: Bundle) -> torch.dtype:
@@ -149,18 +155,20 @@ class WholeTensors:
                 for _, part in _parts(entry, self._local(piece), piece, index):
                     dist.send(part.contiguous(), dst=target)
 
-    def _local(self, piece: Piece) -> Tensor:
+    def _local(self, piece: ParameterPiece) -> Tensor:
         value = self._value_of(self._parameters[piece])
         assert value is not None
         return value
 
-    def _pieces_and_entries(self, bundle: Bundle) -> Iterator[tuple[Piece, MappedParameter]]:
+    def _pieces_and_entries(
+        self, bundle: Bundle
+    ) -> Iterator[tuple[ParameterPiece, MappedParameter]]:
         entries = {entry.expert: entry for entry in bundle.entries()}
         return ((piece, entries[piece.expert]) for piece in self._of(bundle))
 
 
 def _parts(
-    entry: MappedParameter, local: Tensor, piece: Piece, index: int
+    entry: MappedParameter, local: Tensor, piece: ParameterPiece, index: int
 ) -> list[tuple[Where, Tensor]]:
     return parts_of_local(entry, local, source=index, rank=piece.part, tp=piece.parts)
 

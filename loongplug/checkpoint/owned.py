@@ -22,7 +22,7 @@ Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A tensor parallel slice of one parameter of the whole model.
 
     ``row``, ``layer`` and ``expert`` say which parameter of the mapping it is, ``part`` and
@@ -46,12 +46,12 @@ class Owned:
 
     name: str
     entry: MappedParameter
-    piece: Piece
+    piece: ParameterPiece
     parameter: nn.Parameter
     group: Group
 
 
-Holders = dict[Piece, tuple[int, ...]]
+Holders = dict[ParameterPiece, tuple[int, ...]]
 
 
 def owned_parameters(model_chunks: Sequence[nn.Module], mapping: Mapping) -> list[Owned]:
@@ -117,7 +117,7 @@ def _entries(
         yield local_name, name, entry, parameter
 
 
-def sort_key(piece: Piece) -> tuple[int, int, int, int]:
+def sort_key(piece: ParameterPiece) -> tuple[int, int, int, int]:
     """One order of pieces for all ranks."""
     layer, expert = (-1 if index is None else index for index in (piece.layer, piece.expert))
     return piece.row, layer, expert, piece.part
@@ -138,10 +138,10 @@ def _pg_group(kind: str, modules: Sequence[nn.Module | None]) -> Group:
     return current[kind]()
 
 
-def _piece(entry: MappedParameter, group: Group) -> Piece:
+def _piece(entry: MappedParameter, group: Group) -> ParameterPiece:
     split = entry.row.split is not Split.NONE
     part, parts = (get_pg_rank(group), get_pg_size(group)) if split else (0, 1)
-    return Piece(entry.number, entry.layer, entry.expert, part, parts)
+    return ParameterPiece(entry.number, entry.layer, entry.expert, part, parts)
 
 
 def _without_wrappers(name: str) -> str:
@@ -160,13 +160,13 @@ def _layer_offsets(modules: dict[str, nn.Module]) -> dict[str, int]:
     return offsets
 
 
-def all_holders(owned: Sequence[Owned]) -> tuple[Holders, dict[Piece, torch.dtype]]:
+def all_holders(owned: Sequence[Owned]) -> tuple[Holders, dict[ParameterPiece, torch.dtype]]:
     """The ranks that hold each piece, ascending, and the first of them's dtype of it.
 
     Pieces come in one order on every rank. Collective: the default group, when there is one.
     """
-    ranks: dict[Piece, list[int]] = {}
-    dtypes: dict[Piece, torch.dtype] = {}
+    ranks: dict[ParameterPiece, list[int]] = {}
+    dtypes: dict[ParameterPiece, torch.dtype] = {}
     mine = [(own.piece, own.parameter.dtype) for own in owned]
     for rank, pieces in enumerate(of_all_ranks(mine)):
         for piece, dtype in pieces:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.estimate.ledger import Ledger
-from loongplug.estimate.ranks import Rank, as_rank
+from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import Step
 from loongplug.estimate.units import UnitSize
@@ -63,7 +63,7 @@ def estimate(
 
 
 def _fullest(
-    rank: Rank, parsed: ParsedArguments, units: Sequence[UnitSize], *, stepping: Stepping
+    rank: EstimatedRank, parsed: ParsedArguments, units: Sequence[UnitSize], *, stepping: Stepping
 ) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     args = parsed.args

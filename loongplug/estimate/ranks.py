@@ -23,7 +23,7 @@ from loongplug.training.provider import build_on_meta, engine_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class EstimatedRank:
     """A rank while Megatron takes this process for it. ``chunks`` are on the meta device."""
 
     stage: int
@@ -32,7 +32,7 @@ class Rank:
 
 
 @contextmanager
-def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[Rank]:
+def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
     """Inside, this process is ``rank`` of the run to Megatron, with nobody to talk to.
 
     No collectives; there must be no process group yet.
@@ -52,7 +52,9 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[Rank]:
             model_parallel_cuda_manual_seed(args.seed)
             engine = engine_of(args, parsed.model)
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            yield Rank(stage=stage, engine=engine, chunks=_chunks(parsed, engine, stage=stage))
+            yield EstimatedRank(
+                stage=stage, engine=engine, chunks=_chunks(parsed, engine, stage=stage)
+            )
     finally:
         destroy_parallel_states()
         parallel_state.destroy_model_parallel()

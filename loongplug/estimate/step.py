@@ -8,7 +8,7 @@ import torch
 
 from loongplug.estimate.encoder_side import EncoderSide, UnitCosts
 from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
-from loongplug.estimate.ranks import Rank
+from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
@@ -32,7 +32,7 @@ class Step:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: EstimatedRank,
         parsed: ParsedArguments,
         units: Sequence[UnitSize],
         *,

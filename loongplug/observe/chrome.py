@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.observe.shares import TRANSFERS
-from loongplug.observe.trace_file import Event, RankTrace
+from loongplug.observe.trace_file import RankTrace, TraceEvent
 
 _LANES = ("computing", "communication", "data and files", "experts' exchange")
 _COMMUNICATION = (*TRANSFERS, "exchange")
@@ -58,7 +58,7 @@ def _rank_rows(trace: RankTrace, origin: int) -> Iterator[dict[str, Any]]:
             yield {**row, "ph": "X", "dur": (event.end - event.start) / 1e3}
 
 
-def _lane(event: Event) -> int:
+def _lane(event: TraceEvent) -> int:
     if event.phase in _COMMUNICATION:
         return 1
     if event.phase == "node" and event.details["stream"] == "communication":
@@ -66,7 +66,7 @@ def _lane(event: Event) -> int:
     return 2 if event.phase in _FILES else 0
 
 
-def _title(event: Event) -> str:
+def _title(event: TraceEvent) -> str:
     """The event's name with its microbatch, chunk and layer, as the lane shows it."""
     microbatch, chunk = event.details.get("microbatch"), event.details.get("chunk")
     parts = [event.name]

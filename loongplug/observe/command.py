@@ -11,7 +11,7 @@ from loongplug.observe.chrome import write_chrome_trace
 from loongplug.observe.exchange_report import combined_by_rank, draw_exchanges, exchange_table
 from loongplug.observe.picture import draw_timeline, require_matplotlib
 from loongplug.observe.shares import Shares, sections, shares
-from loongplug.observe.trace_file import Event, RankTrace, rank_file, read_folder
+from loongplug.observe.trace_file import RankTrace, TraceEvent, rank_file, read_folder
 
 # Of the wider table; where lines are shorter they are broken by whoever shows them.
 _WIDTH: Final = 132
@@ -95,7 +95,7 @@ def _step(traces: Sequence[RankTrace], asked: int | None) -> int:
     return max(whole) if asked is None else asked
 
 
-def _window(events: Sequence[Event]) -> tuple[int, int]:
+def _window(events: Sequence[TraceEvent]) -> tuple[int, int]:
     (step,) = (event for event in events if event.phase == "step")
     return step.start, step.end
 
@@ -121,7 +121,7 @@ def _states_table(
 
 
 def _sections_table(
-    traces: Sequence[RankTrace], of_step: Mapping[int, Sequence[Event]], *, step: int
+    traces: Sequence[RankTrace], of_step: Mapping[int, Sequence[TraceEvent]], *, step: int
 ) -> Table:
     table = _table(f"Step {step}: bubble within each phase of the schedule")
     columns: dict[str, None] = {}

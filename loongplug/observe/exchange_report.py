@@ -11,13 +11,13 @@ from loongplug.observe.exchanges import (
     EXCHANGES,
     SECTIONS,
     CombinedStep,
-    Exchange,
     Node,
+    TracedExchange,
     combined_steps,
     exchanges,
     slots,
 )
-from loongplug.observe.trace_file import Event, RankTrace
+from loongplug.observe.trace_file import RankTrace, TraceEvent
 
 _COLOURS: Final = {"forward": "#9ecae1", "backward": "#fdae6b", "wgrad": "#fdd0a2"}
 _SHORT: Final = {
@@ -31,7 +31,7 @@ _SHORT: Final = {
 _DRAWN: Final = 18  # slots of time, that is some four layers of both passes
 
 
-def combined_by_rank(of_step: Mapping[int, Sequence[Event]]) -> dict[int, list[CombinedStep]]:
+def combined_by_rank(of_step: Mapping[int, Sequence[TraceEvent]]) -> dict[int, list[CombinedStep]]:
     """Each rank's combined steps; empty where no rank has nodes in its trace."""
     found = {
         rank: [each for each in combined_steps(events) if each.nodes]
@@ -61,7 +61,7 @@ def exchange_table(
     return table
 
 
-def _covered(found: Sequence[Exchange]) -> str:
+def _covered(found: Sequence[TracedExchange]) -> str:
     return f"{sum(one.covered for one in found)} of {len(found)}" if found else ""
 
 

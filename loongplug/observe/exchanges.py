@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from loongplug.observe.trace_file import Event
+from loongplug.observe.trace_file import TraceEvent
 
 COMMUNICATION: Final = "communication"
 # What an exchange is called, by its node's name and direction, in the order of a layer's pass.
@@ -70,7 +70,7 @@ class CombinedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class TracedExchange:
     """A dispatch or a combine, and what computes beside it, as it was enqueued."""
 
     node: Node
@@ -83,7 +83,7 @@ class Exchange:
         return any(other.forward != self.node.forward for other in self.beside)
 
 
-def combined_steps(events: Iterable[Event]) -> Iterator[CombinedStep]:
+def combined_steps(events: Iterable[TraceEvent]) -> Iterator[CombinedStep]:
     """A rank's combined steps, of its events in the order in which they were written.
 
     Both passes together are ``steady``; a forward alone is ``warm-up``, a backward ``cool-down``.
@@ -99,7 +99,7 @@ def combined_steps(events: Iterable[Event]) -> Iterator[CombinedStep]:
             nodes = []
 
 
-def _node(event: Event) -> Node:
+def _node(event: TraceEvent) -> Node:
     places = {key: event.details.get(key) for key in ("microbatch", "chunk", "layer")}
     direction, stream = event.details["direction"], event.details["stream"]
     return Node(name=event.name, direction=direction, stream=stream, **places)
@@ -120,7 +120,7 @@ def waits(nodes: Sequence[Node]) -> list[set[int]]:
     return result
 
 
-def exchanges(step: CombinedStep) -> list[Exchange]:
+def exchanges(step: CombinedStep) -> list[TracedExchange]:
     """Every exchange of a combined step, in the order in which they were enqueued."""
     before: list[int] = []  # by node a bit for each that it waits for, be it over others
     for direct in waits(step.nodes):
@@ -137,7 +137,7 @@ def exchanges(step: CombinedStep) -> list[Exchange]:
             for at, other in enumerate(step.nodes)
             if other.computes and not (before[place] >> at & 1 or before[at] >> place & 1)
         )
-        found.append(Exchange(node=node, section=step.section, beside=beside))
+        found.append(TracedExchange(node=node, section=step.section, beside=beside))
     return found
 
 

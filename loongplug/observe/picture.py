@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.observe.shares import Interval, Shares, intersection, states, union
-from loongplug.observe.trace_file import Event, RankTrace
+from loongplug.observe.trace_file import RankTrace, TraceEvent
 
 _COLOURS = {
     "encoder_forward": "#2a9d8f",
@@ -77,7 +77,7 @@ def draw_timeline(
     figure.savefig(path, dpi=110)
 
 
-def _boxes(window: Interval, events: Sequence[Event]) -> list[tuple[str, str, list[Interval]]]:
+def _boxes(window: Interval, events: Sequence[TraceEvent]) -> list[tuple[str, str, list[Interval]]]:
     """What is drawn of a lane: label, colour, when. Forward and backward are told by chunk."""
     boxes = []
     for state, intervals in states(window, events).items():
@@ -100,7 +100,7 @@ def _boxes(window: Interval, events: Sequence[Event]) -> list[tuple[str, str, li
 
 
 def _number_microbatches(
-    axes: Any, events: Sequence[Event], lane: int, *, origin: int, step_length: int
+    axes: Any, events: Sequence[TraceEvent], lane: int, *, origin: int, step_length: int
 ) -> None:
     for event in events:
         microbatch = event.details.get("microbatch")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, Self
 
 from loongplug.observe.clocks import Clock, DeviceClock, HostClock
-from loongplug.observe.trace_file import Event
+from loongplug.observe.trace_file import TraceEvent
 
 Phase = Literal[
     "step",
@@ -115,7 +115,7 @@ class TraceRecorder(Recorder):
     next write. Holds a bounded number of events on the host.
     """
 
-    def __init__(self, write: Callable[[Iterable[Event]], None]) -> None:
+    def __init__(self, write: Callable[[Iterable[TraceEvent]], None]) -> None:
         """``write`` is called with events in the order in which they ended."""
         self._write = write
         self._host = HostClock()
@@ -161,13 +161,13 @@ class TraceRecorder(Recorder):
             self._device.synchronize()
         self._write(self._known())
 
-    def _known(self) -> Iterator[Event]:
+    def _known(self) -> Iterator[TraceEvent]:
         while self._ended:
             span = self._ended[0]
             if not span.clock.reached(span.stop):
                 return
             self._ended.popleft()
-            yield Event(
+            yield TraceEvent(
                 phase=span.phase,
                 name=span.name,
                 start=span.clock.nanoseconds(span.start),

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from loongplug.observe.trace_file import Event
+from loongplug.observe.trace_file import TraceEvent
 
 Interval = tuple[int, int]  # from, to; never empty within a list that functions here give
 
@@ -77,7 +77,7 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def states(window: Interval, events: Iterable[Event]) -> dict[str, list[Interval]]:
+def states(window: Interval, events: Iterable[TraceEvent]) -> dict[str, list[Interval]]:
     """When within ``window`` the rank was in each of ``STATES``; together they fill it."""
     by_state: dict[str, list[Interval]] = {state: [] for state in STATES}
     for event in events:
@@ -109,7 +109,7 @@ class Shares:
         return (whole - computing) / whole if whole else 0.0
 
 
-def shares(window: Interval, events: Sequence[Event]) -> Shares:
+def shares(window: Interval, events: Sequence[TraceEvent]) -> Shares:
     """Measure one rank's window."""
     found = states(window, events)
     computing = union(interval for state in COMPUTING for interval in found[state])
@@ -125,7 +125,7 @@ def shares(window: Interval, events: Sequence[Event]) -> Shares:
     )
 
 
-def sections(step: Interval, events: Sequence[Event]) -> dict[str, Interval]:
+def sections(step: Interval, events: Sequence[TraceEvent]) -> dict[str, Interval]:
     """One rank's step, cut where the pipeline's schedule turns.
 
     ``warm-up`` ends with the first backward's begin, ``steady`` with the last forward's end,

@@ -10,7 +10,7 @@ _OWN_KEYS = ("phase", "name", "start", "end", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class TraceEvent:
     """Something that took from ``start`` to ``end``, in nanoseconds since 1970.
 
     ``step`` is the iteration it belongs to, from 1; None outside of steps.
@@ -32,7 +32,7 @@ class RankTrace:
     world_size: int
     device: str
     place: Mapping[str, int]
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     cut_off: bool  # the last line is not whole: the rank was killed while it wrote
 
     def label(self) -> str:
@@ -72,7 +72,7 @@ class TraceWriter:
         """Write where in the layout the rank stands, once that is known."""
         self._put([{"place": dict(place)}])
 
-    def write(self, events: Iterable[Event]) -> None:
+    def write(self, events: Iterable[TraceEvent]) -> None:
         """Write finished events."""
         self._put(
             {key: getattr(event, key) for key in _OWN_KEYS} | event.details for event in events
@@ -140,6 +140,6 @@ def _row(line: str, *, where: str) -> dict[str, Any]:
     return row
 
 
-def _event(row: dict[str, Any]) -> Event:
+def _event(row: dict[str, Any]) -> TraceEvent:
     details = {key: value for key, value in row.items() if key not in _OWN_KEYS}
-    return Event(**{key: row[key] for key in _OWN_KEYS}, details=details)
+    return TraceEvent(**{key: row[key] for key in _OWN_KEYS}, details=details)

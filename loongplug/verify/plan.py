@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loongplug.models.entries import only_encoder
 from loongplug.verify.flags import common_flags, reference_flags
-from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
+from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes, tiny_stages, up
 
 if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
@@ -269,12 +269,12 @@ def least_world(args: Namespace) -> int:
     return pp * lcm(dense, args.expert_model_parallel_size * etp)
 
 
-def _layout(args: Namespace, model: Any) -> Layout:
+def _layout(args: Namespace, model: Any) -> TinyLayout:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     vpp = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
         vpp = model.foundation.num_layers // (pp * args.num_layers_per_virtual_pipeline_stage)
-    return Layout(
+    return TinyLayout(
         tp=tp,
         pp=pp,
         vpp=vpp,

@@ -20,8 +20,8 @@ from loongplug.verify.recording import (
     ROOM,
     SECOND_MOMENT,
     MicrobatchLoss,
+    RecordedStep,
     Recording,
-    Step,
     TensorNote,
     gradients_of,
     tensor_file,
@@ -50,7 +50,7 @@ def record_run(
     join(rank, folder=folder, device=device, minutes=COLLECTIVE_MINUTES)
     from loongplug.training.run import run
 
-    recorder = Recorder(folder, tell=tell)
+    recorder = StepRecorder(folder, tell=tell)
     run(flags, watch=recorder, verified=True)
     recorder.write()
     dist.barrier()  # a rank that goes early would take its sockets from those that still talk
@@ -64,7 +64,7 @@ def _exact_cuda() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-class Recorder:
+class StepRecorder:
     """Looks on while a run trains (see :class:`loongplug.training.run.Watch`).
 
     Gradients are taken when the optimizer is about to step: reduced, scaled, not yet clipped.
@@ -75,7 +75,7 @@ class Recorder:
     def __init__(self, folder: Path, *, tell: OnEvent) -> None:
         self._folder = folder
         self._tell = tell
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._losses: list[MicrobatchLoss] = []
         self._start: dict[str, int] = {}
         self._tensors: dict[str, TensorNote] = {}
@@ -140,7 +140,7 @@ class Recorder:
         self._note_room(number + 1)
         norms = from_all((float(result[1] or 0.0), self._losses, rate))
         self._steps.append(
-            Step(
+            RecordedStep(
                 learning_rate=max(rate for _, _, rate in norms),
                 gradient_norms=tuple(norm for norm, _, _ in norms),
                 microbatches=tuple(

@@ -49,7 +49,7 @@ class ApartNote:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """What was said of one step."""
 
     learning_rate: float
@@ -72,7 +72,7 @@ class Recording:
 
     folder: Path
     ranks: int
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     tensors: dict[str, TensorNote]
     start: dict[str, int]
 
@@ -120,8 +120,8 @@ def read_recording(folder: Path) -> Recording:
     )
 
 
-def _step(data: dict[str, Any]) -> Step:
-    return Step(
+def _step(data: dict[str, Any]) -> RecordedStep:
+    return RecordedStep(
         learning_rate=data["learning_rate"],
         gradient_norms=tuple(data["gradient_norms"]),
         microbatches=tuple(MicrobatchLoss(**each) for each in data["microbatches"]),

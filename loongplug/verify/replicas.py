@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loongplug.checkpoint.owned import Piece, owned_parameters, sort_key
+from loongplug.checkpoint.owned import ParameterPiece, owned_parameters, sort_key
 from loongplug.models.hf_mapping import Mapping
 from loongplug.verify.recording import ApartNote
 
@@ -33,19 +33,19 @@ def replicas_apart(
 
     ``what`` says what of a parameter it is that ``select`` gives. Collective: the default group.
     """
-    mine: list[tuple[Piece, str, Tensor]] = []
+    mine: list[tuple[ParameterPiece, str, Tensor]] = []
     for own in owned_parameters(chunks, mapping):
         tensor = select(own.parameter)
         if tensor is not None:
             mine.append((own.piece, own.name, tensor.detach()))
     told = [(piece, name, digest(tensor)) for piece, name, tensor in mine]
-    holders: dict[Piece, dict[int, int]] = {}
-    names: dict[Piece, str] = {}
+    holders: dict[ParameterPiece, dict[int, int]] = {}
+    names: dict[ParameterPiece, str] = {}
     for rank, pieces in enumerate(from_all(told)):
         for piece, name, number in pieces:
             holders.setdefault(piece, {}).setdefault(rank, number)
             names[piece] = name
-    tensors: dict[Piece, Tensor] = {}
+    tensors: dict[ParameterPiece, Tensor] = {}
     for piece, _, tensor in mine:
         tensors.setdefault(piece, tensor)
     different = sorted(

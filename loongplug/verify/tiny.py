@@ -21,7 +21,7 @@ _EXPERTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class TinyLayout:
     """What a layout asks of a model's sizes. ``first`` and ``last`` say that the pipeline's ends
     have numbers of layers of their own.
     """
@@ -45,7 +45,7 @@ class Stages:
     last: int | None = None
 
 
-def tiny_stages(layout: Layout, *, taps: int) -> Stages:
+def tiny_stages(layout: TinyLayout, *, taps: int) -> Stages:
     """The fewest decoder layers that fill the pipeline and reach beyond the deepstack features.
 
     Uneven ends hold one layer in each virtual stage, all other stages two.
@@ -63,7 +63,7 @@ def tiny_stages(layout: Layout, *, taps: int) -> Stages:
 
 def tiny_sizes(
     model: VisionLanguageArchitecture,
-    layout: Layout,
+    layout: TinyLayout,
     *,
     vocabulary: int,
     demo_patches: bool,
@@ -87,7 +87,9 @@ def tiny_sizes(
     return sizes | {f"foundation.{key}": value for key, value in decoder.items()}
 
 
-def _encoder(encoder: VisionArchitecture, layout: Layout, *, demo_patches: bool) -> dict[str, Any]:
+def _encoder(
+    encoder: VisionArchitecture, layout: TinyLayout, *, demo_patches: bool
+) -> dict[str, Any]:
     split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
     heads = up(4, split)
     sizes: dict[str, Any] = {
@@ -116,7 +118,7 @@ def _encoder(encoder: VisionArchitecture, layout: Layout, *, demo_patches: bool)
     return sizes
 
 
-def _decoder(text: TextArchitecture, layout: Layout) -> dict[str, Any]:
+def _decoder(text: TextArchitecture, layout: TinyLayout) -> dict[str, Any]:
     groups = up(2, layout.tp)
     heads = groups * (2 if text.num_attention_heads > text.num_query_groups else 1)
     filled = text.num_attention_heads * text.kv_channels == text.hidden_size

@@ -36,7 +36,7 @@ from loongplug.bench.levels_work import (
     write_levels_data,
 )
 from loongplug.data.processor import load_processor
-from loongplug.observe.trace_file import Event, RankTrace
+from loongplug.observe.trace_file import RankTrace, TraceEvent
 
 RUN = RunFigures(
     step_seconds=(1.0, 2.0, 1.0),
@@ -48,13 +48,13 @@ RUN = RunFigures(
 MS = 1_000_000
 
 
-def event(phase: str, start: int, end: int, step: int = 3, **details: int) -> Event:
-    return Event(
+def event(phase: str, start: int, end: int, step: int = 3, **details: int) -> TraceEvent:
+    return TraceEvent(
         phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details=details
     )
 
 
-def rank_trace(rank: int, *events: Event) -> RankTrace:
+def rank_trace(rank: int, *events: TraceEvent) -> RankTrace:
     return RankTrace(rank=rank, world_size=2, device="cpu", place={}, events=events, cut_off=False)
 
 

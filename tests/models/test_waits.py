@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 from loongplug.data.microbatch import Microbatch
 from loongplug.estimate.command import parsed_for
-from loongplug.estimate.ranks import Rank, as_rank
+from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
 from loongplug.models.deepstack import features_behind
 from loongplug.models.multimodal import MultimodalModel
@@ -78,7 +78,7 @@ def data_of(args: Any, model: Any) -> Batch:
     return data
 
 
-def microbatches_of(here: Rank, args: Any, model: Any) -> list[Microbatch]:
+def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbatch]:
     """As a rank's loader gives them: the pixels of the units that it encodes are on the device."""
     data, size = data_of(args, model), args.micro_batch_size
     made = []

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loongplug.observe.exchanges import Exchange, Node, combined_steps, exchanges, slots
-from loongplug.observe.trace_file import Event
+from loongplug.observe.exchanges import Node, TracedExchange, combined_steps, exchanges, slots
+from loongplug.observe.trace_file import TraceEvent
 
 pytestmark = pytest.mark.quick
 
@@ -17,7 +17,7 @@ DELAYED = "Cb Af Mb Df Mw Db Mf Cf Ab Aw"
 EARLY = "Cb Af Mb Df Db Ab Mf Cf"
 
 
-def events(order: str) -> list[Event]:
+def events(order: str) -> list[TraceEvent]:
     """``Df`` is a dispatch's forward, ``|`` the end of a combined step; times say nothing."""
     found = []
     for word in order.split():
@@ -30,7 +30,7 @@ def events(order: str) -> list[Event]:
                 "stream": "communication" if word[0] in "DC" else "computation",
                 "microbatch": 1 if word[1] == "f" else 0,
             }
-        found.append(Event(phase=phase, name=name, start=0, end=0, step=1, details=details))
+        found.append(TraceEvent(phase=phase, name=name, start=0, end=0, step=1, details=details))
     return found
 
 
@@ -39,7 +39,7 @@ def word(node: Node) -> str:
     return letters[node.name] + node.direction[0]
 
 
-def found(order: str) -> list[Exchange]:
+def found(order: str) -> list[TracedExchange]:
     return [each for step in combined_steps(events(order)) for each in exchanges(step)]
 
 

@@ -18,7 +18,7 @@ from loongplug.observe.shares import (
     states,
     union,
 )
-from loongplug.observe.trace_file import Event
+from loongplug.observe.trace_file import TraceEvent
 
 pytestmark = pytest.mark.quick
 
@@ -28,8 +28,8 @@ intervals = st.lists(interval, max_size=8)
 phases = st.sampled_from(["step", "exchange", "data", "evaluation", *COMPUTING, *TRANSFERS])
 
 
-def event(phase: str, start: int, end: int) -> Event:
-    return Event(phase=phase, name=phase, start=start, end=end, step=1, details={})
+def event(phase: str, start: int, end: int) -> TraceEvent:
+    return TraceEvent(phase=phase, name=phase, start=start, end=end, step=1, details={})
 
 
 events = st.lists(
@@ -65,7 +65,7 @@ def test_intervals_are_sets_of_moments(first, second):
         assert length(found) == len(expected)
 
 
-def state_at(moment: int, given_events: list[Event]) -> str:
+def state_at(moment: int, given_events: list[TraceEvent]) -> str:
     """The documented order, told once more and differently."""
     there = {each.phase for each in given_events if each.start <= moment < each.end}
     for state in ("data", "exchange", "encoder_backward", "encoder_forward", "backward"):
@@ -140,7 +140,7 @@ def test_a_step_is_cut_where_the_schedule_turns():
 def test_combined_steps_are_of_the_microbatches_that_they_tell():
     forward, backward = {"microbatch": 1}, {"backward_microbatch": 0}
     given_events = [
-        Event(phase="forward_backward", name="", start=start, end=end, step=1, details=details)
+        TraceEvent(phase="forward_backward", name="", start=start, end=end, step=1, details=details)
         for start, end, details in (
             (10, 20, forward),
             (30, 50, forward | backward),

@@ -2,13 +2,13 @@
 
 import pytest
 
-from loongplug.observe.trace_file import Event, TraceWriter, rank_file, read_folder, read_rank
+from loongplug.observe.trace_file import TraceEvent, TraceWriter, rank_file, read_folder, read_rank
 
 pytestmark = pytest.mark.quick
 
 
-def event(number: int, **details) -> Event:
-    return Event(
+def event(number: int, **details) -> TraceEvent:
+    return TraceEvent(
         phase="forward", name="forward", start=number, end=number + 5, step=2, details=details
     )
 
@@ -84,8 +84,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_a_failed_step_is_not_whole(tmp_path):
     steps = [
-        Event(phase="step", name="step", start=1, end=2, step=1, details={}),
-        Event(phase="step", name="step", start=3, end=4, step=2, details={"failed": True}),
+        TraceEvent(phase="step", name="step", start=1, end=2, step=1, details={}),
+        TraceEvent(phase="step", name="step", start=3, end=4, step=2, details={"failed": True}),
     ]
     write(tmp_path, events=steps).close()
     assert read_rank(rank_file(tmp_path, 0)).whole_steps() == {1}

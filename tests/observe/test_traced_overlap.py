@@ -9,7 +9,7 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerLay
 from ranks import run_ranks
 
 from loongplug.observe.command import trace
-from loongplug.observe.exchanges import CombinedStep, Exchange, combined_steps, exchanges
+from loongplug.observe.exchanges import CombinedStep, TracedExchange, combined_steps, exchanges
 from loongplug.observe.trace_file import read_folder
 from loongplug.training.run import run
 
@@ -70,7 +70,7 @@ def steps_of(one) -> list[CombinedStep]:
     return list(combined_steps(event for event in one.events if event.step == STEP))
 
 
-def of_rank(one) -> list[Exchange]:
+def of_rank(one) -> list[TracedExchange]:
     return [each for step in steps_of(one) for each in exchanges(step)]
 
 

@@ -182,7 +182,7 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     from loongplug.data.demo_processor import write_processor
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes
+    from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes
     from loongplug.verify.weights import write_random_weights
 
     if not (demo / "train.jsonl").is_file():
@@ -191,7 +191,7 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     composed = compose_model(model_name=cell.model)
     write_processor(folder / "processor", video_style=composed.config.video_style())
     tokenizer = read_tokenizer(folder / "processor")
-    largest = Layout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
+    largest = TinyLayout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
     sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, demo_patches=True)
     composed = compose_model(model_name=cell.model, overrides=as_overrides(sizes | cell.sizes()))
     (folder / "model.yaml").write_text(

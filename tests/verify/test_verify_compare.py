@@ -14,8 +14,8 @@ from loongplug.verify.recording import (
     SECOND_MOMENT,
     ApartNote,
     MicrobatchLoss,
+    RecordedStep,
     Recording,
-    Step,
     TensorNote,
     gradients_of,
     read_recording,
@@ -43,7 +43,7 @@ def tensors():
     }
 
 
-STEP = Step(
+STEP = RecordedStep(
     learning_rate=RATE,
     gradient_norms=(2.0, 2.0),
     microbatches=(MicrobatchLoss(0, 7, 30.0, 10.0), MicrobatchLoss(1, 8, 20.0, 10.0)),

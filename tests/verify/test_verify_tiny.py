@@ -12,18 +12,18 @@ from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
 from loongplug.training.rules import layout as layout_rules
 from loongplug.training.rules import model as model_rules
-from loongplug.verify.tiny import Layout, as_overrides, tiny_sizes, tiny_stages, up
+from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes, tiny_stages, up
 
 pytestmark = pytest.mark.quick
 
 LAYOUTS = (
-    Layout(),
-    Layout(tp=2, encoder_tp=1),
-    Layout(tp=4, pp=2, encoder_tp=2),
-    Layout(tp=8, pp=4, vpp=2, encoder_tp=8, etp=8),
-    Layout(tp=1, pp=4, ep=4),
-    Layout(tp=2, ep=16, etp=2, encoder_tp=2),
-    Layout(tp=3, pp=3, etp=3, encoder_tp=3),
+    TinyLayout(),
+    TinyLayout(tp=2, encoder_tp=1),
+    TinyLayout(tp=4, pp=2, encoder_tp=2),
+    TinyLayout(tp=8, pp=4, vpp=2, encoder_tp=8, etp=8),
+    TinyLayout(tp=1, pp=4, ep=4),
+    TinyLayout(tp=2, ep=16, etp=2, encoder_tp=2),
+    TinyLayout(tp=3, pp=3, etp=3, encoder_tp=3),
 )
 
 
@@ -77,7 +77,7 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
 
 @pytest.mark.parametrize("name", available_models())
 def test_the_structure_stays(name):
-    whole, small = composed(name).config, likeness(name, Layout(tp=2))
+    whole, small = composed(name).config, likeness(name, TinyLayout(tp=2))
     assert small.foundation.tie_word_embeddings == whole.foundation.tie_word_embeddings
     encoder, likewise = whole.image_encoder, small.image_encoder
     if hasattr(encoder, "deepstack_layers"):
@@ -93,9 +93,9 @@ def test_the_structure_stays(name):
 
 
 def test_uneven_ends_have_fewer_layers_than_the_others():
-    stages = tiny_stages(Layout(pp=4, vpp=2, first=True, last=True), taps=0)
+    stages = tiny_stages(TinyLayout(pp=4, vpp=2, first=True, last=True), taps=0)
     assert (stages.layers, stages.first, stages.last) == (12, 2, 2)
-    stages = tiny_stages(Layout(pp=2, first=True), taps=3)
+    stages = tiny_stages(TinyLayout(pp=2, first=True), taps=3)
     assert (stages.layers, stages.first, stages.last) == (3, 1, None)
 
 
