@@ -183,7 +183,8 @@ def page(results: Mapping[tuple[str, str], Found]) -> str:
         "Made by `PYTHONPATH=tests python -m parity.faults`, which runs what was not run yet. A",
         "fault is put into every rank of a run of several; the single rank, transformers or a",
         "formula say what is right. `fails`: numbers differ. `ends`: a rank ends with an error.",
-        "`.`: the test passes. Empty: its ranks do not come by the fault's place. `?`: not run.",
+        "`.`: the test passes. Empty: its ranks do not come by the fault's place, or it can change",
+        "nothing there. `?`: not run. `told in` is where notes on the design tell of the trap.",
         "",
         f"| fault | what goes wrong | told in | {' | '.join(map(str, numbers.values()))} |",
         f"| --- | --- | --- |{' --- |' * len(numbers)}",
@@ -191,8 +192,11 @@ def page(results: Mapping[tuple[str, str], Found]) -> str:
     for name, trap in FAULTS.items():
         cells = " | ".join(_word(results, test, name) for test in CORE)
         lines.append(f"| `{name}` | {trap.trap} | {trap.spec} | {cells} |")
+    asked = {(test, fault) for test in seconds for fault in results[test, ""].reached}
     total = sum(seconds[test] for test in chosen)
     lines += [
+        "",
+        f"{len(asked & results.keys())} of {len(asked)} cells were run.",
         "",
         "## The tests",
         "",
