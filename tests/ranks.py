@@ -32,7 +32,7 @@ from loongplug.verify.runs import preload
 # After a rank failed, how long the others may take to end by themselves. What they say then
 # is shown too. A gloo peer of a dead rank fails at once, but beside other work it takes its time to
 # say so; only ranks that hang take all of this.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
 STACKS_SECONDS = 20.0  # for ranks that hang to write where they are
 OUTPUT_LINES = 40
 

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from loongplug.data.media_files import MediaFile, MediaRoot
+from loongplug.data.media_files import InlineFile, MediaFile, MediaRoot
 
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image in a message, by its file's name."""
+    """An image in a message, by its file's name or itself."""
 
-    name: str
+    name: str | InlineFile
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,11 @@ Part = str | ImagePart | VideoPart  # a piece of a message; a string is its text
 
 @dataclass(frozen=True)
 class Message:
+    """What one side says. ``trained``: an assistant's answer counts in the loss."""
+
     role: str
     parts: tuple[Part, ...]
+    trained: bool = True
 
     @property
     def text(self) -> str:
@@ -110,7 +113,7 @@ class Conversation:
         found: list[MediaFile | Video | VideoFile] = []
         for part in (part for message in self.messages for part in message.parts):
             if isinstance(part, ImagePart):
-                found.append(root / part.name)
+                found.append(root / part.name if isinstance(part.name, str) else part.name)
             elif isinstance(part, VideoPart) and isinstance(part.source, str):
                 found.append(VideoFile(root / part.source, part.fps))
             elif isinstance(part, VideoPart):

@@ -15,7 +15,7 @@ from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import medium_grid, open_medium, placeholder
-from loongplug.data.media_files import MediaFile
+from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
 from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
@@ -64,9 +64,10 @@ class Sample:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Bytes of the arrays, and of images that stand in the row."""
         arrays = (self.input_ids, self.labels, self.loss_mask, self.position_ids)
-        return sum(array.nbytes for array in arrays)
+        inline = (len(each.content) for each in self.media if isinstance(each, InlineFile))
+        return sum(array.nbytes for array in arrays) + sum(inline)
 
 
 class ChatDataset:

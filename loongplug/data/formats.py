@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from loongplug.data.conversation import Conversation, ImagePart, Message, Part, VideoPart
+from loongplug.data.media_files import InlineFile
 from loongplug.data.schemas import (
     AnyPart,
     AnyRow,
     ImagePartRow,
     ImageUrlPart,
+    MessageRow,
     MessagesRow,
     TextPart,
     TextRow,
+    Turn,
     Url,
     VideoPartRow,
     validate_row,
@@ -41,7 +44,11 @@ def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
     media_beside = bool(checked.all_images or checked.all_videos)
     if isinstance(checked, MessagesRow) and not media_beside:
         messages = tuple(
-            Message(each.role, tuple(_parts(each.content, where=where)))
+            Message(
+                each.role,
+                tuple(_parts(each.content, {}, where=where)),
+                _is_trained(each, each.role, where=where),
+            )
             for each in checked.messages
         )
     elif isinstance(checked, TextRow) and not media_beside:
@@ -70,16 +77,42 @@ def _says_something(message: Message) -> bool:
     return any(not isinstance(part, str) or part.strip() for part in message.parts)
 
 
-def _parts(content: str | list[AnyPart], *, where: str) -> Iterator[Part]:
+def _is_trained(said: MessageRow | Turn, role: str, *, where: str) -> bool:
+    """What a turn's ``loss`` and ``weight`` say; without either, an answer is trained on."""
+    given = {said.loss, None if said.weight is None else bool(said.weight)} - {None}
+    if len(given) > 1:
+        raise ValueError(
+            f"{where}: a turn has loss {said.loss} and weight {said.weight}: give one of the two."
+        )
+    if True in given and role != "assistant":
+        raise ValueError(
+            f"{where}: a turn of the {role} asks to be trained on, by loss or weight, but only the"
+            " assistant's are: drop the key."
+        )
+    return False not in given
+
+
+def _parts(
+    content: str | list[AnyPart], waiting: dict[str, Iterator[Part]], *, where: str
+) -> Iterator[Part]:
+    """The pieces of a message; what is ``waiting`` takes the places of parts without a path."""
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str):
             yield part
         elif isinstance(part, TextPart):
             yield part.text
+        elif _stands_for(part) in waiting:
+            yield next(waiting[_stands_for(part)])
+        elif _stands_for(part):
+            raise ValueError(
+                f"{where}: a part of type {part.type} has no path, and the row has no {part.type}s"
+                f' beside its messages: write {{"type": "{part.type}", "{part.type}": "path"}}.'
+            )
         elif isinstance(part, ImagePartRow):
-            yield ImagePart(_local(part.image, where=where))
+            assert part.image is not None
+            yield _image(part.image, where=where)
         elif isinstance(part, ImageUrlPart):
-            yield ImagePart(_local(part.image_url, where=where))
+            yield _image(part.image_url, where=where)
         else:
             source = part.video if isinstance(part, VideoPartRow) else part.video_url
             yield _video(source, fps=part.fps, where=where)
@@ -87,39 +120,62 @@ def _parts(content: str | list[AnyPart], *, where: str) -> Iterator[Part]:
 
 def _with_media(row: AnyRow, *, where: str) -> tuple[Message, ...]:
     """The messages with the row's media in the places of their markers."""
-    texts = list(_texts(row, where=where))
+    turns = list(_turns(row, where=where))
     images, videos = row.all_images, row.all_videos
     for marker, media, kind in ((IMAGE_MARKER, images, "images"), (VIDEO_MARKER, videos, "videos")):
-        if (written := sum(text.count(marker) for _, text in texts)) != len(media):
+        if (written := sum(_places(content, marker) for _, content, _ in turns)) != len(media):
             raise ValueError(
                 f"{where}: {written} {marker} markers in the text for {len(media)} {kind} of the"
                 f" row: write one {marker} where each belongs."
             )
     waiting: dict[str, Iterator[Part]] = {
-        IMAGE_MARKER: iter([ImagePart(_local(path, where=where)) for path in images]),
+        IMAGE_MARKER: iter([_image(path, where=where) for path in images]),
         VIDEO_MARKER: iter([_video(source, fps=row.fps, where=where) for source in videos]),
     }
-    return tuple(Message(role, tuple(_fill(text, waiting))) for role, text in texts)
+    return tuple(
+        Message(
+            role,
+            tuple(
+                _fill(content, waiting)
+                if isinstance(content, str)
+                else _parts(content, waiting, where=where)
+            ),
+            trained,
+        )
+        for role, content, trained in turns
+    )
 
 
-def _texts(row: AnyRow, *, where: str) -> Iterator[tuple[str, str]]:
-    """Role and text of each message of a row that has media, or may have, beside its text."""
+def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[str, str | list[AnyPart], bool]]:
+    """Of each message of a row that has media, or may have, beside its text: who says what.
+
+    With whether it is trained on.
+    """
     if isinstance(row, TextRow):
-        yield PLAIN_ROLE, row.text
+        yield PLAIN_ROLE, row.text, True
     elif isinstance(row, MessagesRow):
-        for number, message in enumerate(row.messages, start=1):
-            if not isinstance(message.content, str):
-                raise ValueError(
-                    f"{where}: message {number} has a list of parts, but the row has images or"
-                    " videos beside its messages: put them among the parts, or write"
-                    f" {IMAGE_MARKER} in a string where each belongs."
-                )
-            yield message.role, message.content
+        for message in row.messages:
+            yield message.role, message.content, _is_trained(message, message.role, where=where)
     else:
         if row.system:
-            yield "system", row.system
+            yield "system", row.system, True
         for turn in row.conversations:
-            yield _ROLES.get(turn.speaker, turn.speaker), turn.value
+            role = _ROLES.get(turn.speaker, turn.speaker)
+            yield role, turn.value, _is_trained(turn, role, where=where)
+
+
+def _places(content: str | list[AnyPart], marker: str) -> int:
+    """Where media of the row belong: in a string, markers; among parts, those without a path."""
+    if isinstance(content, str):
+        return content.count(marker)
+    return sum(_stands_for(part) == marker for part in content)
+
+
+def _stands_for(part: AnyPart) -> str:
+    """The marker that the part is, if it has no path."""
+    if isinstance(part, ImagePartRow) and part.image is None:
+        return IMAGE_MARKER
+    return VIDEO_MARKER if isinstance(part, VideoPartRow) and part.video is None else ""
 
 
 def _fill(text: str, waiting: dict[str, Iterator[Part]]) -> Iterator[Part]:
@@ -130,6 +186,16 @@ def _fill(text: str, waiting: dict[str, Iterator[Part]]) -> Iterator[Part]:
             yield next(waiting[piece])
         elif piece or len(pieces) == 1:
             yield piece
+
+
+def _image(source: str | Url, *, where: str) -> ImagePart:
+    text = source.url if isinstance(source, Url) else source
+    if not text.startswith("data:"):
+        return ImagePart(_local(source, where=where))
+    try:
+        return ImagePart(InlineFile.of_url(text))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _video(source: Any, *, fps: float | None, where: str) -> VideoPart:

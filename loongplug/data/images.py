@@ -8,7 +8,14 @@ from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from loongplug.data.media_files import MediaFile, TarMember, file_on_disk, opened_media, unreadable
+from loongplug.data.media_files import (
+    InlineFile,
+    MediaFile,
+    TarMember,
+    file_on_disk,
+    opened_media,
+    unreadable,
+)
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -74,6 +81,8 @@ FileVersion = tuple[MediaFile, int, int]
 
 def file_version(path: MediaFile, *, where: str) -> FileVersion:
     """The file's present version; ValueError when there is no such image file."""
+    if isinstance(path, InlineFile):
+        return path, 0, len(path.content)
     try:
         state = file_on_disk(path).stat()
     except OSError as error:

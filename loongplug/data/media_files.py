@@ -1,12 +1,13 @@
-"""Files of images and videos: files of their own, or members of a tar archive.
+"""Files of images and videos: files of their own, members of a tar archive, or within a row.
 
 Rows name them, so nothing is opened but plain files: a pipe would hang, a device may do something.
 """
 
+import base64
 import io
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -35,7 +36,32 @@ class ConfinedFile:
         return str(self.path)
 
 
-MediaFile = Path | TarMember | ConfinedFile
+@dataclass(frozen=True)
+class InlineFile:
+    """A file that stands in the row itself, as a ``data:`` URL has it."""
+
+    kind: str
+    content: bytes = field(repr=False)
+
+    @classmethod
+    def of_url(cls, url: str) -> "InlineFile":
+        """What a URL such as ``data:image/png;base64,iVBO...`` holds; ValueError for another."""
+        head, comma, content = url.partition(",")
+        kind, *words = head.removeprefix("data:").split(";")
+        try:
+            if not comma or words[-1:] != ["base64"]:
+                raise ValueError
+            return cls(kind, base64.b64decode(content, validate=True))
+        except ValueError:
+            raise ValueError(
+                f"{url[:40]!r} is no image that can be read: expected data:image/png;base64,..."
+            ) from None
+
+    def __str__(self) -> str:
+        return f"of {len(self.content)} bytes in the row"
+
+
+MediaFile = Path | TarMember | ConfinedFile | InlineFile
 
 
 class MediaRoot(Protocol):
@@ -61,6 +87,8 @@ class ConfinedFolder:
 def read_head(file: MediaFile, count: int) -> bytes:
     """At most ``count`` bytes from the file's beginning, without a buffer; OSError as of open."""
     start = 0
+    if isinstance(file, InlineFile):
+        return file.content[:count]
     if isinstance(file, TarMember):
         start, count = file.offset, min(count, file.size)
     handle = _open(file)
@@ -71,7 +99,8 @@ def read_head(file: MediaFile, count: int) -> bytes:
 
 
 def file_on_disk(file: MediaFile) -> Path:
-    """The file itself, or the archive that it is in."""
+    """The file itself, or the archive that it is in; of one within a row there is none."""
+    assert not isinstance(file, InlineFile)
     if isinstance(file, TarMember):
         return file.archive
     return file.path if isinstance(file, ConfinedFile) else file
@@ -82,6 +111,8 @@ def open_media_file(file: MediaFile) -> BinaryIO:
 
     Raises OSError, also for what is no plain file, and for a confined file that lies elsewhere.
     """
+    if isinstance(file, InlineFile):
+        return io.BytesIO(file.content)
     if isinstance(file, TarMember):
         return io.BufferedReader(_MemberReader(file))
     return os.fdopen(_open(file), "rb")

@@ -60,8 +60,10 @@ class TextPart(_Schema):
 
 
 class ImagePartRow(_Schema):
+    """Without ``image`` it stands for the next of the row's ``images``."""
+
     type: Literal["image"]
-    image: Name
+    image: Name | None = None
 
 
 class Url(_Schema):
@@ -87,8 +89,10 @@ class ImageUrlPart(_Schema):
 
 
 class VideoPartRow(_Schema):
+    """Without ``video`` it stands for the next of the row's ``videos``."""
+
     type: Literal["video"]
-    video: Source
+    video: Source | None = None
     fps: Rate | None = None
 
 
@@ -105,14 +109,21 @@ AnyPart = Annotated[
 Parts = Annotated[list[AnyPart], Field(min_length=1)]
 
 
-class MessageRow(_Schema):
+class _Spoken(_Schema):
+    """Of an answer, ``loss`` (ms-swift) or ``weight`` (OpenAI) say whether it is trained on."""
+
+    loss: bool | None = None
+    weight: Literal[0, 1] | None = None
+
+
+class MessageRow(_Spoken):
     role: Literal["system", "user", "assistant"]
     content: Annotated[
         Annotated[Text, Tag("string")] | Annotated[Parts, Tag("parts")], _string_or("parts")
     ]
 
 
-class Turn(_Schema):
+class Turn(_Spoken):
     speaker: Literal["system", "human", "user", "gpt", "assistant"] = Field(alias="from")
     value: Text
 
@@ -165,6 +176,19 @@ class TextRow(_WithMedium):
 
 AnyRow = MessagesRow | ConversationsRow | TextRow
 
+# Keys that mean something to others, and that training would be another one without.
+_PREFERENCE = "another answer to compare with, and LoongPlug trains on one answer to a question"
+_TOOLS = "tools, which LoongPlug does not put into the text"
+_REFUSED = {
+    **dict.fromkeys(
+        ("rejected_response", "rejected_messages", "rejected", "chosen", "rejected_images"),
+        _PREFERENCE,
+    ),
+    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _TOOLS),
+    "objects": "boxes or points of objects, which LoongPlug does not write into the text",
+}
+_TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
+
 _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
     ("messages", MessagesRow, '{"messages": [{"role": "user", "content": "..."}, ...]}'),
     (
@@ -182,6 +206,7 @@ def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
 
     Raises ValueError with ``where``, the place in the row, what is there and what was expected.
     """
+    _refuse_other_meanings(row, where=where)
     # Tables that hold several formats write null for those that a row is not in.
     keys = [key for key, _, _ in _BY_KEY if row.get(key) is not None]
     if len(keys) > 1:
@@ -201,6 +226,30 @@ def validate_row(row: dict[str, Any], *, where: str) -> AnyRow:
             raise ValueError(f"{where}: {found}{more}. A row looks like {example}.") from error
     known = " or ".join(f'"{key}" as in {example}' for key, _, example in _BY_KEY)
     raise ValueError(f"{where}: unknown schema with keys {sorted(row)}: expected {known}.")
+
+
+def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
+    """ValueError for what a row means elsewhere and cannot mean here."""
+    said = [turn for key in ("messages", "conversations") for turn in _dicts(row.get(key))]
+    for number, place in enumerate([row, *said]):
+        of_turn = f" of message {number}" if number else ""
+        for key in _REFUSED.keys() & place.keys():
+            if place[key] not in (None, [], {}, ""):
+                raise ValueError(
+                    f"{where}: the key {key!r}{of_turn} has {_REFUSED[key]}: write what is meant"
+                    " into the messages and drop the key, or drop the row."
+                )
+        for key in ("role", "from") if number else ():
+            if place.get(key) in _TOOL_ROLES:
+                raise ValueError(
+                    f"{where}: the {key} {place[key]!r}{of_turn} is of tools, which LoongPlug does"
+                    " not train on: write the turn as the user's or the assistant's text, or drop"
+                    " the row."
+                )
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _describe(detail: Any, row: dict[str, Any]) -> str:

@@ -56,7 +56,8 @@ def tokenize_conversation(
 ) -> Tokens:
     """Apply the chat template and write the images' and videos' placeholders, in their order.
 
-    ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text.
+    ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text;
+    neither on answers that the row leaves out (:attr:`Message.trained`).
     Neither trains on the tokens that mark or stand for images and videos. An assistant's answer
     is tokenized apart from what comes before it, as it is when the model generates it. None gives
     the prompt for the assistant's next answer, of which nothing is trained on.
@@ -123,8 +124,9 @@ def _segments(
     if phase is None:
         return [(_render(messages, processor, where=where, prompt=True), False)]
     if not conversation.plain:
-        if phase == "sft":
-            return _assistant_segments(messages, processor, where=where)
+        if phase == "sft" or not all(message.trained for message in messages):
+            others = phase == "pretrain"
+            return _assistant_segments(messages, processor, others=others, where=where)
         return [(_render(messages, processor, where=where), True)]
     if phase == "sft":
         raise ValueError(
@@ -142,9 +144,12 @@ def _segments(
 
 
 def _assistant_segments(
-    messages: Sequence[Message], processor: Processor, *, where: str
+    messages: Sequence[Message], processor: Processor, *, others: bool, where: str
 ) -> list[_Segment]:
-    """Cut the rendered text before and after each of the assistant's answers."""
+    """Cut the rendered text before and after each of the assistant's answers.
+
+    ``others``: what is no answer is trained on, too.
+    """
     segments: list[_Segment] = []
     done = ""
     pending = ""  # text that is not trained on and not yet in a segment
@@ -161,7 +166,7 @@ def _assistant_segments(
                 f"{where}: the chat template of {processor.folder} does not end an answer with the"
                 f" tokenizer's eos_token {processor.end_token!r}: correct one of the two."
             )
-        segments += [(pending, False), (spoken + end, True)]
+        segments += [(pending, others), (spoken + end, message.trained)]
         done, pending = whole, rest
     if not segments:
         raise ValueError(
@@ -170,7 +175,12 @@ def _assistant_segments(
         )
     if messages[-1].role != "assistant":
         pending += _continuation(_render(messages, processor, where=where), done, where=where)
-    return [*segments, (pending, False)]
+    segments.append((pending, others))
+    if not any(trained for _, trained in segments):
+        raise ValueError(
+            f"{where}: no answer is trained on: each has loss false or weight 0. Drop the row."
+        )
+    return segments
 
 
 def _continuation(text: str, beginning: str, *, where: str) -> str:

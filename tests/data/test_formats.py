@@ -143,10 +143,16 @@ def with_part(**part: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": ["x"]}]}, r"content\[0\] is 'x'"),
         (with_part(type="audio"), r"content\[0\] is {'type': 'audio'}, but .*'image_url'"),
         (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
-        (with_part(type="image"), r"messages\[0\]\.content\[0\]\.image is missing\. A row looks"),
+        (
+            with_part(type="image"),
+            "part of type image has no path, and the row has no images beside",
+        ),
         (with_part(type="image_url", image_url={}), r"\[0\]\.image_url\.url is missing"),
         (with_part(type="image", image=""), "the path of an image or a video is empty"),
-        (with_part(type="video", fps=2), r"\[0\]\.video is missing"),
+        (
+            with_part(type="video", fps=2),
+            "part of type video has no path, and the row has no videos beside",
+        ),
         (with_part(type="video", video=[], fps=2), r"\.video is \[\], but .* at least 1 item"),
         (with_part(type="video", video=["a", 3], fps=2), r"\.video\[1\] is 3, but"),
         (with_part(type="video", video=["a.png"]), 'as frames has no "fps": give how many'),
@@ -158,12 +164,20 @@ def with_part(**part: Any) -> dict[str, Any]:
         (with_part(type="video", video=["a.png"], fps=float("inf")), "fps is inf"),
         (with_part(type="video", video=["a.png"], fps=float("nan")), "fps is nan"),
         (with_part(type="image", image="https://x.org/a.png"), "nothing is downloaded"),
-        (with_part(type="image_url", image_url="data:image/png;base64,iVBO"), "no file here"),
+        (
+            with_part(type="image_url", image_url="data:image/png;base64,iVB"),
+            "no image that can be",
+        ),
+        (with_part(type="image", image="data:image/png,iVBO"), "no image that can be read"),
+        (with_part(type="video", video="data:video/mp4;base64,iVBO"), "no file here"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "first message is the assist"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2, .* is empty"),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2, .* is empty"),
         ({"conversations": [HUMAN, {"from": "gpt", "value": ""}]}, "message 2, .* is empty"),
-        ({"conversations": [HUMAN, {"from": "tool", "value": "x"}]}, r"\[1\]\.from is 'tool'"),
+        (
+            {"conversations": [HUMAN, {"from": "tool", "value": "x"}]},
+            "the from 'tool' of message 2 is of tools",
+        ),
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\]\.value is missing"),
         ({"conversations": [HUMAN], "image": "a"}, "0 <image> markers in the text for 1 images"),
         (
@@ -179,7 +193,7 @@ def with_part(**part: Any) -> dict[str, Any]:
             'as frames has no "fps"',
         ),
         ({"conversations": [HUMAN], "images": "a.png"}, "images is 'a.png', but .* valid list"),
-        (with_part(type="text", text="x") | {"images": ["a"]}, "message 1 has a list of parts"),
+        (with_part(type="text", text="x") | {"images": ["a"]}, "0 <image> markers .* for 1 images"),
         ({"text": 3}, "text is 3, but"),
         (
             {"messages": [USER], "conversations": [HUMAN]},
@@ -241,3 +255,83 @@ def test_what_is_no_text_or_no_name_is_refused(row: dict[str, Any], message: str
     with pytest.raises(ValueError, match=f"^rows:7: .*{message}") as caught:
         parse_conversation(row, where="rows:7")
     str(caught.value).encode()  # it can be printed
+
+
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+def trained(*said: dict[str, Any], key: str = "messages") -> list[bool]:
+    return [each.trained for each in parse_conversation({key: [*said]}, where="r:1").messages]
+
+
+def test_turns_say_whether_they_are_trained_on() -> None:
+    assert trained(USER, ANSWER) == [True, True]
+    assert trained(USER, ANSWER | {"loss": False}, USER, ANSWER) == [True, False, True, True]
+    assert trained(USER | {"loss": False}, ANSWER | {"weight": 0}) == [False, False]
+    assert trained(USER, ANSWER | {"loss": True, "weight": 1}) == [True, True]
+    gpt = {"from": "gpt", "value": "yes"}
+    assert trained(HUMAN, gpt | {"loss": False}, key="conversations") == [True, False]
+    beside = {"images": ["a.png"], "messages": [USER | {"content": "<image>"}, ANSWER]}
+    beside["messages"][1]["loss"] = False
+    assert not parse_conversation(beside, where="r:1").messages[1].trained
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([USER, ANSWER | {"loss": False, "weight": 1}], "loss False and weight 1: give one"),
+        ([USER | {"loss": True}, ANSWER], "turn of the user asks to be trained on"),
+        ([USER, ANSWER | {"weight": 0.5}], "weight is 0.5, but"),
+        ([USER, ANSWER | {"loss": "no"}], "loss is 'no', but"),
+    ],
+)
+def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_conversation({"messages": row}, where="r:1")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rejected_response", "no"),
+        ("rejected_messages", [ANSWER]),
+        ("objects", {"ref": ["cat"], "bbox": [[0, 0, 1, 1]]}),
+        ("tools", [{"name": "search"}]),
+    ],
+)
+def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value: Any) -> None:
+    row = {"messages": [USER, ANSWER]}
+    parse_conversation(row | {key: None}, where="r:1")  # as tables write it
+    with pytest.raises(ValueError, match=f"r:1: the key '{key}' has .* drop"):
+        parse_conversation(row | {key: value}, where="r:1")
+
+
+def test_turns_of_tools_are_refused() -> None:
+    for said, name in (
+        ({"role": "tool", "content": "4"}, "the role 'tool' of message 2"),
+        (ANSWER | {"tool_calls": [{"name": "add"}]}, "the key 'tool_calls' of message 2"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            parse_conversation({"messages": [USER, said]}, where="r:1")
+
+
+def test_parts_without_a_path_take_the_rows_media() -> None:
+    content = [{"type": "image"}, {"type": "text", "text": "<image> and"}, {"type": "video"}]
+    row = {
+        "messages": [{"role": "user", "content": [*content, {"type": "image"}]}],
+        "images": ["a.png", "b.png"],
+        "videos": ["c.mp4"],
+    }
+    assert as_parts(parse_conversation(row, where="r:1")) == [
+        (
+            "user",
+            [
+                ("image", "a.png"),
+                ("text", "<image> and"),
+                ("c.mp4", None),
+                ("image", "b.png"),
+            ],
+        )
+    ]
+    with pytest.raises(ValueError, match="2 <image> markers in the text for 1 images"):
+        parse_conversation(row | {"images": ["a.png"]}, where="r:1")

@@ -1,5 +1,6 @@
 """Datasets, collation and the loader: from rows on disk to microbatches."""
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
+from loongplug.data.workers import WorkerSettings
 
 pytestmark = pytest.mark.quick
 
@@ -93,6 +95,29 @@ def test_vision_has_the_images_in_the_order_of_their_tokens(dataset: ChatDataset
     assert vision.grid_thw.tolist() == [[1, 2, 2], [1, 2, 2], [1, 4, 2]]
     assert torch.equal(vision.pixels[:4], vision.pixels[4:8])  # a.png in row 2 and in row 3
     assert vision.pixels.shape == (16, 1536)
+
+
+def test_an_image_in_the_row_is_as_its_file(
+    processor: Processor,
+    write_rows: Callable[..., Path],
+    write_image: Callable[..., str],
+    row: Row,
+    tmp_path: Path,
+) -> None:
+    """In background processes too, and a damaged one is a bad row that says where it is."""
+    name = write_image("a.png", height=64, width=32)
+    content = (tmp_path / name).read_bytes()
+    urls = ["data:image/png;base64," + base64.b64encode(part).decode() for part in (content, b"no")]
+    ask = "Read the digits."
+    rows = write_rows(*(row(ask, "1", images=(image,)) for image in (name, *urls)))
+    dataset = ChatDataset(rows, processor=processor, seq_length=32, training_phase="sft")
+    made = loader(dataset, micro_batch_size=1, workers=WorkerSettings(processes=1))
+    file, inline = (next(made) for _ in range(2))
+    made.source.close()
+    assert torch.equal(file.input_ids, inline.input_ids)
+    assert torch.equal(file.vision.pixels, inline.vision.pixels)
+    with pytest.raises(BadSampleError, match=r"rows.jsonl:3: of 2 bytes in the row is no image"):
+        dataset[2]
 
 
 def test_a_microbatch_of_text_is_a_zero_length_unit(dataset: ChatDataset) -> None:

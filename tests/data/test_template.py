@@ -289,3 +289,31 @@ def test_what_a_tokenizers_file_says_of_padding_and_length_plays_no_part(
     other.tokenizer.backend_tokenizer.enable_truncation(max_length=3)
     found = tokenize_conversation(TWO_TURNS, other, phase="sft", placeholders=images([1]))
     assert found.ids.tolist() == expected.ids.tolist()
+
+
+def left_out(*numbers: int) -> Conversation:
+    messages = tuple(
+        dataclasses.replace(message, trained=number not in numbers)
+        for number, message in enumerate(TWO_TURNS.messages)
+    )
+    return dataclasses.replace(TWO_TURNS, messages=messages)
+
+
+@pytest.mark.parametrize("phase", ["sft", "pretrain"])
+def test_an_answer_that_is_left_out_is_read_and_not_trained_on(
+    processor: Processor, phase: TrainingPhase
+) -> None:
+    def tokens(sample: Conversation) -> Tokens:
+        return tokenize_conversation(sample, processor, phase=phase, placeholders=images([1]))
+
+    whole, found = tokens(TWO_TURNS), tokens(left_out(2))
+    assert found.ids.tolist() == whole.ids.tolist()
+    gone = whole.trained & ~found.trained
+    names = processor.tokenizer.convert_ids_to_tokens(whole.ids[gone].tolist())
+    assert names == ["3", "1", E]
+    assert not (found.trained & ~whole.trained).any()
+
+
+def test_a_row_that_leaves_out_all_answers_has_nothing_to_train_on(processor: Processor) -> None:
+    with pytest.raises(ValueError, match=r"rows.jsonl:3: no answer is trained on"):
+        tokenize_conversation(left_out(2, 4), processor, phase="sft", placeholders=images([1]))
