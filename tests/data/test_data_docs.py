@@ -35,7 +35,7 @@ def test_samples_in_the_docs_run(
         container.mux(stream.encode(None))
     rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S)]
     assert [next(iter(row)) for row in rows] == [
-        *("messages", "messages", "conversations", "id", "text", "text")
+        *("messages", "messages", "messages", "conversations", "id", "text", "text")
     ]
     path = write_rows(*rows)
     media = []
@@ -44,4 +44,4 @@ def test_samples_in_the_docs_run(
         dataset = ChatDataset(path, processor=processor, seq_length=500, training_phase=phase)
         assert dataset[index].loss_mask.sum() > 0
         media.append(len(dataset[index].media))
-    assert media == [3, 2, 2, 1, 0, 1]
+    assert media == [3, 2, 1, 2, 1, 0, 1]
