@@ -1,16 +1,28 @@
-"""Rows of a JSONL file by index, without holding the file in memory."""
+"""Rows of a JSONL or JSON file by index, without holding the file in memory."""
 
 import os
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.json_array import is_array
 from loongplug.data.line_index import line_index
 from loongplug.data.media_files import MediaRoot
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
+# How files begin that people take for rows.
+_OTHER_KINDS = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
+
 
 class JsonlIndex:
-    """The rows of a JSONL file that are not blank, by index.
+    """The rows of a JSONL file that are not blank, or of a JSON array, by index.
 
     Opening reads the file once; of a large file, what was found is kept in an index file and
     memory-mapped from then on. Rows are read with a fresh file handle each, so that forked
@@ -24,6 +36,8 @@ class JsonlIndex:
         self._media_root = access.media_of(self.path)
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
+        _require_text(self.path)
+        self._array = is_array(self.path)
         self._index = line_index(self.path)
         if not len(self._index):
             raise ValueError(f"{self.path} has no rows: a dataset needs at least one line of JSON.")
@@ -41,12 +55,12 @@ class JsonlIndex:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row as a dictionary; ValueError when it is too large or no JSON object."""
-        line = self._line(index)
         try:
-            row = parse_row_json(line)
+            row = parse_row_json(self._row(index))
         except ValueError as error:
+            what = "element" if self._array else "line"
             raise ValueError(
-                f"{self.where(index)}: {error}. Each line must be one JSON object."
+                f"{self.where(index)}: {error}. Each {what} must be one JSON object."
             ) from error
         if not isinstance(row, dict):
             raise ValueError(
@@ -55,8 +69,8 @@ class JsonlIndex:
             )
         return row
 
-    def _line(self, index: int) -> bytes:
-        """The row's line, without a buffer, which takes half the time of a file."""
+    def _row(self, index: int) -> bytes:
+        """What the file has of the row, without a buffer, which takes half the time of a file."""
         offsets = self._index.offsets
         start = int(offsets[index])
         file = os.open(self._name, os.O_RDONLY)
@@ -73,7 +87,22 @@ class JsonlIndex:
                 found += rest
         finally:
             os.close(file)
+        if self._array:  # an object, and what stands between it and the next
+            self._access.require_size(end - start, where=self.where(index))
+            return found.rstrip(b" \t\r\n,]")
         line, newline, _ = found.partition(b"\n")
         if not newline:
             self._access.require_size(end - start, where=self.where(index))
         return line
+
+
+def _require_text(path: Path) -> None:
+    """ValueError for a file of another kind, once and not for each of its lines."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    for magic, kind in _OTHER_KINDS.items():
+        if head.startswith(magic):
+            raise ValueError(
+                f"{path} is {kind}: expected JSONL, one JSON object on each line in UTF-8, or one"
+                " JSON array of them. Convert it first."
+            )

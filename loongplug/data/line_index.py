@@ -1,4 +1,4 @@
-"""Where the lines of a file start, kept in an index file beside it."""
+"""Where the rows of a file start, kept in an index file beside it."""
 
 import hashlib
 import logging
@@ -14,11 +14,13 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.json_array import is_array, scan_array
+
 _WORTH_KEEPING = 4 * 2**20  # bytes; a smaller file is read as quickly as its index is opened
 _CHUNK = 16 * 2**20
 _NEWLINE = 10
 _BLANKS = np.frombuffer(b" \t\n\r\x0b\x0c", dtype=np.uint8)
-_VERSION = 2
+_VERSION = 3
 # The index file: these words of 64 bits, then the offsets, then the line numbers. The checksum is
 # that of all behind the header.
 _HEADER = ("magic", "version", "size", "modified_ns", "rows", "checksum")
@@ -29,7 +31,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LineIndex:
-    """Byte offset and number, from 1, of each line of a file that is not blank, [rows] each."""
+    """Byte offset and line number, from 1, of each row of a file, [rows] each.
+
+    A row is a line that is not blank or, of a JSON array, an element.
+    """
 
     offsets: NDArray[np.int64]
     lines: NDArray[np.int64]
@@ -58,7 +63,7 @@ def line_index(path: Path) -> LineIndex:
             return found
         if found is not None:
             _LOG.warning("%s %s: it is made again from %s.", place, found, path)
-    index = scan_lines(path)
+    index = LineIndex(*scan_array(path)) if is_array(path) else scan_lines(path)
     if _version(path) != before:
         raise ValueError(f"{path} changed while it was read: wait until it is written whole.")
     for place in places:

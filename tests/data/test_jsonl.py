@@ -1,11 +1,17 @@
+import gzip
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pace import times_slower
 
+from loongplug.data import json_array
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.rows import RowAccess
 
@@ -131,3 +137,75 @@ def test_a_key_that_is_there_twice_is_found_at_once(write_rows: Callable[..., Pa
 
     # With lists in the place of sets, minutes and thousands of times.
     assert times_slower(read, lambda: json.loads(row), turns=2) < 100
+
+
+class TestArray:
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_its_elements_are_rows(self, tmp_path: Path, indent: int | None) -> None:
+        rows = [{"a": 'é ] } , \\" \n'}, {"b": [{}, [1]]}, {}, {"c": "中" * 50}]
+        path = tmp_path / "rows.json"
+        text = json.dumps(rows, indent=indent, ensure_ascii=False)
+        path.write_text(f" \n{text}\n\n", encoding="utf-8")
+        index = JsonlIndex(path)
+        assert [index.read(number) for number in (3, 1, 0, 2)] == [rows[n] for n in (3, 1, 0, 2)]
+        before = text[: text.index('"b"')].rindex("{")
+        second = 2 + text[:before].count("\n")
+        assert index.where(1) == f"{path}:{second}"
+
+    @given(
+        rows=st.lists(st.dictionaries(st.text(max_size=9), st.text(max_size=30)), max_size=9),
+        indent=st.sampled_from([None, 0, 3]),
+        chunk=st.integers(1, 40),
+    )
+    def test_wherever_reading_stops(
+        self, tmp_path_factory: pytest.TempPathFactory, rows: Any, indent: int | None, chunk: int
+    ) -> None:
+        path = tmp_path_factory.mktemp("array") / "rows.json"
+        path.write_text(json.dumps(rows, indent=indent), encoding="utf-8")
+        with mock.patch.object(json_array, "_CHUNK", chunk):
+            offsets, _ = json_array.scan_array(path)
+        assert len(offsets) == len(rows)
+        if rows:
+            index = JsonlIndex(path)
+            assert [index.read(number) for number in range(len(rows))] == rows
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("[1, 2]", "rows.json:1: expected an object, a comma or the end"),
+            ('[{"a": 1}\n{"a": 2}]'.replace("\n", "\n!"), "rows.json:2: expected an object"),
+            ('[{"a": 1},\n{"a": ]', "rows.json:2: an object that cannot be read"),
+            ('[{"a": 1}\n', "rows.json:2: expected an object, a comma or the end"),
+            ('[{"a": 1}]\n{"a": 2}', "rows.json:2: something behind the array's end"),
+        ],
+    )
+    def test_what_is_no_array_names_its_place(
+        self, tmp_path: Path, text: str, message: str
+    ) -> None:
+        path = tmp_path / "rows.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            JsonlIndex(path)
+
+    def test_a_row_above_the_limit_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([{"a": 1}, {"a": "x" * 2**20}, {"a": 2}]))
+        index = JsonlIndex(path, access=RowAccess(max_row_mib=1))
+        assert (index.read(0), index.read(2)) == ({"a": 1}, {"a": 2})
+        with pytest.raises(ValueError, match=r"rows.json:1: the row has 1.0 MiB"):
+            index.read(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"PAR1....", "a Parquet file"),
+        (gzip.compress(b"{}"), "compressed by gzip"),
+        ('{"a": 1}'.encode("utf-16"), "text in UTF-16"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_once(tmp_path: Path, content: bytes, kind: str) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"rows is {kind}: expected JSONL"):
+        JsonlIndex(path)
