@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from rich.console import Console
 from loongplug.data.bad_samples import BadSample, BadSampleError
 from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.conversation import Medium, Video
-from loongplug.data.dataset import tokenize_sample
+from loongplug.data.dataset import require_length, tokenize_sample
 from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
+from loongplug.data.lengths import fill_words, length_table
 from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import MediaFile
 from loongplug.data.positions import Grid
@@ -26,6 +28,15 @@ from loongplug.data.video_files import decode_frames
 from loongplug.data.workers import map_rows
 
 _KNOWN_FILES = 65_536  # whose decoding is remembered, in each process
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """What is wrong with a row, and how many tokens it has, None where that cannot be said."""
+
+    findings: tuple[BadSample, ...] = ()
+    tokens: int | None = None
+    visual_tokens: int = 0
 
 
 class RowChecker:
@@ -43,22 +54,23 @@ class RowChecker:
         self._seq_length = seq_length
         self._phase = training_phase
         self._videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
+        self._visual = (processor.image_token_id, processor.video_token_id)
         self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
-    def check(self, rows: Source, index: int) -> list[BadSample]:
+    def check(self, rows: Source, index: int) -> CheckedRow:
         """Decodes the row's images and videos, too, each file once while it is remembered."""
         where = rows.where(index)
         try:
             conversation = parse_conversation(rows.read(index), where=where)
         except ValueError as error:
-            return [BadSample("row", str(error))]
+            return CheckedRow((BadSample("row", str(error)),))
         findings: list[BadSample] = []
         opened: list[Medium] = []
         grids: list[Grid] = []
         try:
             media = conversation.media(rows.media_root(index))
         except ValueError as error:  # a part that its sample does not have
-            return [BadSample("media", str(error))]
+            return CheckedRow((BadSample("media", str(error)),))
         for named in media:
             try:
                 medium = open_medium(named, videos=self._videos, where=where)
@@ -71,20 +83,24 @@ class RowChecker:
             opened.append(medium)
             grids.append(grid)
         if findings:
-            return findings
+            return CheckedRow(tuple(findings))
         try:
-            tokenize_sample(
+            tokens = tokenize_sample(
                 conversation,
                 self._processor,
                 media=opened,
                 grids=grids,
                 videos=self._videos,
                 phase=self._phase,
-                seq_length=self._seq_length,
             )
         except BadSampleError as error:
-            return [error.sample]
-        return []
+            return CheckedRow((error.sample,))
+        visual = int(np.isin(tokens.ids, self._visual).sum())
+        try:
+            require_length(len(tokens.ids), where=where, seq_length=self._seq_length)
+        except BadSampleError as error:
+            findings = [error.sample]
+        return CheckedRow(tuple(findings), len(tokens.ids), visual)
 
 
 def _fault(medium: Medium) -> str | None:
@@ -136,18 +152,21 @@ def check(
     )
     ends = np.cumsum([len(source) for source in sources])
 
-    def check_row(row: int) -> list[BadSample]:
+    def check_row(row: int) -> CheckedRow:
         source = int(np.searchsorted(ends, row, side="right"))
         return checker.check(sources[source], row - int(ends[source]) + len(sources[source]))
 
     total, bad = int(ends[-1]), 0
     kinds: Counter[str] = Counter()
-    for findings in map_rows(
+    lengths: list[tuple[int, int]] = []
+    for row in map_rows(
         check_row, total, processes=processes, console=console, title="checking rows"
     ):
-        bad += bool(findings)
-        kinds.update(finding.kind for finding in findings)
-        for finding in findings:
+        bad += bool(row.findings)
+        kinds.update(finding.kind for finding in row.findings)
+        if row.tokens is not None:
+            lengths.append((row.tokens, row.visual_tokens))
+        for finding in row.findings:
             # Names of files may be bytes that are no text, which could not be printed.
             print(finding.message.encode(errors="backslashreplace").decode(), flush=True)
     seconds = time.monotonic() - started
@@ -158,4 +177,8 @@ def check(
         highlight=False,
         soft_wrap=True,
     )
+    if lengths:
+        tokens, visual = zip(*lengths, strict=True)
+        console.print(length_table(tokens, visual))
+        console.print(fill_words(tokens, seq_length=seq_length), highlight=False, soft_wrap=True)
     return bad

@@ -154,8 +154,8 @@ class ChatDataset:
             grids=grids,
             videos=self.videos,
             phase=self.training_phase,
-            seq_length=self.seq_length,
         )
+        require_length(len(tokens.ids), where=where, seq_length=self.seq_length)
         return Sample(
             input_ids=tokens.ids,
             labels=_followed(tokens.ids, last=tokens.ids[-1], dtype=np.int64),
@@ -195,11 +195,10 @@ def tokenize_sample(
     grids: Sequence[Grid],
     videos: VideoProcessor,
     phase: TrainingPhase,
-    seq_length: int,
 ) -> Tokens:
-    """The tokens of a row; BadSampleError for a text that cannot be used, or is too long."""
+    """The tokens of a row, however many; BadSampleError for a text that cannot be used."""
     with bad_as("text"):
-        tokens = tokenize_conversation(
+        return tokenize_conversation(
             conversation,
             processor,
             phase=phase,
@@ -208,13 +207,16 @@ def tokenize_sample(
                 for medium, grid in zip(media, grids, strict=True)
             ],
         )
+
+
+def require_length(tokens: int, *, where: str, seq_length: int) -> None:
+    """BadSampleError for a sample that is longer than a sequence."""
     with bad_as("length"):
-        if len(tokens.ids) > seq_length:
+        if tokens > seq_length:
             raise ValueError(
-                f"{conversation.where}: the sample has {len(tokens.ids)} tokens, but --seq-length"
-                f" is {seq_length}: raise it, or shorten or drop the sample."
+                f"{where}: the sample has {tokens} tokens, but --seq-length is {seq_length}: raise"
+                " it, or shorten or drop the sample."
             )
-    return tokens
 
 
 def _followed[Kind: np.generic](

@@ -55,8 +55,9 @@ class JsonlIndex:
 
     def read(self, index: int) -> dict[str, Any]:
         """The row as a dictionary; ValueError when it is too large or no JSON object."""
+        content = self._row(index)
         try:
-            row = parse_row_json(self._row(index))
+            row = parse_row_json(content)
         except ValueError as error:
             what = "element" if self._array else "line"
             raise ValueError(

@@ -3,6 +3,7 @@
 from bisect import bisect_right, insort
 from dataclasses import dataclass
 
+LOOK_AHEAD = 256  # samples, unless --packing-look-ahead says otherwise
 Pack = tuple[int, ...]  # positions in the stream of samples, ascending
 
 

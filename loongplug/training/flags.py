@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
+from loongplug.data.packing import LOOK_AHEAD
 from loongplug.data.rows import MAX_ROW_MIB
 from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.typed import closest
@@ -175,9 +176,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     value(
         "--packing-look-ahead",
         "N",
-        "a sequence is filled from the next N samples (default: 256)",
+        f"a sequence is filled from the next N samples (default: {LOOK_AHEAD})",
         type=int,
-        default=256,
+        default=LOOK_AHEAD,
     )
     values(
         "--freeze-parameters",

@@ -93,7 +93,9 @@ def test_every_fault_is_found_with_its_place(
     rows = JsonlIndex(path)
     checker = RowChecker(processor, seq_length=SEQ_LENGTH, training_phase="sft")
     found = [
-        (index + 1, finding) for index in range(len(rows)) for finding in checker.check(rows, index)
+        (index + 1, finding)
+        for index in range(len(rows))
+        for finding in checker.check(rows, index).findings
     ]
     assert [(line, one.kind) for line, one in found] == [(f.line, f.kind) for f in faults]
     for (line, one), fault in zip(found, faults, strict=True):
@@ -167,6 +169,8 @@ def test_the_command_ends_with_0_when_all_is_well(
     assert (code, printed) == (0, [])
     assert "2 rows in" in summary
     assert "all can be used" in summary
+    assert "longest" in summary
+    assert "0.0% of the samples are longer than --seq-length 40." in summary
 
 
 @pytest.mark.quick
@@ -205,8 +209,8 @@ def test_media_start_at_the_media_root(
     path = tmp_path / "elsewhere" / "rows.jsonl"
     path.write_text(json.dumps(row("Read", "1", images=(name,))) + "\n")
     checker = RowChecker(processor, seq_length=40, training_phase="sft")
-    assert [one.kind for one in checker.check(JsonlIndex(path), 0)] == ["media"]
-    assert checker.check(JsonlIndex(path, access=RowAccess(media_root=tmp_path)), 0) == []
+    assert [one.kind for one in checker.check(JsonlIndex(path), 0).findings] == ["media"]
+    assert checker.check(JsonlIndex(path, access=RowAccess(media_root=tmp_path)), 0).findings == ()
 
 
 def gather(task: Callable[[int], Any], count: int, processes: int) -> list[Any]:

@@ -183,8 +183,8 @@ def test_without_a_root_media_stay_in_the_files_own_folder(
     checker = RowChecker(processor, seq_length=80, training_phase="sft")
     rows_file.rename(inside / "rows.jsonl")
     rows = opened(inside / "rows.jsonl", None, confined=True)
-    assert checker.check(rows, 0) == []
-    assert [REFUSED in fault.message for fault in checker.check(rows, 1)] == [True]
+    assert checker.check(rows, 0).findings == ()
+    assert [REFUSED in fault.message for fault in checker.check(rows, 1).findings] == [True]
 
 
 def test_commands_confine_as_well(

@@ -1,0 +1,51 @@
+"""How long samples are, and what packing would make of them: a table for people."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from loongplug.data.packing import LOOK_AHEAD, PackPlanner
+
+_COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
+
+
+def length_table(tokens: Sequence[int], visual: Sequence[int]) -> Table:
+    """Lengths of samples in tokens, and how many of these are visual; one of each by sample."""
+    table = Table(title="Lengths in tokens", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name, _ in _COLUMNS:
+        table.add_column(name, justify="right")
+    for name, values in (("samples", tokens), ("visual tokens", visual)):
+        # Lengths that are there, none between two of them.
+        found = np.percentile(values, [share for _, share in _COLUMNS], method="higher")
+        table.add_row(name, *(f"{value:,.0f}" for value in found))
+    return table
+
+
+def fill_words(tokens: Sequence[int], *, seq_length: int) -> str:
+    """One sentence: what is longer than a sequence, and how full sequences would be."""
+    fitting = [length for length in tokens if length <= seq_length]
+    above = (len(tokens) - len(fitting)) / len(tokens)
+    said = f"{above:.1%} of the samples are longer than --seq-length {seq_length:,}."
+    if not fitting:
+        return said
+    padded = sum(fitting) / (len(fitting) * seq_length)
+    packed = sum(fitting) / (packs_of(fitting, seq_length=seq_length) * seq_length)
+    return (
+        f"{said} Padded, sequences are {padded:.1%} full; with --packing, {packed:.1%}"
+        " (of these rows in this order)."
+    )
+
+
+def packs_of(tokens: Sequence[int], *, seq_length: int) -> int:
+    """How many sequences training would pack samples of such lengths into, in this order."""
+    planner = PackPlanner(seq_length=seq_length, look_ahead=LOOK_AHEAD)
+    packs = 0
+    for length in tokens:
+        planner.add(length)
+        while planner.next_pack() is not None:
+            packs += 1
+    while planner.next_pack(ended=True) is not None:
+        packs += 1
+    return packs

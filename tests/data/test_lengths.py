@@ -1,0 +1,34 @@
+"""Lengths of samples, and what packing makes of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from loongplug.data.lengths import fill_words, length_table, packs_of
+
+pytestmark = pytest.mark.quick
+
+
+def test_the_table_has_lengths_that_are_there() -> None:
+    console = Console(width=80)
+    with console.capture() as said:
+        console.print(length_table(range(1, 1001), [7] * 1000))
+    words = [line.split() for line in said.get().splitlines()]
+    assert ["samples", "501", "901", "991", "1,000"] in words
+    assert ["visual", "tokens", "7", "7", "7", "7"] in words
+
+
+def test_the_words_count_what_does_not_fit_and_what_packing_fills() -> None:
+    said = fill_words([6, 4, 6, 4, 11], seq_length=10)
+    assert said.startswith("20.0% of the samples are longer than --seq-length 10.")
+    assert "Padded, sequences are 50.0% full; with --packing, 100.0%" in said
+    assert fill_words([11], seq_length=10) == (
+        "100.0% of the samples are longer than --seq-length 10."
+    )
+
+
+@given(st.lists(st.integers(0, 10), min_size=1, max_size=600))
+def test_packs_are_no_fewer_than_the_tokens_need(lengths: list[int]) -> None:
+    packs = packs_of(lengths, seq_length=10)
+    assert -(-sum(lengths) // 10) <= packs <= len(lengths)
