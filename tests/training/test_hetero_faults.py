@@ -149,9 +149,9 @@ def test_without_a_fault_they_agree(compared, mode):
     [
         (DP, divide_by_the_replicas, False),
         pytest.param(FULL, divide_by_the_replicas, False, marks=pytest.mark.quick),
-        (DP, swap_two_units, True),
+        pytest.param(DP, swap_two_units, True, marks=pytest.mark.sweep),
         (FULL, swap_two_units, True),
-        (DP, drop_deepstack_gradients, False),
+        pytest.param(DP, drop_deepstack_gradients, False, marks=pytest.mark.sweep),
         (FULL, drop_deepstack_gradients, False),
         (FULL, finalize_too_early, False),
     ],

@@ -36,7 +36,7 @@ def single(flags, tmp_path_factory):
     [
         pytest.param(2, 1, (TP, "2"), marks=pytest.mark.sweep),
         (4, 1, (TP, "2", PP, "2", VPP, "2", "--use-distributed-optimizer")),
-        (4, 2, (TP, "4", "--sequence-parallel", *OVERLAP)),
+        pytest.param(4, 2, (TP, "4", "--sequence-parallel", *OVERLAP), marks=pytest.mark.sweep),
         pytest.param(
             4,
             1,
@@ -85,7 +85,7 @@ def slices(rank: int, *, flags: list[str]) -> list[dict[tuple[str, int, int], st
     return kept
 
 
-@pytest.mark.parametrize("encoder_tp", [1, 2])
+@pytest.mark.parametrize("encoder_tp", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_replicas_start_the_same_and_stay_so(flags, encoder_tp):
     """From random weights: nothing is loaded that would make them the same."""
     more = [*MODEL, TP, "4", f"{ENCODER_TP}={encoder_tp}", "--train-iters", "2"]

@@ -63,20 +63,22 @@ WHOLE = (*TP2_PP2, "--use-distributed-optimizer")
         (("--micro-batch-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce"), 2),
         pytest.param((*TP2_PP2, "--use-distributed-optimizer"), 4, marks=pytest.mark.sweep),
         ((*TP2_PP2, "--sequence-parallel", "--micro-batch-size", "4"), 4),
-        ((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4),
-        (
+        pytest.param((*VIRTUAL, "--tensor-model-parallel-size", "2"), 4, marks=pytest.mark.sweep),
+        pytest.param(
             (
                 *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
                 *("--overlap-grad-reduce", "--overlap-param-gather"),
             ),
             4,
+            marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             (
                 *(*TP2_PP2, "--recompute-granularity", "full", "--recompute-method", "uniform"),
                 *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
             ),
             4,
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
