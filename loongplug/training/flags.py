@@ -142,7 +142,12 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(title="LoongPlug")
+    """By subject, as ``--help`` lists them, in front of Megatron's."""
+    group: argparse._ArgumentGroup
+
+    def subject(title: str) -> None:
+        nonlocal group
+        group = parser.add_argument_group(title=f"LoongPlug: {title}")
 
     def switch(flag: str, help: str) -> None:
         group.add_argument(flag, action="store_true", help=help)
@@ -153,6 +158,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     def values(flag: str, metavar: str, help: str, **options: Any) -> None:
         value(flag, metavar, help, nargs="+", default=[], **options)
 
+    subject("the model")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
         "--model-name", metavar="NAME", help="a model of configs/models/<family>/NAME.yaml"
@@ -170,6 +176,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "packages beside loongplug whose config classes _target_ may name",
     )
     switch("--print-config", "print the model's YAML and exit")
+    subject("its weights")
+    value("--load-hf", "DIR", "start from a Hugging Face folder")
+    value("--save-hf", "DIR", "export to a Hugging Face folder at the end")
+    value("--load-lora", "DIR", "start the adapters from a folder of peft's kind")
+    value("--save-lora", "DIR", "write the adapters alone at the end, as peft loads them")
+    subject("data")
     switch(
         "--packing", "fill sequences with several samples each; batch sizes then count sequences"
     )
@@ -180,20 +192,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=LOOK_AHEAD,
     )
-    values(
-        "--freeze-parameters",
-        "PATTERN",
-        "freeze the parameters whose full names match, such as 'image_encoder.*' '*norm*'",
-    )
-    values(
-        "--train-parameters",
-        "PATTERN",
-        "train the parameters whose full names match, whatever else is frozen",
-    )
-    value("--load-hf", "DIR", "start from a Hugging Face folder")
-    value("--save-hf", "DIR", "export to a Hugging Face folder at the end")
-    value("--load-lora", "DIR", "start the adapters from a folder of peft's kind")
-    value("--save-lora", "DIR", "write the adapters alone at the end, as peft loads them")
     value(
         "--media-root",
         "DIR",
@@ -210,13 +208,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " folder says",
         type=float,
     )
-    value("--metrics-json", "FILE", "write the run's metrics to FILE")
-    value(
-        "--metrics-name",
-        "NAME",
-        "put them under NAME into that file, beside what it has from an earlier run",
-    )
-    value("--trace", "DIR", "write every rank's events to DIR, for loongplug trace")
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,
@@ -234,6 +225,18 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-text",
         "special tokens that are written in the text of rows are special tokens; else text",
     )
+    subject("which parameters are trained")
+    values(
+        "--freeze-parameters",
+        "PATTERN",
+        "freeze the parameters whose full names match, such as 'image_encoder.*' '*norm*'",
+    )
+    values(
+        "--train-parameters",
+        "PATTERN",
+        "train the parameters whose full names match, whatever else is frozen",
+    )
+    subject("the encoder's layout")
     switch(
         "--enable-encoder-hetero-dp",
         "heterogeneous DP: the ranks of a tensor parallel group encode different microbatches",
@@ -252,6 +255,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
         type=float,
     )
+    subject("memory of the host")
     away = "in host memory while the decoder works"
     switch(
         "--full-hetero-dp-cpu-offload",
@@ -272,6 +276,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " host memory between forward and backward, of " + ", ".join(NAMES),
         choices=NAMES,
     )
+    subject("what a run leaves")
+    value("--metrics-json", "FILE", "write the run's metrics to FILE")
+    value(
+        "--metrics-name",
+        "NAME",
+        "put them under NAME into that file, beside what it has from an earlier run",
+    )
+    value("--trace", "DIR", "write every rank's events to DIR, for loongplug trace")
 
 
 def _add_device(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:

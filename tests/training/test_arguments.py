@@ -366,6 +366,10 @@ def test_help_is_shown_though_megatron_s_has_bare_percent_signs(
     shown = capsys.readouterr().out
     assert "--training-phase {pretrain,sft}" in shown
     assert "--tensor-model-parallel-size" in shown
+    subjects = re.findall(r"^(?:LoongPlug: )?[a-z][\w' ]*:$", shown, re.M)
+    own = [title for title in subjects if title.startswith("LoongPlug: ")]
+    assert own[:3] == ["LoongPlug: the model:", "LoongPlug: its weights:", "LoongPlug: data:"]
+    assert subjects[1 : len(own) + 1] == own  # behind --help itself, before all of Megatron's
 
 
 @pytest.mark.quick
