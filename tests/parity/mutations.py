@@ -304,13 +304,13 @@ def same_samples_everywhere(original: Any, *args: Any, **of: Any) -> Any:
 
 @fault("a resumed run leaves out a microbatch", spec="planner-data.md S3, resume")
 @at(
-    "loongplug.data.text_stream:PaddedTexts.__init__",
+    "loongplug.data.source:padded_texts",
     where=lambda *_, **of: of["consumed_samples"] > 0,
 )
-def resume_behind_a_microbatch(original: Any, self: Any, *args: Any, **of: Any) -> None:
+def resume_behind_a_microbatch(original: Any, *args: Any, **of: Any) -> Any:
     if of["consumed_samples"]:
         of["consumed_samples"] += of["micro_batch_size"] * of["dp_size"]
-    original(self, *args, **of)
+    return original(*args, **of)
 
 
 # Gradients, their sums and factors.
@@ -555,7 +555,7 @@ def start_apart(original: Any, chunks: Any, folder: Any, **of: Any) -> None:
 
 
 @fault("ranks of a group start with the same experts", spec="placement.md P2, random state")
-@at("loongplug.models.layers.experts:get_pg_rank", where=lambda group: group.size() > 1)
+@at("loongplug.models.layers.mlp:get_pg_rank", where=lambda group: group.size() > 1)
 def experts_start_alike(original: Any, group: Any) -> int:
     return 0
 
@@ -576,7 +576,7 @@ def draw_anew(original: Any, **_: Any) -> Any:
 
 @fault("a state goes on with another's random numbers", spec="placement.md P2, random state")
 @at(
-    "loongplug.parallel.snapshot:put_generators",
+    "loongplug.parallel.snapshot:_put_generators",
     where=lambda taken: not torch.equal(torch.get_rng_state(), taken[0]),
 )
 def go_on_with_others_draws(original: Any, taken: Any) -> None:
