@@ -18,7 +18,7 @@ from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
 from loongplug.data.lengths import fill_words, length_table
 from loongplug.data.media import medium_grid, open_medium
-from loongplug.data.media_files import MediaFile
+from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess
@@ -78,7 +78,9 @@ class RowChecker:
             except ValueError as error:
                 findings.append(BadSample("media", str(error)))
                 continue
-            if (fault := self._fault(medium)) is not None:
+            # One within a row is there once, and would be kept whole.
+            look = _fault if isinstance(medium, InlineFile) else self._fault
+            if (fault := look(medium)) is not None:
                 findings.append(BadSample("pixels", f"{where}: {fault}"))
             opened.append(medium)
             grids.append(grid)

@@ -296,6 +296,8 @@ def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, An
         names = sample.named(extensions)
         parts = list(_content_parts(row, kind))
         places = [part for part in parts if part["type"] == kind and kind not in part]
+        if any(row.get(key) for key in keys):
+            continue  # the row names them itself
         if places and len(places) != len(names):
             raise ValueError(
                 f"{sample.where}: {len(places)} places for {kind}s without a name, but the sample"
@@ -303,8 +305,7 @@ def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, An
             )
         for part, name in zip(places, names, strict=False):
             part[kind] = name
-        named = bool(parts) or any(row.get(key) for key in keys)
-        if names and not named and not _frames_named(row):
+        if names and not parts and not _frames_named(row):
             row[keys[1]] = names
     return row
 

@@ -46,7 +46,7 @@ def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
         messages = tuple(
             Message(
                 each.role,
-                tuple(_parts(each.content, {}, where=where)),
+                tuple(_parts(each.content, None, where=where)),
                 _is_trained(each, each.role, where=where),
             )
             for each in checked.messages
@@ -92,18 +92,16 @@ def _is_trained(said: MessageRow | Turn, role: str, *, where: str) -> bool:
     return False not in given
 
 
-def _parts(
-    content: str | list[AnyPart], waiting: dict[str, Iterator[Part]], *, where: str
-) -> Iterator[Part]:
-    """The pieces of a message; what is ``waiting`` takes the places of parts without a path."""
+def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str) -> Iterator[Part]:
+    """The pieces of a message; media ``beside`` it take the places of parts without a path."""
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str):
             yield part
         elif isinstance(part, TextPart):
             yield part.text
-        elif _stands_for(part) in waiting:
-            yield next(waiting[_stands_for(part)])
-        elif _stands_for(part):
+        elif (marker := _stands_for(part)) and beside is not None:
+            yield beside.take(marker, fps=getattr(part, "fps", None))
+        elif marker:
             raise ValueError(
                 f"{where}: a part of type {part.type} has no path, and the row has no {part.type}s"
                 f' beside its messages: write {{"type": "{part.type}", "{part.type}": "path"}}.'
@@ -126,19 +124,17 @@ def _with_media(row: AnyRow, *, where: str) -> tuple[Message, ...]:
         if (written := sum(_places(content, marker) for _, content, _ in turns)) != len(media):
             raise ValueError(
                 f"{where}: {written} {marker} markers in the text for {len(media)} {kind} of the"
-                f" row: write one {marker} where each belongs."
+                f" row: write one {marker} where each belongs, in a list of parts"
+                f' {{"type": "{kind[:-1]}"}}.'
             )
-    waiting: dict[str, Iterator[Part]] = {
-        IMAGE_MARKER: iter([_image(path, where=where) for path in images]),
-        VIDEO_MARKER: iter([_video(source, fps=row.fps, where=where) for source in videos]),
-    }
+    beside = _Beside(row, where=where)
     return tuple(
         Message(
             role,
             tuple(
-                _fill(content, waiting)
+                _fill(content, beside)
                 if isinstance(content, str)
-                else _parts(content, waiting, where=where)
+                else _parts(content, beside, where=where)
             ),
             trained,
         )
@@ -178,12 +174,31 @@ def _stands_for(part: AnyPart) -> str:
     return VIDEO_MARKER if isinstance(part, VideoPartRow) and part.video is None else ""
 
 
-def _fill(text: str, waiting: dict[str, Iterator[Part]]) -> Iterator[Part]:
-    """The text's pieces, and what waits for each marker between them."""
+class _Beside:
+    """The media of a row beside its messages, to be taken in their order."""
+
+    def __init__(self, row: AnyRow, *, where: str) -> None:
+        self._left: dict[str, Iterator[Any]] = {
+            IMAGE_MARKER: iter(row.all_images),
+            VIDEO_MARKER: iter(row.all_videos),
+        }
+        self._fps = row.fps
+        self._where = where
+
+    def take(self, marker: str, *, fps: float | None = None) -> Part:
+        """The next that the marker stands for; ``fps`` is of this video, else the row's."""
+        source = next(self._left[marker])
+        if marker == IMAGE_MARKER:
+            return _image(source, where=self._where)
+        return _video(source, fps=self._fps if fps is None else fps, where=self._where)
+
+
+def _fill(text: str, beside: _Beside) -> Iterator[Part]:
+    """The text's pieces, and what each marker between them stands for."""
     pieces = _MARKER.split(text)  # text, marker, text, ...
     for number, piece in enumerate(pieces):
         if number % 2:
-            yield next(waiting[piece])
+            yield beside.take(piece)
         elif piece or len(pieces) == 1:
             yield piece
 

@@ -1,5 +1,6 @@
 """Image files: their size and patch grid from the header alone, and their pixels."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -76,13 +77,13 @@ def decode_image(path: MediaFile, *, where: str) -> Image.Image:
 
 # A file as it is now, with the time of its last change and its size: equal to itself later only
 # while nothing has written to it.
-FileVersion = tuple[MediaFile, int, int]
+FileVersion = tuple[MediaFile | bytes, int, int]  # of one within a row, a digest
 
 
 def file_version(path: MediaFile, *, where: str) -> FileVersion:
     """The file's present version; ValueError when there is no such image file."""
     if isinstance(path, InlineFile):
-        return path, 0, len(path.content)
+        return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:
         state = file_on_disk(path).stat()
     except OSError as error:

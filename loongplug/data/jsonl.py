@@ -46,8 +46,9 @@ class JsonlIndex:
         return len(self._index)
 
     def where(self, index: int) -> str:
-        """``path:line`` of a row, for messages."""
-        return f"{self.path}:{self._index.lines[index]}"
+        """``path:line`` of a row, for messages; many rows of an array may be in one line."""
+        row = f" row {index + 1}" if self._array else ""
+        return f"{self.path}:{self._index.lines[index]}{row}"
 
     def media_root(self, index: int) -> MediaRoot:
         """What relative paths in the row start at."""

@@ -187,6 +187,7 @@ _REFUSED = {
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _TOOLS),
     "objects": "boxes or points of objects, which LoongPlug does not write into the text",
 }
+_OTHER_PATHS = ("url", "path", "image_url", "video_url", "base64")
 _TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
 
 _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
@@ -233,8 +234,8 @@ def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
     said = [turn for key in ("messages", "conversations") for turn in _dicts(row.get(key))]
     for number, place in enumerate([row, *said]):
         of_turn = f" of message {number}" if number else ""
-        for key in _REFUSED.keys() & place.keys():
-            if place[key] not in (None, [], {}, ""):
+        for key in _REFUSED:
+            if not _is_empty(place.get(key)):
                 raise ValueError(
                     f"{where}: the key {key!r}{of_turn} has {_REFUSED[key]}: write what is meant"
                     " into the messages and drop the key, or drop the row."
@@ -246,6 +247,24 @@ def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
                     " not train on: write the turn as the user's or the assistant's text, or drop"
                     " the row."
                 )
+
+        for part in _dicts(place.get("content")) if number else ():
+            kind = part.get("type")
+            others = [key for key in _OTHER_PATHS if part.get(key) is not None]
+            if kind in ("image", "video") and part.get(kind) is None and others:
+                raise ValueError(
+                    f"{where}: a part of type {kind}{of_turn} has its path under {others[0]!r}:"
+                    f" write it under {kind!r}."
+                )
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a key says nothing: tables have each key in each row, some of them as JSON."""
+    if isinstance(value, dict):
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_empty, value))
+    return not value or value in ("[]", "{}")
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:

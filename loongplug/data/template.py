@@ -124,7 +124,13 @@ def _segments(
     if phase is None:
         return [(_render(messages, processor, where=where, prompt=True), False)]
     if not conversation.plain:
-        if phase == "sft" or not all(message.trained for message in messages):
+        left_out = [message.role for message in messages if not message.trained]
+        if phase == "pretrain" and {*left_out} - {"assistant"}:
+            raise ValueError(
+                f"{where}: with --training-phase pretrain, loss and weight can leave out answers"
+                " alone: drop them from the other turns."
+            )
+        if phase == "sft" or left_out:
             others = phase == "pretrain"
             return _assistant_segments(messages, processor, others=others, where=where)
         return [(_render(messages, processor, where=where), True)]

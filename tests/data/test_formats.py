@@ -295,13 +295,15 @@ def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -
     [
         ("rejected_response", "no"),
         ("rejected_messages", [ANSWER]),
+        ("tool_calls", [{"name": "add"}]),
         ("objects", {"ref": ["cat"], "bbox": [[0, 0, 1, 1]]}),
         ("tools", [{"name": "search"}]),
     ],
 )
 def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value: Any) -> None:
     row = {"messages": [USER, ANSWER]}
-    parse_conversation(row | {key: None}, where="r:1")  # as tables write it
+    for nothing in (None, "", "[]", False, [], {"ref": [], "bbox": []}):  # as tables write it
+        parse_conversation(row | {key: nothing}, where="r:1")
     with pytest.raises(ValueError, match=f"r:1: the key '{key}' has .* drop"):
         parse_conversation(row | {key: value}, where="r:1")
 
@@ -335,3 +337,20 @@ def test_parts_without_a_path_take_the_rows_media() -> None:
     ]
     with pytest.raises(ValueError, match="2 <image> markers in the text for 1 images"):
         parse_conversation(row | {"images": ["a.png"]}, where="r:1")
+
+
+def test_a_part_s_rate_is_of_its_video() -> None:
+    video = {"type": "video", "fps": 4.0}
+    row = {"messages": [{"role": "user", "content": [video, {"type": "video"}]}], "fps": 2.0}
+    beside = row | {"videos": [["1.png", "2.png"], "c.mp4"]}
+    assert parse_conversation(beside, where="r:1").messages[0].parts == (
+        VideoPart(("1.png", "2.png"), 4.0),
+        VideoPart("c.mp4", 2.0),
+    )
+
+
+def test_a_path_under_another_key_is_not_passed_over() -> None:
+    content = [{"type": "image", "url": "b.png"}, {"type": "image"}]
+    row = {"messages": [{"role": "user", "content": content}], "images": ["a.png", "b.png"]}
+    with pytest.raises(ValueError, match="type image of message 1 has its path under 'url'"):
+        parse_conversation(row, where="r:1")

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ class TestArray:
         assert [index.read(number) for number in (3, 1, 0, 2)] == [rows[n] for n in (3, 1, 0, 2)]
         before = text[: text.index('"b"')].rindex("{")
         second = 2 + text[:before].count("\n")
-        assert index.where(1) == f"{path}:{second}"
+        assert index.where(1) == f"{path}:{second} row 2"
 
     @given(
         rows=st.lists(st.dictionaries(st.text(max_size=9), st.text(max_size=30)), max_size=9),
@@ -172,10 +173,11 @@ class TestArray:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("[1, 2]", "rows.json:1: expected an object, a comma or the end"),
-            ('[{"a": 1}\n{"a": 2}]'.replace("\n", "\n!"), "rows.json:2: expected an object"),
-            ('[{"a": 1},\n{"a": ]', "rows.json:2: an object that cannot be read"),
-            ('[{"a": 1}\n', "rows.json:2: expected an object, a comma or the end"),
+            ('[{"a": 1},\n1]', "rows.json:2: expected an object or the end"),
+            ('[{"a": 1}\n{"a": 2}]', "rows.json:2: expected a comma or the end"),
+            ('[{"a": 1},\n{"a": [}', "rows.json:2: an object that does not end"),
+            ('[{"a": 1},\n{"a": "]}', "rows.json:2: an object that does not end"),
+            ('[{"a": 1}\n', "rows.json:2: expected a comma or the end"),
             ('[{"a": 1}]\n{"a": 2}', "rows.json:2: something behind the array's end"),
         ],
     )
@@ -187,12 +189,41 @@ class TestArray:
         with pytest.raises(ValueError, match=message):
             JsonlIndex(path)
 
+    def test_a_bad_row_is_one_bad_row(self, tmp_path: Path) -> None:
+        """Only what is asked for is parsed; rows in one line are told apart."""
+        path = tmp_path / "rows.json"
+        path.write_text('\ufeff[{"a": 1}, {"a": nothing}, {"a": 3}]', encoding="utf-8")
+        index = JsonlIndex(path)
+        assert (index.read(0), index.read(2)) == ({"a": 1}, {"a": 3})
+        with pytest.raises(ValueError, match=r"rows.json:1 row 2: not JSON .* Each element must"):
+            index.read(1)
+
+    @pytest.mark.parametrize("text", ["[1, 2]", "[[]]", "[1]\n{}"])
+    def test_a_line_that_is_a_list_is_a_bad_row_of_jsonl(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"rows.jsonl:1: a JSON list where an object was"):
+            JsonlIndex(path).read(0)
+
+    def test_a_large_row_is_passed_over_without_its_being_kept(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([{"a": "x" * 2**22}, {"a": [[]] * 2**20}, {"a": 2}]))
+        with mock.patch.object(json_array, "_CHUNK", 2**16):
+            tracemalloc.start()
+            try:
+                offsets, _ = json_array.scan_array(path)
+                _, most = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+        assert len(offsets) == 3
+        assert most < 2**20
+
     def test_a_row_above_the_limit_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.json"
         path.write_text(json.dumps([{"a": 1}, {"a": "x" * 2**20}, {"a": 2}]))
         index = JsonlIndex(path, access=RowAccess(max_row_mib=1))
         assert (index.read(0), index.read(2)) == ({"a": 1}, {"a": 2})
-        with pytest.raises(ValueError, match=r"rows.json:1: the row has 1.0 MiB"):
+        with pytest.raises(ValueError, match=r"rows.json:1 row 2: the row has 1.0 MiB"):
             index.read(1)
 
 

@@ -317,3 +317,9 @@ def test_an_answer_that_is_left_out_is_read_and_not_trained_on(
 def test_a_row_that_leaves_out_all_answers_has_nothing_to_train_on(processor: Processor) -> None:
     with pytest.raises(ValueError, match=r"rows.jsonl:3: no answer is trained on"):
         tokenize_conversation(left_out(2, 4), processor, phase="sft", placeholders=images([1]))
+
+
+def test_what_pretraining_cannot_leave_out_is_refused(processor: Processor) -> None:
+    with pytest.raises(ValueError, match="can leave out answers alone: drop them from the other"):
+        tokenize_conversation(left_out(1), processor, phase="pretrain", placeholders=images([1]))
+    tokenize_conversation(left_out(1), processor, phase="sft", placeholders=images([1]))

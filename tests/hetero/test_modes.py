@@ -23,7 +23,7 @@ OURS = {f"loongplug.hetero.{name}" for name in ("modes", "policies", "placement"
 # The flags that ask for a mode, which a rule refuses together.
 FLAGS = {"enable_encoder_hetero_dp", "enable_full_hetero_dp"}
 FLAGS_READ = {
-    *(PACKAGE / "training" / name for name in ("flags.py", "rules/hetero.py", "rules/modes.py")),
+    *(PACKAGE / "training" / name for name in ("flags.py", "rules/hetero.py")),
     PACKAGE / "verify" / "flags.py",
 }
 
