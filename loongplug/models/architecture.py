@@ -1,5 +1,6 @@
 """What every vision-language model here is described by; families derive and add their own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -8,6 +9,12 @@ from loongplug.models.lora.settings import LoraSettings
 
 if TYPE_CHECKING:
     from loongplug.data.video import VideoStyle
+
+# The sections of transformers' config.json, with the modules that each describes.
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "text_config": ("text_decoder",),
+    "vision_config": ("image_encoder", "image_projector"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.architecture import SECTIONS, VisionLanguageArchitecture
 from loongplug.models.entries import only_decoder
 from loongplug.models.parts import ArchitectureArgument, DecoderPart, Part, load
 
@@ -42,12 +42,7 @@ class InTransformers:
     config_class: str
     architecture: str
     roots: Mapping[str, str]
-    sections: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "text_config": ("text_decoder",),
-            "vision_config": ("image_encoder", "image_projector"),
-        }
-    )
+    sections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SECTIONS)
     prefixes: tuple[tuple[str, str], ...] = ()
 
 
