@@ -60,5 +60,5 @@ def test_it_is_one_sentence_and_no_hang(flags, tmp_path, killer, loads):
     assert "still ran" not in text
     assert "no report within" not in text
     assert text.count("loongplug: error") == 1, text
-    assert f"loongplug: error [rank {killer}]: RuntimeError: {SENTENCE}" in text
+    assert f"loongplug: error [rank {killer}]: ProcessDiedError: {SENTENCE}" in text
     assert "--num-workers" in text
