@@ -11,13 +11,19 @@ from loongplug.commands.options import (
     ConfineMedia,
     Device,
     Json,
+    MaxPixels,
     MaxRowMib,
+    MediaRoot,
+    MinPixels,
     Ranks,
     SpecialTokensInText,
     Steps,
+    VideoMaxPixels,
+    VideoMinPixels,
     Warmup,
     user_errors,
 )
+from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
 app = typer.Typer(
@@ -82,37 +88,78 @@ def doctor(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[Path, typer.Option(help="A Hugging Face folder, as --save-hf writes it.")],
-    data: Annotated[Path, typer.Option(help="JSONL with questions and their answers.")],
-    media_root: Annotated[
-        Path | None, typer.Option(help="What image paths are relative to; else the JSONL's folder.")
+    model: Annotated[
+        Path,
+        typer.Option(help="What --save-hf (a Hugging Face folder), --save or --save-lora wrote."),
+    ],
+    data: Annotated[Path, typer.Option(help="A data file with questions and their answers.")],
+    base: Annotated[
+        Path | None, typer.Option(help="The model of adapters; else what their config names.")
     ] = None,
+    tokenizer_model: Annotated[
+        Path | None, typer.Option(help="The folder of a checkpoint's tokenizer and processors.")
+    ] = None,
+    media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
     batch_size: Annotated[int, typer.Option(help="Questions answered at once.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 32,
     limit: Annotated[int | None, typer.Option(help="Only the first so many questions.")] = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    video_min_pixels: VideoMinPixels = None,
+    video_max_pixels: VideoMaxPixels = None,
     device: Device = "auto",
+    metric: Annotated[
+        str,
+        typer.Option(help="exact, contains, number, or package.module.function of a trusted one."),
+    ] = "exact",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Of --metric number: 0.05 is 5 % of the right answer; else 0."),
+    ] = None,
+    trusted_packages: Annotated[
+        list[str] | None,
+        typer.Option(help="A package of --metric or of the model; may be given again."),
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(help="Write every answer with its score to this JSONL file.")
+    ] = None,
     json_path: Json = None,
 ) -> None:
-    """Answer the questions of a JSONL file greedily and print the exact match."""
+    """Answer the questions of a data file greedily and print the score, per task and of all."""
     with user_errors():
+        from loongplug.convert.exported import as_hf_folder
         from loongplug.evaluate.command import evaluate as run
 
-        run(
-            model,
-            data,
-            access=RowAccess(
-                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
-            ),
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            limit=limit,
-            special_tokens_in_text=special_tokens_in_text,
-            device=device,
-            json_path=json_path,
-        )
+        trusted = trusted_packages or ()
+        with as_hf_folder(
+            model, base=base, tokenizer_model=tokenizer_model, trusted_packages=trusted
+        ) as folder:
+            run(
+                folder,
+                data,
+                access=RowAccess(
+                    media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
+                ),
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                limit=limit,
+                special_tokens_in_text=special_tokens_in_text,
+                pixel_limits=PixelLimits(
+                    min_pixels=min_pixels,
+                    max_pixels=max_pixels,
+                    video_min_pixels=video_min_pixels,
+                    video_max_pixels=video_max_pixels,
+                ),
+                device=device,
+                metric=metric,
+                tolerance=tolerance,
+                trusted_packages=trusted,
+                predictions=predictions,
+                json_path=json_path,
+            )
 
 
 @app.command("convert", context_settings=HANDS_ON)

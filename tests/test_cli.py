@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
+from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
@@ -65,7 +66,12 @@ def test_eval_defaults(calls: _Calls) -> None:
                 "max_new_tokens": 32,
                 "limit": None,
                 "special_tokens_in_text": False,
+                "pixel_limits": PixelLimits(),
                 "device": "auto",
+                "metric": "exact",
+                "tolerance": None,
+                "trusted_packages": (),
+                "predictions": None,
                 "json_path": None,
             },
         )
@@ -75,7 +81,8 @@ def test_eval_defaults(calls: _Calls) -> None:
 def test_eval_options(calls: _Calls) -> None:
     options = (
         "--media-root m --confine-media --batch-size 2 --max-new-tokens 3 --limit 4 --device cpu"
-        " --json j"
+        " --metric number --tolerance 0.1 --trusted-packages p --predictions r --json j"
+        " --max-pixels 9 --video-min-pixels 8"
     )
     assert _run("eval", "--model", "hf", "--data", "d", *options.split())[0] == 0
     assert calls[0][1] == {
@@ -84,7 +91,12 @@ def test_eval_options(calls: _Calls) -> None:
         "max_new_tokens": 3,
         "limit": 4,
         "special_tokens_in_text": False,
+        "pixel_limits": PixelLimits(max_pixels=9, video_min_pixels=8),
         "device": "cpu",
+        "metric": "number",
+        "tolerance": 0.1,
+        "trusted_packages": ["p"],
+        "predictions": Path("r"),
         "json_path": Path("j"),
     }
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from loongplug.bench.levels_work import UNIFORM, Work
 from loongplug.bench.step import spread
+from loongplug.consoles import table_console
 from loongplug.observe.shares import (
     Interval,
     Shares,
@@ -275,7 +276,7 @@ def phases_table(figures: SettingFigures) -> Table:
 
 def wide_console() -> Console:
     """As wide as the tables, whatever the terminal is."""
-    return Console(width=max(Console().width, _WIDTH))
+    return table_console(least=_WIDTH)
 
 
 def write_json(path: Path, settings: Sequence[SettingFigures], *, work: Work, rounds: int) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from loongplug.consoles import table_console
+from loongplug.parallel.launch import ranks_command
 
 _WRITING_FLAGS = ("--save", "--save-hf", "--metrics-json", "--tensorboard-dir")
 
@@ -66,14 +68,13 @@ def measure_step(
         )
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        command = [
-            sys.executable,
-            *("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"),
+        command = ranks_command(
             *("-m", "loongplug.bench.step", str(figures), str(warmup)),
             *flags,
             *(f"--train-iters={warmup + steps}", "--log-interval=1"),
             "--lr-decay-iters=1000000",  # so short a run is all warm-up by most schedules
-        ]
+            ranks=ranks,
+        )
         ended = subprocess.run(
             command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, check=False
         )
@@ -104,7 +105,7 @@ def bench_step(
             f"{', '.join(writes)}: a measured run is no training run and keeps nothing; leave "
             "these flags out."
         )
-    console = Console()
+    console = table_console()
     with console.status(f"running {warmup} + {steps} steps on {ranks} rank(s)"):
         figures = measure_step(flags, ranks=ranks, warmup=warmup, steps=steps, environment={})
     table = Table(

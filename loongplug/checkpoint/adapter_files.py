@@ -1,7 +1,7 @@
 """Adapters alone, as a folder that ``peft`` loads."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from loongplug.checkpoint.hf_gather import (
     loaded_weight,
 )
 from loongplug.checkpoint.hf_import import fill_all
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE, write_architecture
 from loongplug.checkpoint.owned import Owned, own_rank, owned_parameters
 from loongplug.checkpoint.replaced_files import check_replaceable, replaced_files
 from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor
@@ -25,10 +26,14 @@ from loongplug.checkpoint.tensor_folder import FLOATS, check_finite, shape_probl
 from loongplug.models.hf_mapping import Bundle, Source, Where, read_local
 from loongplug.models.hf_model import HuggingFaceModel, check_all_is_read
 from loongplug.models.lora.mapping import AdapterTable
-from loongplug.models.lora.peft_config import config_problems, peft_config
+from loongplug.models.lora.peft_config import (
+    ADAPTER_CONFIG_FILE,
+    config_problems,
+    peft_config,
+    read_peft_config,
+)
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 _KIND = "adapters"
 
 
@@ -44,7 +49,7 @@ def check_adapter_export(folder: Path, *, model: HuggingFaceModel) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    names = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE)
+    names = (ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE, ARCHITECTURE_FILE)
     check_replaceable(folder, kind=_KIND, writes=lambda name: name in names)
 
 
@@ -54,14 +59,16 @@ def save_adapters(
     *,
     table: AdapterTable,
     base: str | None,
+    model_yaml: Mapping[str, Any],
     on_bytes: OnBytes = ignore_bytes,
     weight_of: WeightOf = loaded_weight,
 ) -> None:
     """Write the adapters into ``folder``, in the parameters' dtype.
 
     Rank 0 writes, tensor by tensor as they are put together. Older adapters there give way as an
-    older export does. ``base`` is what the config names as the model; ``on_bytes`` and
-    ``weight_of`` as in :func:`~loongplug.checkpoint.hf_export.save_hf_folder`.
+    older export does. ``base`` is what the config names as the model, ``model_yaml`` describes it
+    in a note; ``on_bytes`` and ``weight_of`` as in
+    :func:`~loongplug.checkpoint.hf_export.save_hf_folder`.
 
     Collective: the default group; all ranks return once the folder is complete.
 
@@ -92,6 +99,7 @@ def save_adapters(
             if own_rank() == 0:
                 config = json.dumps(peft_config(table, base=base), indent=2) + "\n"
                 (building.folder / ADAPTER_CONFIG_FILE).write_text(config, encoding="utf-8")
+                write_architecture(building.folder, model_yaml, rank=0)
 
 
 def load_adapters(model_chunks: Sequence[nn.Module], folder: Path, *, table: AdapterTable) -> None:
@@ -136,7 +144,7 @@ class AdapterReader:
         self._last: tuple[str, Tensor] | None = None
         sources = [(b, source) for b in table.mapping.bundles() for source in b.sources]
         self._names = {source.name: table.file_names(b, source) for b, source in sources}
-        config = _read_config(folder)
+        config = read_peft_config(folder)
         try:
             self._file: Any = safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -185,17 +193,3 @@ class AdapterReader:
                     )
             self._last = (source.name, self._table.from_file(source, tensor))
         return self._last[1]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / ADAPTER_CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}): give the folder of adapters that --save-lora or "
-            "peft wrote."
-        ) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object: copy the file anew.")
-    return config

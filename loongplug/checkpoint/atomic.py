@@ -20,11 +20,11 @@ import torch.distributed as dist
 from loongplug.checkpoint.agreement import together
 from loongplug.checkpoint.tracker import flush
 
-_SAVING = ".saving_"
+SAVING = ".saving_"  # before the name of a checkpoint that is not whole
 _REPLACED = ".replaced_"
 # Only what has a name as given here is removed or put back.
 _CHECKPOINT = r"(iter_\d+|release)"
-_SAVING_NAME = re.compile(re.escape(_SAVING) + _CHECKPOINT + "_[0-9a-f]+")
+_SAVING_NAME = re.compile(re.escape(SAVING) + _CHECKPOINT + "_[0-9a-f]+")
 _REPLACED_NAME = re.compile(re.escape(_REPLACED) + _CHECKPOINT)
 _FILES_OF_A_CHECKPOINT = (".metadata", "metadata.json", "common.pt")
 
@@ -66,7 +66,7 @@ class AtomicSaves:
         if dist.get_rank() == 0:
             try:
                 remove_left_overs(final.parent, keep=self._under_way)
-                partial = final.with_name(f"{_SAVING}{final.name}_{secrets.token_hex(4)}")
+                partial = final.with_name(f"{SAVING}{final.name}_{secrets.token_hex(4)}")
                 partial.mkdir(parents=True)
                 made = [str(partial), None]
             except OSError as error:
@@ -116,7 +116,7 @@ def recover(folder: Path) -> None:
 
 def remove_left_overs(folder: Path, *, keep: set[Path]) -> None:
     """Remove what saves left that never ended, but for the folders in ``keep``."""
-    for partial in folder.glob(f"{_SAVING}*"):
+    for partial in folder.glob(f"{SAVING}*"):
         if partial not in keep and _SAVING_NAME.fullmatch(partial.name):
             shutil.rmtree(partial)
     for aside, final in _set_aside(folder):

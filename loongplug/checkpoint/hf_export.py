@@ -54,8 +54,6 @@ _CARRIED = (
     GENERATION_CONFIG_FILE,
     CONFIG_FILE,
 )
-# Where a converted checkpoint keeps them, so that it can be converted back by itself.
-CARRIED_FOLDER = "hugging_face"
 
 MAX_FILE_BYTES = 5 * 1024**3
 _KIND = "model"

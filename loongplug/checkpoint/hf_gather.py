@@ -30,6 +30,9 @@ from loongplug.models.hf_mapping import (
 What = Literal["weight", "grad"] | Callable[[nn.Parameter], Tensor | None]
 WeightOf = Callable[[nn.Parameter], Tensor]
 OnBytes = Callable[[int, int], None]  # bytes dealt with so far, bytes in all
+_Batch = list[tuple[Bundle, int]]  # of each bundle, which of its sources
+
+_MESSAGE = 16 * 2**20  # bytes of whole tensors; enough that a message's start costs nothing
 
 
 def ignore_bytes(done: int, total: int) -> None:
@@ -101,42 +104,72 @@ class WholeTensors:
         """Put the tensors together one after the other, each on the rank ``destination`` gives.
 
         Every rank must run the iterator to its end; it yields a bundle, one of its sources and
-        that source's tensor, on the destination only.
+        that source's tensor, on the destination only. What a rank has of small tensors that
+        follow each other travels in one message.
         """
         done, total = 0, sum(self._nbytes(b, s) for b in self.bundles for s in b.sources)
-        for bundle in self.bundles:
-            target = destination(bundle)
-            for index, source in enumerate(bundle.sources):
-                if target == own_rank():
-                    yield bundle, source, self._put_together(bundle, index)
-                else:
-                    self._send(bundle, index, target=target)
-                done += self._nbytes(bundle, source)
+        for target, batch in self._batches(destination):
+            if target == own_rank():
+                tensors = self._put_together(batch)
+                for bundle, index in batch:
+                    yield bundle, bundle.sources[index], tensors.pop(0)
+            else:
+                self._send(batch, target=target)
+            for bundle, index in batch:
+                done += self._nbytes(bundle, bundle.sources[index])
                 on_bytes(done, total)
+
+    def _batches(self, destination: Callable[[Bundle], int]) -> Iterator[tuple[int, _Batch]]:
+        """Tensors of one dtype that go to one rank, as many as a message may have or one."""
+        at: tuple[int, torch.dtype] | None = None
+        batch: _Batch = []
+        nbytes = 0
+        for bundle in self.bundles:
+            here = (destination(bundle), self.dtype(bundle))
+            for index, source in enumerate(bundle.sources):
+                size = self._nbytes(bundle, source)
+                if at is not None and (here != at or nbytes + size > _MESSAGE):
+                    yield at[0], batch
+                    batch, nbytes = [], 0
+                at = here
+                batch.append((bundle, index))
+                nbytes += size
+        if at is not None:
+            yield at[0], batch
 
     def _nbytes(self, bundle: Bundle, source: Source) -> int:
         return self.dtype(bundle).itemsize * prod(source.shape)
 
-    def _put_together(self, bundle: Bundle, index: int) -> Tensor:
-        as_it_is = self._as_it_is(bundle, index)
-        if as_it_is is not None:
-            return as_it_is
+    def _put_together(self, batch: _Batch) -> list[Tensor]:
+        tensors = []
+        awaited: dict[int, list[Tensor]] = {}  # where each rank's message goes, in its order
+        for bundle, index in batch:
+            whole = self._as_it_is(bundle, index)
+            if whole is None:
+                whole = self._of_own(bundle, index, awaited=awaited)
+            tensors.append(whole)
+        for holder, places in sorted(awaited.items()):
+            sizes = [place.numel() for place in places]
+            message = torch.empty(sum(sizes), dtype=places[0].dtype, device=self._device)
+            dist.recv(message, src=holder)
+            for place, part in zip(places, message.split(sizes), strict=True):
+                place.copy_(part.view(place.shape))
+        return tensors
+
+    def _of_own(self, bundle: Bundle, index: int, *, awaited: dict[int, list[Tensor]]) -> Tensor:
+        """The tensor with what this rank has of it; ``awaited`` gets the places of the rest."""
         shape, dtype = bundle.sources[index].shape, self.dtype(bundle)
         # Of experts that are frozen one by one, some have no gradient.
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         for piece, entry in self._pieces_and_entries(bundle):
             holder = self._holders[piece][0]
-            # Of what another rank holds, this one knows the shape.
-            local = (
-                self._local(piece)
-                if holder == own_rank()
-                else torch.empty(local_shape(bundle.row, tp=piece.parts), device="meta")
-            )
-            for where, part in _parts(entry, local, piece, index):
-                if holder != own_rank():
-                    part = torch.empty(part.shape, dtype=dtype, device=self._device)
-                    dist.recv(part, src=holder)
-                whole[where].copy_(part)
+            if holder == own_rank():
+                for where, part in _parts(entry, self._local(piece), piece, index):
+                    whole[where].copy_(part)
+            else:  # of which this rank knows the shape
+                shapes = torch.empty(local_shape(bundle.row, tp=piece.parts), device="meta")
+                places = [whole[where] for where, _ in _parts(entry, shapes, piece, index)]
+                awaited.setdefault(holder, []).extend(places)
         return whole
 
     def _as_it_is(self, bundle: Bundle, index: int) -> Tensor | None:
@@ -149,11 +182,16 @@ class WholeTensors:
         shape = bundle.sources[index].shape
         return parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else None
 
-    def _send(self, bundle: Bundle, index: int, *, target: int) -> None:
-        for piece, entry in self._pieces_and_entries(bundle):
-            if self._holders[piece][0] == own_rank():
-                for _, part in _parts(entry, self._local(piece), piece, index):
-                    dist.send(part.contiguous(), dst=target)
+    def _send(self, batch: _Batch, *, target: int) -> None:
+        parts = [
+            part.flatten()
+            for bundle, index in batch
+            for piece, entry in self._pieces_and_entries(bundle)
+            if self._holders[piece][0] == own_rank()
+            for _, part in _parts(entry, self._local(piece), piece, index)
+        ]
+        if parts:
+            dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), dst=target)
 
     def _local(self, piece: ParameterPiece) -> Tensor:
         value = self._value_of(self._parameters[piece])

@@ -15,6 +15,8 @@ from loongplug.checkpoint.tracker import TRACKER
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 DATA_FILE = "loongplug_data.json"
+# Where a converted checkpoint keeps what stood beside the weights, to be converted back by itself.
+CARRIED_FOLDER = "hugging_face"
 _NOT_THE_WEIGHTS = (
     "dropout",
     "freeze",
@@ -41,7 +43,7 @@ def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: i
         # Checkpoints without a note are not ours to describe: nothing here has compared them.
         check_architecture(save_dir, model_yaml)
     elif rank == 0:
-        _write_note(save_dir / ARCHITECTURE_FILE, model_yaml)
+        write_note(save_dir / ARCHITECTURE_FILE, model_yaml)
 
 
 def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
@@ -66,6 +68,16 @@ def check_architecture(load_dir: Path, model_yaml: Mapping[str, Any]) -> None:
             for settings in (noted, model_yaml)
         )
         refuse_differences(found, expected, folder=load_dir)
+
+
+def read_architecture(folder: Path) -> dict[str, Any] | None:
+    """The model that is noted in ``folder``, as plain data; None where there is no note.
+
+    Raises:
+        ValueError: the note is damaged, or another file.
+    """
+    path = folder / ARCHITECTURE_FILE
+    return _read_note(path, keys=("model",), without=" and export anew.")
 
 
 def refuse_differences(
@@ -95,7 +107,7 @@ def write_data_note(save_dir: Path, fingerprint: Mapping[str, Any], *, rank: int
     if (save_dir / TRACKER).is_file():
         check_data_note(save_dir, fingerprint)
     if rank == 0:
-        _write_note(save_dir / DATA_FILE, fingerprint)
+        write_note(save_dir / DATA_FILE, fingerprint)
 
 
 def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
@@ -118,7 +130,7 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         )
 
 
-def _write_note(path: Path, content: Mapping[str, Any]) -> None:
+def write_note(path: Path, content: Mapping[Any, Any]) -> None:
     """As a whole; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")

@@ -1,8 +1,15 @@
-"""The check that a resumed run goes on with the rates of its checkpoint: learning, weight decay."""
+"""The check that a resumed run goes on with the rates of its checkpoint: learning, weight decay.
 
+A run that is made longer needs no flag: the end of the course moves, and one line says so.
+"""
+
+import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
+
+import torch.distributed as dist
 
 from loongplug.parallel.parameter_groups import SavedRates
 
@@ -21,6 +28,7 @@ _MEANS = {
 }
 
 
+_ENDS = ("lr_decay_steps", "wd_incr_steps")
 _FLAGS = (
     "Give --override-opt-param-scheduler to go on with this run's flags, or "
     "--use-checkpoint-opt-param-scheduler to go on as the checkpoint's run would have."
@@ -35,18 +43,49 @@ def checked_rates(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
 
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
+        longer: dict[str, Any] = {}
         modules = getattr(self.optimizer, "saved_rates", ())
         if self.use_checkpoint_opt_param_scheduler:
             check_known(modules)
             if modules:
                 self.optimizer.use_saved_rates()
         elif not self.override_opt_param_scheduler:
-            check_rates(state_dict, {name: getattr(self, name) for name in _MEANS}, modules)
-        original(self, state_dict)
+            now = {name: getattr(self, name) for name in _MEANS}
+            longer = lengthened(state_dict, now)
+            check_rates({**state_dict, **longer}, now, modules)
+        original(self, {**state_dict, **longer})
         # Upstream has set the groups' weight decay before it took the checkpoint's.
         self.step(increment=0)
+        if "lr_decay_steps" in longer and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(f"loongplug: {_new_course(self, state_dict)}", file=sys.stderr, flush=True)
 
     return load_state_dict
+
+
+def lengthened(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the course now ends later than the checkpoint's; nothing where more has changed.
+
+    A warm-up that is over in both is over: its length may be a share of the course's.
+    """
+    changed = {name for name in _MEANS if name in saved and saved[name] != now[name]}
+    longer = {name for name in _ENDS if name in changed and now[name] > saved[name]}
+    warm_ups = (saved.get("lr_warmup_steps", 0), now["lr_warmup_steps"])
+    if longer and saved.get("num_steps", 0) >= max(warm_ups):
+        longer |= changed & {"lr_warmup_steps"}
+    return {name: now[name] for name in longer}
+
+
+def _new_course(now: Any, saved: Mapping[str, Any]) -> str:
+    before = copy.copy(now)
+    for name in _MEANS.keys() & saved.keys():
+        setattr(before, name, saved[name])
+    rates = [f"{each.get_lr({}):.3g}" for each in (before, now)]
+    went_on = f"at {rates[1]}, where it was" if rates[0] == rates[1] else "at {1}, and was {0}"
+    return (
+        "the run is longer than the checkpoint's: the learning rate's course"
+        f" ({now.lr_decay_style}) ends at sample {now.lr_decay_steps:,}, not"
+        f" {saved['lr_decay_steps']:,}; it goes on {went_on.format(*rates)}."
+    )
 
 
 def check_rates(

@@ -49,20 +49,22 @@ def check_latest(folder: Path, *, step: int | None = None) -> Path:
     return checkpoint
 
 
-def replaced_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``open`` that replaces the tracker as a whole once it is written."""
+def replaced_whole(
+    original: Callable[..., Any], *, then: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """``open`` that replaces the tracker as a whole once it is written; ``then`` follows."""
 
     @wraps(original)
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode != "w" or Path(file).name != TRACKER:
             return original(file, mode, *args, **kwargs)
-        return _replacing(Path(file))
+        return _replacing(Path(file), then)
 
     return open_
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[io.StringIO]:
+def _replacing(path: Path, then: Callable[[], None]) -> Iterator[io.StringIO]:
     text = io.StringIO()
     yield text
     part = path.with_name(f".{path.name}.part")
@@ -70,6 +72,7 @@ def _replacing(path: Path) -> Iterator[io.StringIO]:
     flush(part)
     os.replace(part, path)
     flush(path.parent)
+    then()
 
 
 def flush(path: Path) -> None:

@@ -8,16 +8,21 @@ import typer
 from loongplug.commands.options import (
     ConfineMedia,
     Files,
+    MaxPixels,
     MaxRowMib,
     MediaRoot,
+    MinPixels,
     Phase,
     Processes,
     SpecialTokensInText,
     TokenizerModel,
     VideoFps,
+    VideoMaxPixels,
+    VideoMinPixels,
     phase_named,
     user_errors,
 )
+from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
 data = typer.Typer(help="Check training data, and look at them.", no_args_is_help=True)
@@ -32,6 +37,10 @@ def data_check(
     media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
     video_fps: VideoFps = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    video_min_pixels: VideoMinPixels = None,
+    video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     processes: Processes = None,
@@ -52,6 +61,12 @@ def data_check(
                 media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
             ),
             video_fps=video_fps,
+            pixel_limits=PixelLimits(
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
+                video_min_pixels=video_min_pixels,
+                video_max_pixels=video_max_pixels,
+            ),
             special_tokens_in_text=special_tokens_in_text,
             processes=processes,
         )
@@ -66,6 +81,10 @@ def data_inspect(
     media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
     video_fps: VideoFps = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    video_min_pixels: VideoMinPixels = None,
+    video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     samples: Annotated[int, typer.Option(help="How many to show, evenly chosen.")] = 3,
@@ -86,6 +105,12 @@ def data_inspect(
                 media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
             ),
             video_fps=video_fps,
+            pixel_limits=PixelLimits(
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
+                video_min_pixels=video_min_pixels,
+                video_max_pixels=video_max_pixels,
+            ),
             special_tokens_in_text=special_tokens_in_text,
             samples=samples,
             plots=plots,

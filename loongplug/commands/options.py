@@ -18,14 +18,18 @@ def _finite(value: float | None) -> float | None:
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 Files = Annotated[
-    list[str], typer.Argument(help="JSONL files, as for --data-path: p1 p2 or w1 p1 w2 p2.")
+    list[str],
+    typer.Argument(
+        help="JSONL or Parquet files and saved datasets, as for --data-path: p1 p2 or w1 p1 w2 p2."
+    ),
 ]
 TokenizerModel = Annotated[
     Path, typer.Option(help="The folder of the model's tokenizer and processors.")
 ]
 Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
 MediaRoot = Annotated[
-    Path | None, typer.Option(help="What paths of media are relative to; else the JSONL's folder.")
+    Path | None,
+    typer.Option(help="What paths of media are relative to; else the data file's folder."),
 ]
 ConfineMedia = Annotated[
     bool,
@@ -38,6 +42,20 @@ VideoFps = Annotated[
         callback=_finite,
         help="Frames taken per second of video files; else the folder's.",
     ),
+]
+MinPixels = Annotated[
+    int | None, typer.Option(help="The least pixels of each image; else the folder's.")
+]
+MaxPixels = Annotated[
+    int | None, typer.Option(help="The most pixels of each image; else the folder's.")
+]
+VideoMinPixels = Annotated[
+    int | None,
+    typer.Option(help="The least pixels of each video, counted as its processor does."),
+]
+VideoMaxPixels = Annotated[
+    int | None,
+    typer.Option(help="The most pixels of each video, counted as its processor does."),
 ]
 MaxRowMib = Annotated[int, typer.Option(min=1, help="A row of more MiB cannot be used.")]
 SpecialTokensInText = Annotated[

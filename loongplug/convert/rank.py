@@ -32,10 +32,10 @@ from loongplug.checkpoint.dtypes import (
     give_folder_dtypes,
     usual_dtype,
 )
-from loongplug.checkpoint.hf_export import CARRIED_FOLDER, copy_carried_files, save_hf_folder
+from loongplug.checkpoint.hf_export import copy_carried_files, save_hf_folder
 from loongplug.checkpoint.hf_gather import OnBytes, WeightOf, ignore_bytes, loaded_weight
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.checkpoint.notes import write_architecture
+from loongplug.checkpoint.notes import CARRIED_FOLDER, write_architecture
 from loongplug.checkpoint.tracker import TRACKER, check_latest
 from loongplug.convert.streaming import StreamingSaveStrategy, load_in_place
 from loongplug.models.lora.mapping import adapter_table
@@ -137,6 +137,7 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
                     Path(args.save_lora),
                     table=table,
                     base=args.load_hf,
+                    model_yaml=parsed.model_yaml,
                     weight_of=weight_of,
                 )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]

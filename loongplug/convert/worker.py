@@ -4,6 +4,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from loongplug.parallel.launch import ranks_command
+
 
 def convert(flags: Sequence[str], *, ranks: int) -> None:
     """Convert on ``ranks`` processes with ``flags``.
@@ -11,11 +13,7 @@ def convert(flags: Sequence[str], *, ranks: int) -> None:
     Raises:
         ValueError: a rank failed; its own message has been printed by then.
     """
-    command = [
-        sys.executable,
-        *("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}"),
-        *("-m", "loongplug.convert.worker", *flags),
-    ]
+    command = ranks_command("-m", "loongplug.convert.worker", *flags, ranks=ranks)
     ended = subprocess.run(command, check=False)
     if ended.returncode != 0:
         raise ValueError(f"the conversion ended with exit code {ended.returncode}")

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.arrow_rows import ArrowRows, is_arrow
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
 from loongplug.data.rows import ANY_ROW, RowAccess
 
-Source = JsonlIndex | EnergonRows
+Source = JsonlIndex | EnergonRows | ArrowRows
 
 _MOST_ROWS = 2**28  # of a mixture by weights, whose order takes some 3 GB then
 
@@ -83,12 +84,14 @@ def open_rows(
 
 
 def open_source(path: Path, *, access: RowAccess, split: str | None = None) -> Source:
-    """The rows of a JSONL file, or of the folder of a prepared energon dataset.
+    """The rows of a JSONL or Parquet file, or of a folder: Parquet, saved dataset, or energon's.
 
-    Media of the latter are in its shards, so nothing is left to be confined.
+    Media of the last are in its shards, so nothing is left to be confined.
     """
     if is_energon(path):
         return EnergonRows(path, split=split, access=access)
+    if is_arrow(path):
+        return ArrowRows(path, access=access)
     return JsonlIndex(path, access=access)
 
 

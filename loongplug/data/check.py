@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
+from loongplug.consoles import table_console
 from loongplug.data.bad_samples import BadSample, BadSampleError
 from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.conversation import Medium, Video
@@ -19,6 +19,7 @@ from loongplug.data.images import decode_image
 from loongplug.data.lengths import fill_words, length_table
 from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import InlineFile, MediaFile
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess
@@ -129,6 +130,7 @@ def check(
     access: RowAccess = ANY_ROW,
     video_fps: float | None,
     special_tokens_in_text: bool = False,
+    pixel_limits: PixelLimits = FOLDERS_LIMITS,
     processes: int | None,
 ) -> int:
     """Check every row of the files, print what is wrong, and return how many rows are.
@@ -143,11 +145,15 @@ def check(
     if seq_length < 1:
         raise ValueError(f"--seq-length is {seq_length}: expected at least 1.")
     started = time.monotonic()
-    console = Console(stderr=True)
+    console = table_console(stderr=True)
     paths = parse_blend(data, flag="--data").paths
     sources = [open_source(path, access=access) for path in paths]
     checker = RowChecker(
-        load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text),
+        load_processor(
+            tokenizer_model,
+            special_tokens_in_text=special_tokens_in_text,
+            pixel_limits=pixel_limits,
+        ),
         seq_length=seq_length,
         training_phase=training_phase,
         video_fps=video_fps,

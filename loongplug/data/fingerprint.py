@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import Source
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor
@@ -86,6 +87,11 @@ def fingerprint(
 
 def _of_source(source: Source) -> dict[str, Any]:
     """Size and content; of an energon dataset, those of its shards, and its lists of them."""
+    if isinstance(source, ArrowRows):
+        return {
+            "bytes": sum(file.stat().st_size for file in source.files),
+            "digest": content_digest(*source.files),
+        }
     if isinstance(source, JsonlIndex):
         return {"bytes": source.path.stat().st_size, "digest": content_digest(source.path)}
     return {

@@ -49,7 +49,7 @@ def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
                 tuple(_parts(each.content, None, where=where)),
                 _is_trained(each, each.role, where=where),
             )
-            for each in checked.messages
+            for each in checked.turns
         )
     elif isinstance(checked, TextRow) and not media_beside:
         # What looks like a marker may well be a web page's.
@@ -150,7 +150,7 @@ def _turns(row: AnyRow, *, where: str) -> Iterator[tuple[str, str | list[AnyPart
     if isinstance(row, TextRow):
         yield PLAIN_ROLE, row.text, True
     elif isinstance(row, MessagesRow):
-        for message in row.messages:
+        for message in row.turns:
             yield message.role, message.content, _is_trained(message, message.role, where=where)
     else:
         if row.system:
@@ -203,7 +203,9 @@ def _fill(text: str, beside: _Beside) -> Iterator[Part]:
             yield piece
 
 
-def _image(source: str | Url, *, where: str) -> ImagePart:
+def _image(source: str | Url | InlineFile, *, where: str) -> ImagePart:
+    if isinstance(source, InlineFile):
+        return ImagePart(source)
     text = source.url if isinstance(source, Url) else source
     if not text.startswith("data:"):
         return ImagePart(_local(source, where=where))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,15 @@ from loongplug.data.conversation import Medium, VideoClip
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.images import image_size
 from loongplug.data.media_files import MediaFile
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import video_style_of
 from loongplug.data.workers import map_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _UNBOUNDED = 2**62  # a sequence length: samples are shown whatever their length
 
@@ -30,6 +35,7 @@ def inspect(
     access: RowAccess = ANY_ROW,
     video_fps: float | None,
     special_tokens_in_text: bool = False,
+    pixel_limits: PixelLimits = FOLDERS_LIMITS,
     samples: int,
     plots: Path | None,
     processes: int | None,
@@ -46,7 +52,9 @@ def inspect(
     if plots is not None:
         require_matplotlib()  # better now than after the work
     console = Console(highlight=False, soft_wrap=True)
-    processor = load_processor(tokenizer_model, special_tokens_in_text=special_tokens_in_text)
+    processor = load_processor(
+        tokenizer_model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+    )
     dataset = ChatDataset(
         open_rows(data, flag="--data", seed=0, access=access),
         processor=processor,
@@ -163,8 +171,14 @@ def require_matplotlib() -> None:
 
 
 def draw_histogram(values: NDArray[np.int64], path: Path, *, label: str) -> None:
-    """Write a histogram of the values [samples] as a PNG; one bar per number while they are few."""
+    """Write a histogram of the values [samples] as a PNG."""
+    histogram(values, label=label).savefig(path, dpi=120)
+
+
+def histogram(values: NDArray[np.int64], *, label: str) -> "Figure":
+    """A figure of the values [samples]; one bar per number while they are few."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     low, high = int(values.min()), int(values.max())
     edges = [value - 0.5 for value in range(low, high + 2)]
@@ -173,5 +187,7 @@ def draw_histogram(values: NDArray[np.int64], path: Path, *, label: str) -> None
     axes.hist(values, bins=edges if high - low < 50 else 50, edgecolor="white", linewidth=0.5)
     axes.set_xlabel(label)
     axes.set_ylabel("samples")
+    for axis in (axes.xaxis, axes.yaxis):  # both count
+        axis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    return figure

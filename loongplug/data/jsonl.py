@@ -38,7 +38,7 @@ class JsonlIndex:
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
         _require_text(self.path)
         self._array = is_array(self.path)
-        self._index = line_index(self.path)
+        self._index = line_index(self.path, array=self._array)
         if not len(self._index):
             raise ValueError(f"{self.path} has no rows: a dataset needs at least one line of JSON.")
 

@@ -1,12 +1,7 @@
 """Where the rows of a file start, kept in an index file beside it."""
 
-import hashlib
-import logging
-import os
-import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +9,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.json_array import is_array, scan_array
+from loongplug.data.json_array import scan_array
+from loongplug.data.kept_files import LOG, places, put_whole, version
 
 _WORTH_KEEPING = 4 * 2**20  # bytes; a smaller file is read as quickly as its index is opened
 _CHUNK = 16 * 2**20
@@ -25,8 +21,6 @@ _VERSION = 3
 # that of all behind the header.
 _HEADER = ("magic", "version", "size", "modified_ns", "rows", "checksum")
 _MAGIC = int.from_bytes(b"loongidx", "little")
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,46 +37,35 @@ class LineIndex:
         return len(self.offsets)
 
 
-def line_index(path: Path) -> LineIndex:
+def line_index(path: Path, *, array: bool = False) -> LineIndex:
     """The file's index, memory-mapped where an index file of this version of the file exists.
 
-    Otherwise the file is read, and the index of a large one is kept: beside the file or, where
+    Without one the file is read, and the index of a large one is kept: beside the file or, where
     that folder cannot be written, in the user's cache folder. Processes that do so at one time
     each write a file of their own and put it in place at once; all are equal. An index file that
     is damaged or of other data is made again, which is logged in one line.
 
+    ``array``: the file is one JSON array, and its elements are the rows.
+
     Raises ValueError for a file that is written to meanwhile.
     """
-    before = _version(path)
-    places = [path.with_name(f"{path.name}.index"), _cache_place(path)]
-    if before[0] < _WORTH_KEEPING:
-        places = []
-    for place in places:
+    before = version(path)
+    kept_at = places(path, suffix=".index") if before[0] >= _WORTH_KEEPING else []
+    for place in kept_at:
         found = _mapped(place, before)
         if isinstance(found, LineIndex):
             return found
         if found is not None:
-            _LOG.warning("%s %s: it is made again from %s.", place, found, path)
-    index = LineIndex(*scan_array(path)) if is_array(path) else scan_lines(path)
-    if _version(path) != before:
+            LOG.warning("%s %s: it is made again from %s.", place, found, path)
+    index = LineIndex(*scan_array(path)) if array else scan_lines(path)
+    if version(path) != before:
         raise ValueError(f"{path} changed while it was read: wait until it is written whole.")
-    for place in places:
+    for place in kept_at:
         with suppress(OSError):
             _keep(index, place, before)
             kept = _mapped(place, before)
             return kept if isinstance(kept, LineIndex) else index
     return index
-
-
-@contextmanager
-def said_by(first: bool) -> Iterator[None]:
-    """Of ranks that open the same files, have the ``first`` alone say what index is made again."""
-    before = _LOG.disabled
-    _LOG.disabled = before or not first
-    try:
-        yield
-    finally:
-        _LOG.disabled = before
 
 
 def scan_lines(path: Path) -> LineIndex:
@@ -118,18 +101,7 @@ def _at_blank_line(file: BinaryIO) -> bool:
     return True
 
 
-def _version(path: Path) -> tuple[int, int]:
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns
-
-
-def _cache_place(path: Path) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
-    return Path(root) / "loongplug" / f"{name}.index"
-
-
-def _mapped(place: Path, version: tuple[int, int]) -> LineIndex | str | None:
+def _mapped(place: Path, made_of: tuple[int, int]) -> LineIndex | str | None:
     """The index in this file, what is wrong with the file, or None where there is none."""
     if not place.is_file():
         return None
@@ -144,7 +116,7 @@ def _mapped(place: Path, version: tuple[int, int]) -> LineIndex | str | None:
         return "is no index of lines"
     if len(words) < width or words[1] != _VERSION:
         return "is cut off or of another version of LoongPlug"
-    if tuple(words[2:4].tolist()) != version:
+    if tuple(words[2:4].tolist()) != made_of:
         return "is of what the file was before it changed"
     rows, checksum = words[4:width].tolist()
     if len(words) != width + 2 * rows:
@@ -154,19 +126,11 @@ def _mapped(place: Path, version: tuple[int, int]) -> LineIndex | str | None:
     return LineIndex(words[width : width + rows], words[width + rows :])
 
 
-def _keep(index: LineIndex, place: Path, version: tuple[int, int]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
+def _keep(index: LineIndex, place: Path, made_of: tuple[int, int]) -> None:
     checksum = zlib.crc32(index.lines.tobytes(), zlib.crc32(index.offsets.tobytes()))
-    words = (_MAGIC, _VERSION, *version, len(index), checksum)
+    words = (_MAGIC, _VERSION, *made_of, len(index), checksum)
     assert len(words) == len(_HEADER)
     header = np.array(words, dtype=np.int64)
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-    try:
-        with open(handle, "wb") as file:
-            for part in (header, index.offsets, index.lines):
-                file.write(part.tobytes())
-        os.chmod(name, 0o644)  # other users may read the data, so let them read its index
-        os.replace(name, place)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with put_whole(place) as whole, whole.open("wb") as file:
+        for part in (header, index.offsets, index.lines):
+            file.write(part.tobytes())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, VisionInput
+from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import PlannedMicrobatch, StepSource
 
@@ -103,6 +104,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             needs=self._needs,
             vision=vision,
             patches=media.patches,
+            grids=tuple(media.grids),
             number=planned.number,
             encoder_replica=planned.encoder_replica,
             pins=self._pins,
@@ -123,6 +125,7 @@ def collate(
     needs: Sequence[TextNeeds] = (ALL_TEXT,),
     vision: VisionInput | None = None,
     patches: int = 0,
+    grids: tuple[Grid, ...] = (),
     number: int = 0,
     encoder_replica: int = 0,
     pins: bool = False,
@@ -174,6 +177,8 @@ def collate(
             vision=vision if index == 0 else None,
             segments=tuple(length for length in lengths if length) if packed else None,
             patches=patches,
+            lengths=tuple(lengths),
+            grids=grids,
             visual_places=visual_places,
             number=number,
             encoder_replica=encoder_replica,

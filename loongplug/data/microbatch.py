@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loongplug.data.positions import Grid
+
 
 @dataclass(frozen=True)
 class VisionInput:
@@ -82,6 +84,8 @@ class Microbatch:
     visual_places: tuple[NDArray[np.int64], ...] = ()
     number: int = 0  # in its step
     encoder_replica: int = 0  # which of the encoder's replicas encodes its images and videos
+    lengths: tuple[int, ...] = ()  # tokens of each sample
+    grids: tuple[Grid, ...] = ()  # of its images and videos, as ``patches``
 
     def __post_init__(self) -> None:
         if self.segments is not None:

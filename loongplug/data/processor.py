@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
 
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.special_text import SpecialTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -51,6 +52,7 @@ class Processor:
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
+    pixel_limits: PixelLimits
     patch_dim: int  # channels * temporal * patch * patch: the width of a row of pixels
 
     @property
@@ -61,16 +63,21 @@ class Processor:
 
 
 def load_processor(
-    folder: str | Path, *, tokens: VisionTokens = QWEN_TOKENS, special_tokens_in_text: bool = False
+    folder: str | Path,
+    *,
+    tokens: VisionTokens = QWEN_TOKENS,
+    special_tokens_in_text: bool = False,
+    pixel_limits: PixelLimits = FOLDERS_LIMITS,
 ) -> Processor:
     """Load tokenizer, chat template and image processor from ``folder``, without any network.
 
     ``tokens`` are those of the model's family. With ``special_tokens_in_text``, special tokens that
-    are written in a row's text are special tokens; else they are text.
+    are written in a row's text are special tokens; else they are text. ``pixel_limits`` stand
+    above the folder's.
 
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
-    has no vision tokens, no chat template or no end token, and when pixels would be scaled to
-    what is not finite.
+    has no vision tokens, no chat template or no end token, when pixels would be scaled to what is
+    not finite, and when the limits leave no size.
     """
     folder = Path(folder)
     _require_files(folder)
@@ -81,6 +88,7 @@ def load_processor(
     texts = (tokens.image, tokens.video, tokens.start, tokens.end)
     ids = _special_ids(tokenizer, texts, folder=folder)
     patch, temporal = image_processor.patch_size, image_processor.temporal_patch_size
+    pixel_limits.limit_images(image_processor, patch=(patch * image_processor.merge_size) ** 2)
     return Processor(
         tokenizer=tokenizer,
         image_processor=image_processor,
@@ -100,6 +108,7 @@ def load_processor(
         patch_size=patch,
         temporal_patch_size=temporal,
         spatial_merge_size=image_processor.merge_size,
+        pixel_limits=pixel_limits,
         patch_dim=len(image_processor.image_mean) * temporal * patch * patch,
     )
 

@@ -15,6 +15,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from loongplug.data.media_files import InlineFile
+
 _MOST_ERRORS = 3  # of one row in one message
 
 LEAST_FPS = 1e-3  # of a video: slower ones have times beyond what positions can count
@@ -48,6 +50,13 @@ def _string_or(other: str) -> Discriminator:
     return Discriminator(lambda value: "string" if isinstance(value, str) else other)
 
 
+# An image's name, or itself where rows can hold bytes.
+Image = Annotated[
+    Annotated[Name, Tag("string")] | Annotated[InlineFile, Tag("bytes")],
+    Discriminator(lambda value: "bytes" if isinstance(value, InlineFile) else "string"),
+]
+
+
 class _Schema(BaseModel):
     """Keys beside those of the schema are left alone: people keep ids and tags there."""
 
@@ -63,7 +72,7 @@ class ImagePartRow(_Schema):
     """Without ``image`` it stands for the next of the row's ``images``."""
 
     type: Literal["image"]
-    image: Name | None = None
+    image: Image | None = None
 
 
 class Url(_Schema):
@@ -76,10 +85,9 @@ UrlOrString = Annotated[
 Source = Annotated[
     Annotated[Name, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
 ]
-
-
-Paths = Annotated[
-    Annotated[Name, Tag("string")] | Annotated[list[Name], Tag("list")], _string_or("list")
+Images = Annotated[
+    Annotated[Image, Tag("one")] | Annotated[list[Image], Tag("list")],
+    Discriminator(lambda value: "one" if isinstance(value, str | InlineFile) else "list"),
 ]
 
 
@@ -131,12 +139,12 @@ class Turn(_Spoken):
 class _WithMedia(_Schema):
     """Media beside the text, which has a marker for each; ``fps`` is that of all videos."""
 
-    images: list[Name] | None = None
+    images: list[Image] | None = None
     videos: list[Source] | None = None
     fps: Rate | None = None
 
     @property
-    def all_images(self) -> list[str]:
+    def all_images(self) -> list[str | InlineFile]:
         """In the order of their markers, as are the videos."""
         return list(self.images or ())
 
@@ -148,12 +156,12 @@ class _WithMedia(_Schema):
 class _WithMedium(_WithMedia):
     """One image or video under a key of its own, as LLaVA has it."""
 
-    image: Paths | None = None
+    image: Images | None = None
     video: Name | None = None
 
     @property
-    def all_images(self) -> list[str]:
-        one = [self.image] if isinstance(self.image, str) else self.image or []
+    def all_images(self) -> list[str | InlineFile]:
+        one = self.image if isinstance(self.image, list) else [self.image] if self.image else []
         return one + super().all_images
 
     @property
@@ -163,6 +171,13 @@ class _WithMedium(_WithMedia):
 
 class MessagesRow(_WithMedia):
     messages: Annotated[list[MessageRow], Field(min_length=1)]
+    system: Text | None = None
+
+    @property
+    def turns(self) -> list[MessageRow]:
+        """The messages, behind what stands beside them for the system to say."""
+        first = [MessageRow(role="system", content=self.system)] if self.system else []
+        return [*first, *self.messages]
 
 
 class ConversationsRow(_WithMedium):
@@ -178,6 +193,7 @@ AnyRow = MessagesRow | ConversationsRow | TextRow
 
 # Keys that mean something to others, and that training would be another one without.
 _PREFERENCE = "another answer to compare with, and LoongPlug trains on one answer to a question"
+_SOUND = "sound, which LoongPlug does not read"
 _TOOLS = "tools, which LoongPlug does not put into the text"
 _REFUSED = {
     **dict.fromkeys(
@@ -185,6 +201,7 @@ _REFUSED = {
         _PREFERENCE,
     ),
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _TOOLS),
+    **dict.fromkeys(("audio", "audios"), _SOUND),
     "objects": "boxes or points of objects, which LoongPlug does not write into the text",
 }
 _OTHER_PATHS = ("url", "path", "image_url", "video_url", "base64")

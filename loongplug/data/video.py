@@ -91,6 +91,8 @@ class VideoProcessor:
         self._transform: Any = None
         self._fps = fps
         self.style = style
+        if processor.pixel_limits.of_videos:
+            self._loaded(where="--video-min-pixels, --video-max-pixels")  # wrong ones are told now
 
     def clip(self, video: VideoFile, *, where: str) -> VideoClip:
         """Choose the frames to take of a video file; reads its header.
@@ -218,6 +220,8 @@ def _load(processor: Processor, style: VideoStyle, *, where: str) -> Any:
             )
     if problem := scaling_problem(transform):
         raise ValueError(f"{where}: the video processor in {processor.folder} has {problem}.")
+    token = (processor.patch_size * processor.spatial_merge_size) ** 2
+    processor.pixel_limits.limit_videos(transform, patch=token)
     # Unset means False, with a warning for each process.
     transform.cap_pixels_per_frame = bool(transform.cap_pixels_per_frame)
     return transform

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from loongplug.consoles import table_console
 
 if TYPE_CHECKING:
     from loongplug.estimate.estimate import RankMemory
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
 
 FITS, TOO_LARGE = 0, 1
+USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
 _GB, _MB = 10**9, 10**6
 # What the machine of the run has and this one may not; none of it changes what is counted.
 _OF_THE_MACHINE = frozenset(("device", "transformer_impl", "distributed_backend"))
@@ -33,8 +37,9 @@ def estimate(
 ) -> int:
     """Run the command; gives its exit code, :data:`FITS` or :data:`TOO_LARGE`.
 
-    ``visual_tokens`` of each sample stand in for the images of the data. ``device_memory`` is in
-    GB; without it, whatever comes out fits.
+    ``visual_tokens`` of each sample stand in for the images of the data; the flags need name
+    neither data nor tokenizer then. ``device_memory`` is in
+    GB, of which :data:`USABLE` may be filled; without it, whatever comes out fits.
 
     Raises:
         ValueError: the flags or the options cannot be used.
@@ -43,8 +48,10 @@ def estimate(
         raise ValueError(f"--ranks is {ranks}: expected how many the run will have, 1 or more")
     if device_memory is not None and device_memory <= 0:
         raise ValueError(f"--device-memory is {device_memory}: expected GB, above 0")
-    with _quiet():
-        parsed = parsed_for(flags, ranks=ranks)
+    with _quiet(), TemporaryDirectory(prefix="loongplug-estimate-") as folder:
+        parsed = parsed_for(
+            flags, ranks=ranks, stand_ins=None if visual_tokens is None else Path(folder)
+        )
         from loongplug.estimate.estimate import estimate as run
         from loongplug.estimate.units import units_of_data, units_of_size
 
@@ -66,16 +73,27 @@ def estimate(
     if device_memory is None:
         return FITS
     fullest = max(each.total for each in found)
-    fits = fullest <= device_memory * _GB
+    fits = fits_in(fullest, device_memory=device_memory)
     print(
         f"{'fits' if fits else 'does not fit'}: the fullest rank needs {fullest / _GB:.2f} of "
-        f"{device_memory:g} GB, without what the device's own libraries take"
+        f"{USABLE * device_memory:.4g} GB; {1 - USABLE:.0%} of the device's {device_memory:g} GB "
+        "are kept free for its own libraries"
     )
     return FITS if fits else TOO_LARGE
 
 
-def parsed_for(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
-    """The checked arguments of the first rank, for tensors that are on no device."""
+def fits_in(nbytes: int, *, device_memory: float) -> bool:
+    """Whether a rank's bytes fit in the usable part of a device of so many GB."""
+    return nbytes <= USABLE * device_memory * _GB
+
+
+def parsed_for(
+    flags: Sequence[str], *, ranks: int, stand_ins: Path | None = None
+) -> "ParsedArguments":
+    """The checked arguments of the first rank, for tensors that are on no device.
+
+    In the folder ``stand_ins`` there will be a tokenizer for flags that name none.
+    """
     from loongplug.platform import activate
 
     activate("cpu")
@@ -83,6 +101,10 @@ def parsed_for(flags: Sequence[str], *, ranks: int) -> "ParsedArguments":
     from loongplug.verify.plan import first_rank
 
     read_command_line(flags)  # refuses what is no flag before it is taken apart
+    if stand_ins is not None:
+        from loongplug.estimate.stand_in_data import with_stand_ins
+
+        flags = with_stand_ins(flags, stand_ins)
     return first_rank([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"], ranks=ranks)
 
 
@@ -138,7 +160,7 @@ def _print(
     table.add_row("in the optimizer's step", *(_shown(each.step, unit) for each in found))
     if any(each.host for each in found):
         table.add_row("named tensors on the host", *(_shown(each.host, unit) for each in found))
-    Console().print(table)
+    table_console().print(table)
 
 
 def _shown(nbytes: int, unit: int) -> str:

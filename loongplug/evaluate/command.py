@@ -1,23 +1,25 @@
 """What ``loongplug eval`` does."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from loongplug.consoles import table_console
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
-from loongplug.evaluate.questions import read_questions
+from loongplug.evaluate.metrics import Metric, metric_named
+from loongplug.evaluate.questions import Question, read_questions
 from loongplug.evaluate.report import (
-    is_match,
     print_scores,
     print_wrong,
     progress,
     tally,
-    tally_by_kind,
+    tally_by_task,
+    write_predictions,
 )
 from loongplug.observe.metrics_file import merge_metrics, read_metrics
 from loongplug.platform import choose_device
@@ -32,18 +34,26 @@ def evaluate(
     max_new_tokens: int,
     limit: int | None,
     special_tokens_in_text: bool = False,
+    pixel_limits: PixelLimits = FOLDERS_LIMITS,
     device: str,
+    metric: str = "exact",
+    tolerance: float | None = None,
+    trusted_packages: Sequence[str] = (),
+    predictions: Path | None = None,
     json_path: Path | None,
 ) -> float:
-    """Let the model in folder ``model`` answer the questions in ``data``; return the exact match.
+    """Let the model in folder ``model`` answer the questions in ``data``; return the mean score.
 
-    Prints the exact match overall and per kind of question (a row's ``kind`` or ``task``), and a
-    few wrong answers. ``json_path`` gets ``exact_match``, ``eval_samples`` and ``eval_seconds``
-    (without loading the model); what else it holds stays.
+    Prints the score overall and per task (a row's ``task`` or ``kind``), and a few wrong answers.
+    ``metric``, ``tolerance`` and ``trusted_packages`` are as in
+    :func:`~loongplug.evaluate.metrics.metric_named`. ``predictions`` gets every answer as JSONL.
+    ``json_path`` gets the score by the metric's name (``exact_match``), ``scores_per_task``,
+    ``eval_samples`` and ``eval_seconds`` (without loading the model); what else it holds stays.
 
     Raises:
         ValueError: one sentence on what is wrong with the folder, the data or the options.
     """
+    scored = metric_named(metric, tolerance=tolerance, trusted_packages=trusted_packages)
     for name, value in (
         ("--batch-size", batch_size),
         ("--max-new-tokens", max_new_tokens),
@@ -53,9 +63,13 @@ def evaluate(
             raise ValueError(f"{name} is {value}: it must be at least 1.")
     if json_path is not None:
         read_metrics(json_path)  # better now than after the work
-    console = Console()
+    if predictions is not None:
+        _require_place(predictions)
+    console = table_console()
     hf_model = load_model(model, device=choose_device(device))
-    processor = load_processor(model, special_tokens_in_text=special_tokens_in_text)
+    processor = load_processor(
+        model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+    )
     _require_fit(processor, hf_model.config)
 
     started = time.monotonic()
@@ -67,6 +81,7 @@ def evaluate(
         limit=limit,
         video_style=video_style,
     )
+    _try_metric(scored, questions)
     with progress(len(questions), console) as on_done:
         answers = generate_answers(
             hf_model,
@@ -79,18 +94,44 @@ def evaluate(
         )
     seconds = time.monotonic() - started
 
-    matches = [is_match(a, q.answer) for a, q in zip(answers, questions, strict=True)]
-    overall = tally(matches)
-    print_scores(console, overall, by_kind=tally_by_kind(matches, [q.kind for q in questions]))
-    print_wrong(console, questions, answers=answers, matches=matches)
+    pairs = zip(questions, answers, strict=True)
+    scores = [_score(scored, answer, question=question) for question, answer in pairs]
+    if predictions is not None:
+        write_predictions(predictions, questions, answers=answers, scores=scores)
+    overall = tally(scores)
+    by_task = tally_by_task(scores, [question.task for question in questions])
+    print_scores(console, overall, by_task=by_task, title=scored.title)
+    print_wrong(console, questions, answers=answers, scores=scores)
     if json_path is not None:
         metrics = {
-            "exact_match": overall.share,
+            scored.key: overall.share,
+            "scores_per_task": {name: each.share for name, each in by_task.items()},
             "eval_samples": overall.total,
             "eval_seconds": round(seconds, 3),
         }
         merge_metrics(json_path, metrics)
     return overall.share
+
+
+def _require_place(predictions: Path) -> None:
+    if predictions.is_dir() or not predictions.parent.is_dir():
+        raise ValueError(
+            f"--predictions is {predictions}: expected the name of a file in a folder that exists."
+        )
+
+
+def _try_metric(metric: Metric, questions: Sequence[Question]) -> None:
+    """What cannot be scored is better known before the model's work: right answers try it."""
+    for question in questions:
+        _score(metric, question.answer, question=question)
+
+
+def _score(metric: Metric, answer: str, *, question: Question) -> float:
+    try:
+        return float(metric.score(answer, question.answer))
+    except ValueError as error:
+        right = f"the right answer {question.answer!r:.80}"
+        raise ValueError(f"{question.where}: {right} cannot be compared: {error}.") from error
 
 
 def _require_fit(processor: Processor, config: Any) -> None:

@@ -28,7 +28,8 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
 
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"No config.json in {folder}: give a Hugging Face model folder, as --save-hf writes it."
+            f"No config.json in {folder}: give a Hugging Face model folder, as --save-hf writes it,"
+            " a checkpoint's, as --save does, or one of adapters."
         )
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""Rows of a JSONL file as questions with their right answers."""
+"""Rows of a data file as questions with their right answers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.blend import open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
-from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import tokenize_prompt
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
-_KIND_KEYS = ("kind", "task")
+_TASK_KEYS = ("task", "kind")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Question:
     input_ids: NDArray[np.int64]  # [n], images and videos expanded
     media: tuple[Medium, ...]  # in the order of their tokens
     answer: str
-    kind: str | None  # what the row says it is, for scores per kind
+    text: str  # of the message that is answered
+    task: str | None  # what the row says it is, for scores per task
     where: str  # path:line
 
 
@@ -42,7 +43,7 @@ def read_questions(
     Raises:
         ValueError: no file, no rows, or a row that cannot be asked, with its place.
     """
-    rows = JsonlIndex(data, access=access)
+    rows = open_source(data, access=access)
     videos = VideoProcessor(processor, video_style)
     questions: list[Question] = []
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
@@ -68,13 +69,14 @@ def read_questions(
             )
             for medium in media
         ]
-        kind = next((row[key] for key in _KIND_KEYS if key in row), None)
+        task = next((row[key] for key in _TASK_KEYS if key in row), None)
         questions.append(
             Question(
                 input_ids=tokenize_prompt(prompt, processor, placeholders=placeholders),
                 media=media,
                 answer=last.text,
-                kind=None if kind is None else str(kind),
+                text=asked[-1].text if asked else "",
+                task=None if task is None else str(task),
                 where=where,
             )
         )

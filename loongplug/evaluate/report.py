@@ -1,9 +1,11 @@
 """How many answers are right, and what a person sees of an evaluation."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,32 +20,27 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True)
 class Tally:
-    """How many answers there were and how many of them were right."""
+    """What the answers to some questions are worth, each from 0 to 1, and how many there are."""
 
-    correct: int
+    points: float
     total: int
 
     @property
     def share(self) -> float:
-        """The exact match, from 0 to 1."""
-        return self.correct / self.total if self.total else 0.0
+        """The mean score, from 0 to 1."""
+        return self.points / self.total if self.total else 0.0
 
 
-def is_match(given: str, expected: str) -> bool:
-    """Whether two answers are the same text, white space around them aside."""
-    return given.strip() == expected.strip()
+def tally(scores: Sequence[float]) -> Tally:
+    """Over all answers."""
+    return Tally(points=sum(scores), total=len(scores))
 
 
-def tally(matches: Sequence[bool]) -> Tally:
-    """The count over all answers."""
-    return Tally(correct=sum(matches), total=len(matches))
-
-
-def tally_by_kind(matches: Sequence[bool], kinds: Sequence[str | None]) -> dict[str, Tally]:
-    """The count per kind of question, by name; questions without a kind are left out."""
-    names = sorted({kind for kind in kinds if kind is not None})
-    pairs = list(zip(matches, kinds, strict=True))
-    return {name: tally([match for match, kind in pairs if kind == name]) for name in names}
+def tally_by_task(scores: Sequence[float], tasks: Sequence[str | None]) -> dict[str, Tally]:
+    """Per task, by name; questions without a task are left out."""
+    names = sorted({task for task in tasks if task is not None})
+    pairs = list(zip(scores, tasks, strict=True))
+    return {name: tally([score for score, task in pairs if task == name]) for name in names}
 
 
 @contextmanager
@@ -76,13 +73,15 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int], None]]:
     yield line
 
 
-def print_scores(console: Console, overall: Tally, *, by_kind: Mapping[str, Tally]) -> None:
-    """The exact match, overall and per kind of question."""
-    table = Table("questions", "right", "of", "exact match")
+def print_scores(
+    console: Console, overall: Tally, *, by_task: Mapping[str, Tally], title: str
+) -> None:
+    """The scores overall and per task; ``title`` names the metric."""
+    table = Table("task", "right", "of", title)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, tally in (*by_kind.items(), ("all", overall)):
-        table.add_row(Text(name), str(tally.correct), str(tally.total), f"{tally.share:.1%}")
+    for name, tally in (*by_task.items(), ("all", overall)):
+        table.add_row(Text(name), f"{tally.points:.6g}", str(tally.total), f"{tally.share:.1%}")
     console.print(table)
 
 
@@ -91,13 +90,13 @@ def print_wrong(
     questions: Sequence[Question],
     *,
     answers: Sequence[str],
-    matches: Sequence[bool],
+    scores: Sequence[float],
 ) -> None:
-    """A few wrong answers with their places."""
+    """A few answers that are not all right, with their places."""
     wrong = [
         (question, answer)
-        for question, answer, match in zip(questions, answers, matches, strict=True)
-        if not match
+        for question, answer, score in zip(questions, answers, scores, strict=True)
+        if score < 1
     ]
     if not wrong:
         return
@@ -105,3 +104,24 @@ def print_wrong(
     for question, answer in wrong[:WRONG_ANSWERS_SHOWN]:
         line = f"  {question.where}: {answer.strip()!r} instead of {question.answer.strip()!r}"
         console.print(Text(line), soft_wrap=True)
+
+
+def write_predictions(
+    path: Path,
+    questions: Sequence[Question],
+    *,
+    answers: Sequence[str],
+    scores: Sequence[float],
+) -> None:
+    """One JSON object a line, in the order of the questions."""
+    with path.open("w", encoding="utf-8") as file:
+        for question, answer, score in zip(questions, answers, scores, strict=True):
+            found = {
+                "row": question.where,
+                "task": question.task,
+                "question": question.text,
+                "answer": question.answer,
+                "prediction": answer,
+                "score": score,
+            }
+            file.write(json.dumps(found, ensure_ascii=False) + "\n")

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 
+from loongplug.consoles import table_console
 from loongplug.observe.chrome import write_chrome_trace
 from loongplug.observe.exchange_report import combined_by_rank, draw_exchanges, exchange_table
 from loongplug.observe.picture import draw_timeline, require_matplotlib
@@ -43,8 +43,7 @@ def trace(folder: Path, *, step: int | None) -> None:
     """
     require_matplotlib()
     traces = read_folder(folder)
-    terminal = Console()
-    console = Console(width=max(terminal.width, _WIDTH))
+    console = table_console(least=_WIDTH)
     for line in _missing(traces, folder):
         console.print(line, soft_wrap=True)
     write_chrome_trace(traces, folder / "trace.json")

@@ -7,13 +7,20 @@ rank that failed first.
 import os
 import sys
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+
+def ranks_command(*program: str, ranks: int) -> list[str]:
+    """What starts ``ranks`` processes of a program (``-m``, its module, its words) here."""
+    launcher = ("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={ranks}")
+    return [sys.executable, *launcher, *program]
 
 
 def main() -> None:
     """Start the ranks and wait for their end. A rank that was killed could not say so itself."""
+    # Whoever only asks for the command does without torch.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     # Where torchrun copies the ranks' reasons to, for what has started it; without, it complains.
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.devnull
     try:

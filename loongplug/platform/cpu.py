@@ -23,7 +23,13 @@ import torch.utils._device
 
 from loongplug.platform.active import Platform
 from loongplug.platform.copies import HostCopies
-from loongplug.platform.gloo import uneven_all_gather, uneven_reduce_scatter
+from loongplug.platform.gloo import (
+    exchanged_all_gather,
+    exchanged_all_reduce,
+    exchanged_gather_into_tensor,
+    exchanged_reduce_scatter,
+    exchanged_reduce_scatter_tensor,
+)
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _HOST = torch.device("cpu")
@@ -174,6 +180,7 @@ _FACTORY = "upstream calls it with device='cuda' (or pinned, as a stop on the wa
 _DRIVER = "asks the CUDA driver, which is not there"
 _ONE_QUEUE = "streams and events order GPU work; a CPU has one queue"
 _RNG = "upstream's RNG tracker keeps the state of the device's generator: here the host's"
+_RING = "gloo's ring waits for a thread of another process once a step; one exchange waits once"
 _UNEVEN = "experts' tokens differ in number from rank to rank, and gloo wants equal sizes"
 
 CPU_ROWS: tuple[Replacement, ...] = (
@@ -208,8 +215,12 @@ CPU_ROWS: tuple[Replacement, ...] = (
          _another(_itself)),
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
-    _row("torch.distributed.all_gather", _UNEVEN, wrapper=uneven_all_gather),
-    _row("torch.distributed.reduce_scatter", _UNEVEN, wrapper=uneven_reduce_scatter),
+    _row("torch.distributed.all_gather", _UNEVEN, wrapper=exchanged_all_gather),
+    _row("torch.distributed.reduce_scatter", _UNEVEN, wrapper=exchanged_reduce_scatter),
+    _row("torch.distributed.all_reduce", _RING, wrapper=exchanged_all_reduce),
+    _row("torch.distributed.all_gather_into_tensor", _RING, wrapper=exchanged_gather_into_tensor),
+    _row("torch.distributed.reduce_scatter_tensor", _RING,
+         wrapper=exchanged_reduce_scatter_tensor),
 )  # fmt: skip
 
 

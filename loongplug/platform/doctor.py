@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from loongplug.consoles import table_console
 from loongplug.platform.machine import MachineFacts, collect
 
 GIB = 1024**3
@@ -63,7 +64,7 @@ def doctor(*, device: str, as_json: bool) -> int:
     if as_json:
         print(diagnosis.as_json())
     else:
-        print_diagnosis(diagnosis, Console())
+        print_diagnosis(diagnosis, table_console())
     return diagnosis.exit_code
 
 

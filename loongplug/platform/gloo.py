@@ -1,7 +1,9 @@
-"""Collectives over tensors of different sizes, which gloo lacks and NCCL has.
+"""Collectives on the CPU as one exchange: each rank sends each other one what that one needs.
 
-The tokens that experts get differ from rank to rank. Both functions are one exchange of pieces;
-every rank knows all sizes, so all take the same way.
+gloo lacks tensors of different sizes, which NCCL has, and it goes around a ring: each of its
+steps waits for a thread of another process, and a small tensor costs nothing else. In one
+exchange nobody waits twice. The pieces are added up in the order of the ranks, on every rank
+alike. Every rank knows all sizes, so all take the same way.
 """
 
 import functools
@@ -11,24 +13,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+# Bytes that a rank sends to all others. Above, the ring's fewer bytes are worth its steps.
+_SMALL = 256 * 1024
+
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda pieces: pieces.sum(0, dtype=pieces.dtype),
+    dist.ReduceOp.MAX: lambda pieces: pieces.amax(0),
+    dist.ReduceOp.MIN: lambda pieces: pieces.amin(0),
+}
 
 
-def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.all_gather`` for a list of tensors that differ in size."""
+def exchanged_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_gather``, also for a list of tensors that differ in size."""
 
     @functools.wraps(original)
     def all_gather(
         tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        if async_op or _alike(tensor_list):
-            return original(tensor_list, tensor, group, async_op)
         sizes = [each.numel() for each in tensor_list]
+        ours = _ours(group, async_op) and (len(set(sizes)) > 1 or _small(tensor, len(sizes)))
+        if not ours:
+            return original(tensor_list, tensor, group, async_op)
         received = tensor.new_empty(sum(sizes))
-        dist.all_to_all_single(
+        _exchange(
             received,
             tensor.flatten().repeat(len(sizes)),
-            output_split_sizes=sizes,
-            input_split_sizes=[tensor.numel()] * len(sizes),
+            sizes,
+            [tensor.numel()] * len(sizes),
             group=group,
         )
         for target, piece in zip(tensor_list, received.split(sizes), strict=True):
@@ -38,8 +51,8 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.reduce_scatter`` for a list of tensors that differ in size."""
+def exchanged_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.reduce_scatter``, also for a list of tensors that differ in size."""
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -49,22 +62,101 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        if async_op or op != dist.ReduceOp.SUM or _alike(input_list):
+        if not _ours(group, async_op) or op not in _REDUCTIONS:
             return original(output, input_list, op, group, async_op)
-        count = len(input_list)
-        received = output.new_empty(count, output.numel())
-        dist.all_to_all_single(
-            received.view(-1),
-            torch.cat([each.flatten() for each in input_list]),
-            output_split_sizes=[output.numel()] * count,
-            input_split_sizes=[each.numel() for each in input_list],
-            group=group,
-        )
-        output.copy_(received.sum(0).view_as(output))
+        sizes = [each.numel() for each in input_list]
+        _reduce_pieces(output, torch.cat([each.flatten() for each in input_list]), sizes, op, group)
         return None
 
     return reduce_scatter
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.shape for tensor in tensors}) == 1
+def exchanged_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_gather_into_tensor`` in one exchange."""
+
+    @functools.wraps(original)
+    def all_gather_into_tensor(
+        output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        ranks = dist.get_world_size(group)
+        if not _ours(group, async_op) or not _small(input_tensor, ranks):
+            return original(output_tensor, input_tensor, group, async_op)
+        received = _to_all(input_tensor, ranks, group=group)
+        output_tensor.copy_(received.view_as(output_tensor))
+        return None
+
+    return all_gather_into_tensor
+
+
+def exchanged_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.reduce_scatter_tensor`` in one exchange."""
+
+    @functools.wraps(original)
+    def reduce_scatter_tensor(
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if not _ours(group, async_op) or op not in _REDUCTIONS:
+            return original(output, input, op, group, async_op)
+        sizes = [output.numel()] * dist.get_world_size(group)
+        _reduce_pieces(output, input.flatten(), sizes, op, group)
+        return None
+
+    return reduce_scatter_tensor
+
+
+def exchanged_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_reduce`` in one exchange."""
+
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        ranks = dist.get_world_size(group)
+        if not _ours(group, async_op) or op not in _REDUCTIONS or not _small(tensor, ranks):
+            return original(tensor, op, group, async_op)
+        tensor.copy_(_REDUCTIONS[op](_to_all(tensor, ranks, group=group)).view_as(tensor))
+        return None
+
+    return all_reduce
+
+
+def _ours(group: Any, async_op: bool) -> bool:
+    """Whether the caller waits, on a group that others are in too and that gathers no calls."""
+    if async_op or dist.get_world_size(group) < 2:
+        return False
+    waiting = distributed_c10d._world.pg_coalesce_state
+    return not waiting or (group or dist.group.WORLD) not in waiting
+
+
+def _small(tensor: Tensor, ranks: int) -> bool:
+    return tensor.nbytes * ranks <= _SMALL
+
+
+def _to_all(tensor: Tensor, ranks: int, *, group: Any) -> Tensor:
+    """What all ranks gave: [ranks, elements of tensor]."""
+    received = tensor.new_empty(ranks, tensor.numel())
+    _exchange(received.view(-1), tensor.flatten().repeat(ranks), [], [], group=group)
+    return received
+
+
+def _reduce_pieces(output: Tensor, sent: Tensor, sizes: list[int], op: Any, group: Any) -> None:
+    """Fill ``output`` with the sum (or ``op``) of what each rank has for it.
+
+    ``sent`` has this rank's piece for each rank, of these ``sizes``.
+    """
+    received = output.new_empty(len(sizes), output.numel())
+    own = [output.numel()] * len(sizes)
+    _exchange(received.view(-1), sent, own, sizes, group=group)
+    output.copy_(_REDUCTIONS[op](received).view_as(output))
+
+
+def _exchange(
+    received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int], *, group: Any
+) -> None:
+    """all_to_all_single of the group itself: one collective for who looks on, the caller's."""
+    group = group or dist.group.WORLD
+    group.alltoall_base(received, sent, sizes, sent_sizes).wait()

@@ -104,12 +104,15 @@ Losses = dict[str, torch.Tensor]
 
 
 def training_log_table(
-    on_iteration: Callable[[int, Losses], None],
+    on_iteration: Callable[..., None],
     *,
     on_evaluation: Callable[[Losses], None],
     interval: int,
 ) -> ReplacementTable:
-    """Call ``on_iteration(iteration, losses)`` and ``on_evaluation(losses)`` as training goes.
+    """Call ``on_iteration`` and ``on_evaluation(losses)`` as training goes.
+
+    ``on_iteration(iteration, losses, learning_rate=, grad_norm=)`` gets numbers that the host has
+    by then, None on ranks that know none.
 
     They are called after Megatron's own logging of an iteration and after each evaluation, on
     every rank; ``losses`` is empty but on the last pipeline stage. Megatron logs every ``interval``
@@ -124,6 +127,10 @@ def training_log_table(
             total_loss_dict: dict[str, Any],
             learning_rate: float | None,
             iteration: int,
+            loss_scale: float,
+            report_memory_flag: bool,
+            skipped_iter: int,
+            grad_norm: float | None,
             *args: Any,
             is_first_iteration: bool = False,
             **kwargs: Any,
@@ -133,11 +140,15 @@ def training_log_table(
                 total_loss_dict,
                 learning_rate,
                 iteration,
+                loss_scale,
+                report_memory_flag,
+                skipped_iter,
+                grad_norm,
                 *args,
                 is_first_iteration=is_first_iteration and iteration % interval != 0,
                 **kwargs,
             )
-            on_iteration(iteration, loss_dict)
+            on_iteration(iteration, loss_dict, learning_rate=learning_rate, grad_norm=grad_norm)
             return result
 
         return training_log
@@ -151,6 +162,27 @@ def training_log_table(
             return losses, other, timed_out
 
         return evaluate
+
+    def once(original: Callable[..., Any]) -> Callable[..., Any]:
+        evaluated: int | None = None  # the iteration of the last evaluation
+
+        @functools.wraps(original)
+        def evaluate_and_print_results(
+            prefix: str,
+            forward_step_func: Any,
+            data_iterator: Any,
+            model: Any,
+            iteration: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            nonlocal evaluated
+            if prefix.endswith("on validation set") and iteration == evaluated:
+                return
+            evaluated = iteration
+            original(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
+
+        return evaluate_and_print_results
 
     return ReplacementTable(
         "training log",
@@ -172,6 +204,15 @@ def training_log_table(
                 parameters="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
                 "config, verbose, non_loss_data_func, eval_iters, pg_collection, p2p_communicator)",
                 reason="the only place that knows the validation loss; it has no hook",
+            ),
+            Replacement(
+                target="megatron.training.training.evaluate_and_print_results",
+                wrapper=once,
+                parameters="(prefix, forward_step_func, data_iterator, model, iteration, "
+                "process_non_loss_data_func, config, verbose, write_to_tensorboard, "
+                "non_loss_data_func, pg_collection, p2p_communicator)",
+                reason="after training, validates again what it has just validated where the last "
+                "iteration ends an interval",
             ),
         ),
     )

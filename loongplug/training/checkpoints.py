@@ -1,7 +1,8 @@
 """How a run or a conversion deals with checkpoints: which folders are fit, how they are written."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from loongplug.platform.upstream_saving import (
 from loongplug.training.packing_place import with_packing_place
 
 
-def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
+def use_whole_checkpoints(
+    platform: Platform, *, asynchronous: bool, saved: Callable[[], None] = lambda: None
+) -> None:
     """Have Megatron write checkpoints that are there whole or not at all, and check what it loads.
 
-    Lasts until the platform ends.
+    ``saved`` is called on the first rank when the tracker names a new one. Lasts until the platform
+    ends.
     """
     if not asynchronous:
         platform.use(synchronous_save_table())
@@ -42,7 +46,7 @@ def use_whole_checkpoints(platform: Platform, *, asynchronous: bool) -> None:
             load=checked_load,
             common=lambda read: with_packing_place(checked_common_state(read)),
             rates=checked_rates,
-            tracker=replaced_whole,
+            tracker=partial(replaced_whole, then=saved),
             write=write_buckets,
             finalize=told_to_all,
         )

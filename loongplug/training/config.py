@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import logging
 import re
 import warnings
@@ -27,12 +26,12 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from loongplug.data.outside_yaml import require_bounded_yaml
 from loongplug.models.registry import Family, dotted, families, family_of
+from loongplug.models.trusted import trusted_object, within
 from loongplug.paths import configs_dir
 from loongplug.training.typed import TARGET, Filler, plain, the_closest_is
 
 _MODEL = "model"  # the package all model YAML lives in
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
-_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,25 +304,16 @@ def _missing_file(file: Path, error: MissingConfigException) -> str:
 def _resolve(target: str, trusted_packages: Sequence[str]) -> type:
     """The config class a ``_target_`` names; only modules of allowed packages are imported."""
     allowed = ("loongplug", *trusted_packages)
-
-    def is_allowed(name: str) -> bool:
-        return any(name.startswith(f"{package}.") for package in allowed)
-
-    if _DOTTED_NAME.fullmatch(target) is None or not is_allowed(target):
-        raise ValueError(
-            f"{target} is not in {' or '.join(allowed)}; to use config classes of another "
-            "package, name it with --trusted-packages"
-        )
-    module_name, _, attribute = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{target} does not exist ({error})") from error
+    found: Any = trusted_object(
+        target,
+        packages=allowed,
+        cure="to use config classes of another package, name it with --trusted-packages",
+    )
     is_config = (
         isinstance(found, type)
         and dataclasses.is_dataclass(found)
         and found.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        and is_allowed(f"{found.__module__}.")
+        and within(f"{found.__module__}.", allowed)
     )
     if not is_config:
         raise ValueError(f"{target} is no frozen dataclass of {' or '.join(allowed)}")

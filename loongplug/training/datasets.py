@@ -12,9 +12,10 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import open_rows, parse_blend
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
-from loongplug.data.line_index import said_by
+from loongplug.data.kept_files import said_by
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
+from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.data.rows import RowAccess
 from loongplug.data.source import Assignment, LocalSource, StepSource
@@ -59,6 +60,7 @@ class DatasetProvider:
                 end=texts["vision_end_token_id"],
             ),
             special_tokens_in_text=args.special_tokens_in_text,
+            pixel_limits=(limits := PixelLimits.of(args)),
         )
         require_fit(
             processor,
@@ -115,8 +117,9 @@ class DatasetProvider:
             "training_phase": args.training_phase,
             "video_fps": args.video_fps,
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
-            # Absent without it, as in the notes of runs before there was the flag.
+            # Absent without it, as in the notes of runs before there was such a flag.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
+            **limits.given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
         self.valid_fingerprint = (

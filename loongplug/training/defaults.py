@@ -3,6 +3,7 @@
 import importlib.util
 from argparse import Namespace
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 # In the run's own tokenizer LoongPlug reads --tokenizer-model itself; Megatron's stays a stub.
@@ -27,7 +28,11 @@ def apply_defaults(
 
 
 def _common(args: Namespace) -> dict[str, Any]:
+    logs = Path(args.wandb_save_dir or args.save or ".")  # a rule asks for one of the two
     return {
+        # Megatron wants a name, and sends to wandb only what it writes for TensorBoard as well.
+        "wandb_exp_name": logs.name if args.wandb_project else "",
+        "tensorboard_dir": str(logs / "tensorboard") if args.wandb_project else None,
         "dataloader_type": "external",
         "moe_token_dispatcher_type": "alltoall",  # allgather sends every token to every rank
         "calculate_per_token_loss": True,  # the same loss under any split of the batch

@@ -13,12 +13,11 @@ from loongplug.checkpoint.adapter_files import check_adapter_export, save_adapte
 from loongplug.checkpoint.adapter_weights import merged_weights
 from loongplug.checkpoint.agreement import CommonError, raise_together
 from loongplug.checkpoint.hf_export import (
-    CARRIED_FOLDER,
     check_hf_export,
     copy_carried_files,
     save_hf_folder,
 )
-from loongplug.checkpoint.notes import write_architecture
+from loongplug.checkpoint.notes import CARRIED_FOLDER, write_architecture
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
@@ -79,7 +78,13 @@ class Exports:
                 )
             if args.save_lora:
                 assert self.table is not None
-                save_adapters(chunks, Path(args.save_lora), table=self.table, base=args.load_hf)
+                save_adapters(
+                    chunks,
+                    Path(args.save_lora),
+                    table=self.table,
+                    base=args.load_hf,
+                    model_yaml=self.model_yaml,
+                )
         except CommonError as error:  # every rank is here
             kept = self._keep(chunks)
             raise type(error)(f"The export failed: {error}\n{kept}") from error

@@ -208,6 +208,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " folder says",
         type=float,
     )
+    for kind, each in (("", "each image"), ("video-", "each video, counted as its processor does")):
+        for bound, least in (("min", "at least"), ("max", "at most")):
+            value(
+                f"--{kind}{bound}-pixels",
+                "N",
+                f"{each} is resized to {least} N pixels; else as the model's folder says",
+                type=int,
+            )
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,
@@ -277,6 +285,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         choices=NAMES,
     )
     subject("what a run leaves")
+    value(
+        "--keep-checkpoints",
+        "N",
+        "of --save's checkpoints, keep the newest N and the best by validation loss",
+        type=int,
+    )
     value("--metrics-json", "FILE", "write the run's metrics to FILE")
     value(
         "--metrics-name",

@@ -17,6 +17,7 @@ from loongplug.platform.transfers import to_device
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 OnLoss = Callable[[Microbatch, LossReport], None]
+Work = Callable[[Microbatch], int]
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
@@ -56,15 +57,21 @@ def packed_segments(microbatch: Microbatch, *, device: torch.device) -> PackedSe
 class ForwardStep:
     """Take the next microbatch, run this rank's chunk on it, count its tokens.
 
-    ``on_loss`` is called with each microbatch and its loss, where the losses are made.
+    ``on_loss`` is called with each microbatch and its loss, where the losses are made; ``work``
+    says how many operations one takes.
     """
 
-    def __init__(self, platform: Platform, *, on_loss: OnLoss | None = None) -> None:
+    def __init__(
+        self, platform: Platform, *, work: Work | None = None, on_loss: OnLoss | None = None
+    ) -> None:
         self._platform = platform
         self._on_loss = on_loss
-        # Of all training microbatches, without padding and with it; first stage only.
+        self._work = work
+        # Of all training microbatches, first stage only: tokens without padding and with it, and
+        # floating point operations on all ranks of the replica.
         self.tokens = 0
         self.capacity = 0
+        self.operations = 0
         self.started: float | None = None  # when the first of them was asked for
         # Where losses are made, of the microbatches since somebody cleared it: their sums, and how
         # many tokens of an evaluation counted. On the device.
@@ -96,6 +103,8 @@ class ForwardStep:
         if model.training and get_attr_wrapped_model(model, "pre_process"):
             self.tokens += microbatch.tokens
             self.capacity += microbatch.capacity
+            if self._work is not None:
+                self.operations += self._work(microbatch)
         output = (model.build_schedule_plan if return_schedule_plan else model)(
             there(microbatch.input_ids),
             there(microbatch.position_ids),

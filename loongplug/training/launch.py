@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from loongplug.parallel.launch import ranks_command
+
 
 def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
     """Become LoongPlug's torchrun, with ``ranks`` processes of ``loongplug.train``.
@@ -19,8 +21,7 @@ def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
     if {"--help", "-h"} & {*flags}:
         os.execv(sys.executable, [sys.executable, *train])
     number = _devices(flags) if ranks is None else ranks
-    torchrun = ("-m", "loongplug.parallel.launch", "--standalone", f"--nproc-per-node={number}")
-    os.execv(sys.executable, [sys.executable, *torchrun, *train])
+    os.execv(sys.executable, ranks_command(*train, ranks=number))
 
 
 def _devices(flags: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from torch import Tensor
 
@@ -23,8 +23,15 @@ class LogTap:
     The ``progress`` is made at the first iteration, when the parallel state is there to ask.
     """
 
-    def __init__(self, make_progress: Callable[[], TrainingProgress]) -> None:
+    def __init__(
+        self,
+        make_progress: Callable[[], TrainingProgress],
+        *,
+        on_validation: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """``on_validation`` is called with the iteration and the loss of each, on every rank."""
         self._make_progress = make_progress
+        self._on_validation = on_validation
         self.progress: TrainingProgress | None = None
 
     @contextlib.contextmanager
@@ -43,11 +50,14 @@ class LogTap:
     def _on_evaluation(self, losses: dict[str, Tensor]) -> None:
         if self.progress is not None:
             self.progress.evaluated(losses.get("lm loss"))
+            loss = self.progress.valid_loss
+            if self._on_validation is not None and loss is not None:
+                self._on_validation(self.progress.iteration, loss)
 
-    def _on_iteration(self, iteration: int, losses: dict[str, Tensor]) -> None:
+    def _on_iteration(self, iteration: int, losses: dict[str, Tensor], **known: Any) -> None:
         if self.progress is None:
             self.progress = self._make_progress()
-        self.progress.step(iteration, losses.get("lm loss"))
+        self.progress.step(iteration, losses.get("lm loss"), **known)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,13 @@ class StepReport:
     tokens: int  # tokens before padding since the last report, over all data parallel ranks
     capacity: int  # the same with padding
     seconds: float  # wall time since the last report, evaluation and saving included
+    iterations: int = 1  # since the last report
+    learning_rate: float | None = None  # of the last iteration; None where no rank trains anything
+    grad_norm: float | None = None  # of the last iteration
+    operations: int = 0  # of the model since the last report, over all ranks
+    ranks: int = 1
+    peak_tflops: float | None = None  # of one rank's device; None where it is not known
+    memory_bytes: int = 0  # the most that any rank has held
 
     @property
     def tokens_per_second(self) -> float:
@@ -43,30 +50,67 @@ class StepReport:
         """The share of the sequences that is no padding."""
         return self.tokens / self.capacity if self.capacity > 0 else 0.0
 
+    @property
+    def step_seconds(self) -> float:
+        """Of one iteration."""
+        return self.seconds / self.iterations
+
+    @property
+    def tflops(self) -> float:
+        """10^12 operations per second and rank that the model asks for."""
+        return self.operations / self.seconds / self.ranks / 1e12 if self.seconds > 0 else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the device's peak that this is."""
+        return None if self.peak_tflops is None else self.tflops / self.peak_tflops
+
+    def line(self, *, total: int) -> str:
+        """All of it for a person, of a run of ``total`` iterations."""
+        figures = [f"iteration {self.iteration}/{total}", f"loss {self.loss:.4f}"]
+        if self.learning_rate is not None:
+            figures.append(f"lr {self.learning_rate:.3g}")
+        if self.grad_norm is not None:
+            figures.append(f"grad norm {self.grad_norm:.3f}")
+        figures += [
+            f"{self.step_seconds:.3g} s/step",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"{self.tflops:.3g} TFLOP/s per rank",
+        ]
+        if self.mfu is not None:
+            figures.append(f"MFU {self.mfu:.1%}")
+        figures.append(f"{100 * (1 - self.fill_rate):.0f} % padding")
+        if self.memory_bytes:
+            figures.append(f"{self.memory_bytes / 2**30:.2f} GiB")
+        return " | ".join(figures)
+
+    def scalars(self) -> dict[str, float]:
+        """By name, for loggers: what Megatron does not log of a step."""
+        known = {
+            "fill rate": self.fill_rate,
+            "step seconds": self.step_seconds,
+            "tokens per second": self.tokens_per_second,
+            "TFLOPs per rank": self.tflops,
+            "MFU": self.mfu,
+            "memory GiB": self.memory_bytes / 2**30,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
 
 class PlainLines:
-    """A line at most every ``every_seconds``, and one for the first and the last iteration."""
+    """A line for each report."""
 
-    def __init__(self, stream: TextIO, *, total: int, every_seconds: float = 5.0) -> None:
+    def __init__(self, stream: TextIO, *, total: int) -> None:
         self._stream = stream
         self._total = total
-        self._every = every_seconds
-        self._last_time: float | None = None
         self._start: tuple[int, float] | None = None
 
     def report(self, step: StepReport) -> None:
-        """Print a line when one is due."""
+        """Print it, with the time that is left."""
         now = time.monotonic()
         if self._start is None:
             self._start = (step.iteration, now)
-        due = self._last_time is None or now - self._last_time >= self._every
-        if due or step.iteration == self._total:
-            self._last_time = now
-            self.say(
-                f"iteration {step.iteration}/{self._total} | loss {step.loss:.4f} | "
-                f"{step.tokens_per_second:,.0f} tokens/s | {step.fill_rate:.1%} full"
-                f"{self._eta(step.iteration, now)}"
-            )
+        self.say(f"{step.line(total=self._total)}{self._eta(step.iteration, now)}")
 
     def _eta(self, iteration: int, now: float) -> str:
         assert self._start is not None
@@ -85,7 +129,7 @@ class PlainLines:
 
 
 class RichBar:
-    """A progress bar with loss, tokens/s, fill rate and the time that is left."""
+    """A line for each report above a progress bar with the loss and the time that is left."""
 
     def __init__(self, stream: TextIO, *, total: int) -> None:
         self._bar = Progress(
@@ -94,8 +138,6 @@ class RichBar:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TextColumn("{task.fields[fill]} full"),
             TimeRemainingColumn(),
             console=Console(file=stream, force_terminal=True),
         )
@@ -104,12 +146,9 @@ class RichBar:
         self._bar.start()
 
     def report(self, step: StepReport) -> None:
-        """Move the bar."""
-        columns: dict[str, Any] = {
-            "loss": f"{step.loss:.4f}",
-            "rate": f"{step.tokens_per_second:,.0f}",
-            "fill": f"{step.fill_rate:.1%}",
-        }
+        """Print the line and move the bar."""
+        self.say(step.line(total=self._total))
+        columns: dict[str, Any] = {"loss": f"{step.loss:.4f}"}
         done = step.iteration
         if self._task is None:  # a resumed run starts where it was, which is no speed
             self._task = self._bar.add_task("", total=self._total, completed=done, **columns)
@@ -117,7 +156,7 @@ class RichBar:
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
-        self._bar.console.print(line)
+        self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -151,8 +190,10 @@ class TrainingProgress:
     rank of it: the latter are summed over the ranks that count tokens.
 
     Collective: every rank calls :meth:`step` in every iteration; every ``interval`` iterations
-    (and in the first and last one) one all-reduce over the default group brings the last stage's
-    loss and all ranks' counts of tokens and bad samples together.
+    (and in the first and last one) two all-reduces over the default group bring the last stage's
+    loss, all ranks' counts of tokens, operations and bad samples, and the largest of what ranks
+    know of the optimizer and of their memory together. Between reports nothing waits for the
+    device.
     """
 
     total: int
@@ -164,24 +205,38 @@ class TrainingProgress:
     sink: PlainLines | RichBar | None
     on_report: Callable[[StepReport], None] | None = None  # called on every rank
     met: Mapping[BadKind, int] = field(default_factory=dict)  # bad samples of this rank so far
+    memory: Callable[[], int] = int  # the most bytes that this rank has held
+    peak_tflops: float | None = None  # of this rank's device
 
     def __post_init__(self) -> None:
         self.bad_samples: dict[str, int] = {}  # of all replicas, by kind; none that is 0
         self.valid_loss: float | None = None  # of the last evaluation
         self.reports: list[StepReport] = []
-        self._iteration = 0
+        self.iteration = 0
         self._losses: list[torch.Tensor] = []
         self._reported_tokens = 0
         self._reported_capacity = 0
+        self._reported_operations = 0
+        self._reported_iteration: int | None = None
         self._last_time: float | None = None
 
-    def step(self, iteration: int, loss: torch.Tensor | None) -> None:
-        """Take note of one iteration; ``loss`` is set on the last stage."""
-        self._iteration = iteration
+    def step(
+        self,
+        iteration: int,
+        loss: torch.Tensor | None,
+        *,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+    ) -> None:
+        """Take note of one iteration; ``loss`` is set on the last stage.
+
+        ``learning_rate`` and ``grad_norm`` are None on ranks that know none.
+        """
+        self.iteration = iteration
         if loss is not None:
             self._losses.append(loss.detach().float().reshape(()))
         if iteration % self.interval == 0 or iteration == self.total or not self.reports:
-            self._report(iteration)
+            self._report(iteration, learning_rate=learning_rate, grad_norm=grad_norm)
 
     def evaluated(self, loss: torch.Tensor | None) -> None:
         """Take note of an evaluation; ``loss`` is set on the last stage. Every rank enters.
@@ -200,7 +255,7 @@ class TrainingProgress:
             else f"{self.valid_loss:.4f}"
         )
         if self.sink is not None:
-            self.sink.say(f"iteration {self._iteration} | validation loss {said}")
+            self.sink.say(f"iteration {self.iteration} | validation loss {said}")
 
     def _sum(self, *values: float) -> list[float]:
         """Sums over all ranks; float64 is exact for counts far beyond any run's."""
@@ -209,13 +264,28 @@ class TrainingProgress:
         result: list[float] = sums.tolist()
         return result
 
-    def _report(self, iteration: int) -> None:
-        tokens, capacity = self.counter.tokens, self.counter.capacity
+    def _largest(self, *values: float | None) -> list[float | None]:
+        """The largest that any rank has of each; None where no rank has one."""
+        none = -1.0  # of what is never negative
+        largest = torch.tensor(
+            [none if value is None else value for value in values],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return [None if value == none else value for value in largest.tolist()]
+
+    def _report(
+        self, iteration: int, *, learning_rate: float | None, grad_norm: float | None
+    ) -> None:
+        counter = self.counter
+        tokens, capacity, operations = counter.tokens, counter.capacity, counter.operations
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros(())
-        all_loss, all_tokens, all_capacity, *bad = self._sum(
+        all_loss, all_tokens, all_capacity, all_operations, *bad = self._sum(
             loss.item() if self.has_loss else 0.0,
             tokens - self._reported_tokens if self.counts_tokens else 0,
             capacity - self._reported_capacity if self.counts_tokens else 0,
+            operations - self._reported_operations if self.counts_tokens else 0,
             *(
                 self.met.get(kind, 0) if self.counts_tokens or kind == "pixels" else 0
                 for kind in BAD_KINDS
@@ -224,6 +294,7 @@ class TrainingProgress:
         self.bad_samples = {
             kind: int(count) for kind, count in zip(BAD_KINDS, bad, strict=True) if count
         }
+        learning_rate, grad_norm, memory = self._largest(learning_rate, grad_norm, self.memory())
         now = time.monotonic()
         since = self._last_time if self._last_time is not None else self.counter.started
         assert since is not None, "a report comes after the first microbatch"
@@ -233,9 +304,19 @@ class TrainingProgress:
             tokens=int(all_tokens),
             capacity=int(all_capacity),
             seconds=now - since,
+            iterations=1
+            if self._reported_iteration is None
+            else iteration - self._reported_iteration,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            operations=int(all_operations),
+            ranks=torch.distributed.get_world_size(),
+            peak_tflops=self.peak_tflops,
+            memory_bytes=int(memory or 0),
         )
         self._losses.clear()
         self._reported_tokens, self._reported_capacity = tokens, capacity
+        self._reported_operations, self._reported_iteration = operations, iteration
         self._last_time = now
         self.reports.append(report)
         if self.sink is not None:

@@ -7,12 +7,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.global_vars import get_tensorboard_writer, set_global_variables
+from megatron.training.global_vars import (
+    get_tensorboard_writer,
+    get_wandb_writer,
+    set_global_variables,
+)
 
 from loongplug.checkpoint.agreement import raise_together, write_error
+from loongplug.checkpoint.kept import KeptCheckpoints
 from loongplug.data.microbatch import Microbatch
 from loongplug.hetero.engine import Engine
 from loongplug.models.hf_mapping import Mapping
@@ -24,6 +30,7 @@ from loongplug.parallel.module_ddp import ModuleDataParallel
 from loongplug.parallel.optimizer_per_module import optimizer_per_module
 from loongplug.parallel.states import PARALLEL_STATES, destroy_parallel_states
 from loongplug.platform import current_platform
+from loongplug.platform.peak_rates import peak_tflops
 from loongplug.platform.upstream_seams import (
     per_module_data_parallel_table,
     rates_table,
@@ -62,6 +69,7 @@ from loongplug.training.provider import (
 from loongplug.training.same_start import require_same_data, require_same_start
 from loongplug.training.soundness import Soundness
 from loongplug.training.step_sizes import rates_of, step_sizes
+from loongplug.training.work import StepWork
 
 
 class Watch(Protocol):
@@ -115,7 +123,16 @@ def _run(
     platform.use(
         per_module_data_parallel_table(wrapper=ModuleDataParallel, optimizer=optimizer_per_module)
     )
-    use_whole_checkpoints(platform, asynchronous=args.async_save)
+    kept = (
+        KeptCheckpoints(Path(args.save), keep=args.keep_checkpoints)
+        if args.keep_checkpoints
+        else None
+    )
+    use_whole_checkpoints(
+        platform,
+        asynchronous=args.async_save,
+        saved=kept.prune if kept is not None else lambda: None,
+    )
     engine = engine_of(args, parsed.model)
     if engine.steps:
         platform.use(stepped_schedules_table(engine.schedules))
@@ -136,18 +153,24 @@ def _run(
     )
     check_exports(args, hugging_face)
     from_folders = not has_checkpoint(args)
+    mapping, freezing = with_adapters(hugging_face.mapping, table), freezing_of(args, parsed.model)
     provider = ModelProvider(
         parsed.model,
         parsed.family,
         engine=engine,
         backend=backend_of(args),
-        freezing=freezing_of(args, parsed.model),
+        freezing=freezing,
         hf_folder=Path(args.load_hf) if args.load_hf and from_folders else None,
         adapter_folder=Path(args.load_lora) if args.load_lora and from_folders else None,
         offload=tensor_offload_of(args, platform=platform),
         seed=args.seed,
     )
-    forward_step = ForwardStep(platform, on_loss=None if watch is None else watch.loss)
+    work = StepWork.of(parsed.model, mapping, trains=freezing.trains)
+    forward_step = ForwardStep(
+        platform,
+        work=lambda each: work.of_samples(each.lengths, each.grids),
+        on_loss=None if watch is None else watch.loss,
+    )
     soundness = Soundness(args, forward_step)
     sizes = step_sizes(args)
     with (
@@ -159,7 +182,7 @@ def _run(
         _told_what_was_built(
             engine,
             watch,
-            mapping=with_adapters(hugging_face.mapping, table),
+            mapping=mapping,
             soundness=soundness,
         ),
         applied(rates_table(rates_of(sizes))) if sizes and sizes.vary else nullcontext(),
@@ -172,6 +195,7 @@ def _run(
             forward_step=forward_step,
             terminal=terminal,
             on_report=on_report,
+            on_validation=kept.evaluated if kept is not None and args.rank == 0 else None,
         )
         datasets.close()
         exports.write(provider.chunks)
@@ -187,14 +211,19 @@ def _pretrain(
     forward_step: ForwardStep,
     terminal: TextIO,
     on_report: Callable[[StepReport], None] | None,
+    on_validation: Callable[[int, float], None] | None,
 ) -> tuple[list[StepReport], ValueError | None]:
     """Megatron's own loop, with our progress beside it; what is wrong with the metrics' file."""
     from megatron.training.training import pretrain
 
     def noted(step: StepReport) -> None:
         writer = get_tensorboard_writer()  # one rank has it
-        if writer is not None:  # what Megatron does not know of a step
-            writer.add_scalar("fill rate", step.fill_rate, step.iteration)
+        if writer is not None:
+            for name, value in step.scalars().items():
+                writer.add_scalar(name, value, step.iteration)
+        wandb = get_wandb_writer()  # the same rank's
+        if wandb is not None:
+            wandb.log(step.scalars(), step.iteration)
         if on_report is not None:
             on_report(step)
 
@@ -209,7 +238,10 @@ def _pretrain(
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
             on_report=noted,
             met=datasets.bad_samples.counts,
-        )
+            memory=current_platform().peak_memory_bytes,
+            peak_tflops=_peak_tflops(),
+        ),
+        on_validation=on_validation,
     )
     with tap.tapped(interval=args.log_interval):
         try:
@@ -268,6 +300,12 @@ def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     finally:
         PARALLEL_STATES.on_switch = None
         destroy_parallel_states()  # a process may run again
+
+
+def _peak_tflops() -> float | None:
+    """Of this rank's device, where it is one that is known."""
+    device = current_platform().device
+    return None if device.type == "cpu" else peak_tflops(torch.cuda.get_device_name(device))
 
 
 def _speaks_for_loss() -> bool:

@@ -92,10 +92,12 @@ def _encoder(
 ) -> dict[str, Any]:
     split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
     heads = up(4, split)
+    hidden = heads * _HEAD
+    ratio = encoder.ffn_hidden_size % encoder.hidden_size == 0  # some families have it as a factor
     sizes: dict[str, Any] = {
         "num_attention_heads": heads,
-        "hidden_size": heads * _HEAD,
-        "ffn_hidden_size": up(_FFN, split),
+        "hidden_size": hidden,
+        "ffn_hidden_size": 2 * hidden if ratio else up(_FFN, split),
         "num_layers": 2,
     }
     if demo_patches:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from loongplug.checkpoint.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from loongplug.checkpoint.adapter_files import ADAPTER_WEIGHTS_FILE
 from loongplug.checkpoint.tensor_files import (
     PlannedFile,
     PlannedTensor,
@@ -18,7 +18,7 @@ from loongplug.checkpoint.tensor_files import (
 from loongplug.models.hf_mapping import Source
 from loongplug.models.hf_model import HuggingFaceModel, hf_config
 from loongplug.models.lora.mapping import AdapterTable
-from loongplug.models.lora.peft_config import peft_config
+from loongplug.models.lora.peft_config import ADAPTER_CONFIG_FILE, peft_config
 
 _SPREAD = 0.1  # of norms around 1, and of biases around 0
 _MAX_FILE_BYTES = 5 * 1024**3

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from small_checkpoints import write_checkpoint
 from typer.testing import CliRunner
 
-from loongplug.checkpoint.hf_export import CARRIED_FOLDER
 from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.cli import app
 from loongplug.convert import streaming
 from loongplug.convert.rank import _iteration_folder, convert

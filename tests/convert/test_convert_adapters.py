@@ -11,9 +11,10 @@ from peft import LoraConfig
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from loongplug.checkpoint.adapter_files import AdapterReader, _read_config
+from loongplug.checkpoint.adapter_files import AdapterReader
 from loongplug.convert.rank import convert
 from loongplug.models.lora.mapping import AdapterTable, adapter_table
+from loongplug.models.lora.peft_config import read_peft_config
 from loongplug.training.config import compose_model
 from loongplug.verify.weights import write_random_adapters
 
@@ -153,7 +154,7 @@ def changed_folder(start: Path, where: Path, *, tensors: dict, config: dict) -> 
 def test_a_config_that_nests_deeply_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read"):
-        _read_config(tmp_path)
+        read_peft_config(tmp_path)
 
 
 def test_projections_with_an_a_of_their_own_are_refused(folders, tmp_path):

@@ -195,6 +195,11 @@ def test_options_that_are_wrong_end_with_one_sentence(
         code, printed, errors = run_check(path, *model, "--video-fps", rate)
         assert (code, printed) == (2, [])
         assert "Invalid value for '--video-fps'" in errors
+    for flag in ("--min-pixels", "--max-pixels", "--video-min-pixels", "--video-max-pixels"):
+        code, printed, errors = run_check(path, *model, flag, 0)
+        assert (code, printed) == (1, [])
+        assert f"{flag}" in errors
+        assert " 0" in errors
 
 
 @pytest.mark.quick

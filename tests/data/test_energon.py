@@ -128,12 +128,13 @@ def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Process
     ask = {"role": "user", "content": "<image><image>Which?"}
     turns = [{"from": "human", "value": "<image>\n<image>Which?"}, {"from": "gpt", "value": "Yes."}]
     one = {"type": "image"}
+    once, twice = ({"role": "user", "content": [one] * count} for count in (1, 2))
     rows = of_samples(
         tmp_path / "d",
         {"json": {"messages": [ask, ANSWER]}, **media},  # in their order
         {"json": {"messages": [ask, ANSWER], "images": ["k1.b.png", "jpg"]}, **media},
         {"json": turns, **media},
-        {"b.png": high, "jpg": wide, "x.json": [{"role": "user", "content": [one, one]}, ANSWER]},
+        {"b.png": high, "jpg": wide, "x.json": [twice, ANSWER]},
         {"json": {"conversations": turns, "image": ["jpg", "jpg"]}, **media},
         {
             "json": {
@@ -149,11 +150,14 @@ def test_media_by_name_by_order_and_as_frames(tmp_path: Path, processor: Process
             "c.jpg": still,
         },
         {"json": {"messages": [{"role": "user", "content": "No picture."}, ANSWER]}},
+        # Named beside parts without a path: the names count, and not all of the media are taken.
+        {"json": {"messages": [twice, ANSWER], "images": ["b.png", "k7.jpg"]}, **media},
+        {"json": {"messages": [once, ANSWER], "images": ["b.png"]}, **media},
     )
     dataset = ChatDataset(rows, processor=processor, seq_length=64, training_phase="sft")
     w, h = (1, 2, 4), (1, 4, 2)
-    assert [dataset[n].grids for n in range(7)] == [
-        (w, h), (h, w), (w, h), (h, w), (w, w), ((1, 2, 2),), (),
+    assert [dataset[n].grids for n in range(9)] == [
+        (w, h), (h, w), (w, h), (h, w), (w, w), ((1, 2, 2),), (), (h, w), (h,),
     ]  # fmt: skip
 
 

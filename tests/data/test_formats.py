@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from loongplug.data.conversation import Conversation, ImagePart, Part, Video, VideoFile, VideoPart
+from loongplug.data.conversation import (
+    Conversation,
+    ImagePart,
+    Message,
+    Part,
+    Video,
+    VideoFile,
+    VideoPart,
+)
 from loongplug.data.formats import parse_conversation
 
 pytestmark = pytest.mark.quick
@@ -297,6 +305,7 @@ def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -
         ("rejected_messages", [ANSWER]),
         ("tool_calls", [{"name": "add"}]),
         ("objects", {"ref": ["cat"], "bbox": [[0, 0, 1, 1]]}),
+        ("audios", ["a.wav"]),
         ("tools", [{"name": "search"}]),
     ],
 )
@@ -306,6 +315,16 @@ def test_keys_that_mean_something_elsewhere_are_refused_by_name(key: str, value:
         parse_conversation(row | {key: nothing}, where="r:1")
     with pytest.raises(ValueError, match=f"r:1: the key '{key}' has .* drop"):
         parse_conversation(row | {key: value}, where="r:1")
+
+
+@pytest.mark.parametrize("images", [[], ["a.png"]])
+def test_what_the_system_says_beside_messages_comes_first(images: list[str]) -> None:
+    """ms-swift and LLaMA-Factory write it there."""
+    said = USER | {"content": "<image>" * len(images) + "Read"}
+    row = {"messages": [said, ANSWER], "images": images}
+    with_system = parse_conversation(row | {"system": "Be brief."}, where="r:1").messages
+    assert with_system[0] == Message("system", ("Be brief.",))
+    assert with_system[1:] == parse_conversation(row, where="r:1").messages
 
 
 def test_turns_of_tools_are_refused() -> None:

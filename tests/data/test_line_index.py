@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from loongplug.data import kept_files
 from loongplug.data import line_index as module
 from loongplug.data.line_index import line_index, scan_lines
 
@@ -108,11 +109,11 @@ def test_a_damaged_index_file_is_replaced_and_that_is_said(
     whole = place.read_bytes()
     place.write_bytes(damage(whole))
     caplog.clear()
-    with module.said_by(first=False):  # as on all ranks but one
+    with kept_files.said_by(first=False):  # as on all ranks but one
         assert line_index(path).offsets.tolist() == [0, 10]
     assert caplog.messages == []
     place.write_bytes(damage(whole))
-    with module.said_by(first=True):
+    with kept_files.said_by(first=True):
         assert line_index(path).offsets.tolist() == [0, 10]
     assert caplog.messages == [f"{place} {said}: it is made again from {path}."]
     assert place.read_bytes() == whole
@@ -124,14 +125,14 @@ def test_a_damaged_index_file_is_replaced_and_that_is_said(
 def test_a_folder_that_cannot_be_written_to_is_left_alone(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = module.tempfile.mkstemp
+    make = kept_files.tempfile.mkstemp
 
     def refuse(dir: Path, prefix: str) -> tuple[int, str]:
         if dir == path.parent:
             raise PermissionError("read-only")
         return make(dir=dir, prefix=prefix)
 
-    monkeypatch.setattr(module.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(kept_files.tempfile, "mkstemp", refuse)
     line_index(path)
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
     assert len(list((tmp_path / "cache" / "loongplug").iterdir())) == 1
@@ -145,7 +146,7 @@ def test_without_any_place_to_write_it_is_read_each_time(
     def refuse(**_: object) -> tuple[int, str]:
         raise OSError("no space")
 
-    monkeypatch.setattr(module.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(kept_files.tempfile, "mkstemp", refuse)
     assert line_index(path).offsets.tolist() == [0, 10]
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
 
@@ -156,7 +157,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     def fail(*_: object) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(module.os, "replace", fail)
+    monkeypatch.setattr(kept_files.os, "replace", fail)
     assert line_index(path).offsets.tolist() == [0, 10]
     assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
     assert list((tmp_path / "cache" / "loongplug").iterdir()) == []

@@ -10,7 +10,8 @@ from micro.memory_counter import all_to_alls_apart
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.command import _print, stepping_of
+from loongplug.data.demo_processor import write_processor
+from loongplug.estimate.command import _print, fits_in, stepping_of
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
@@ -218,6 +219,11 @@ def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
     assert ("named tensors on the host 3.00" in shown) == bool(host)
 
 
+def test_a_tenth_of_the_device_stays_free():
+    assert fits_in(72 * 10**9, device_memory=80)
+    assert not fits_in(72 * 10**9 + 1, device_memory=80)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -230,3 +236,23 @@ def test_wrong_options_are_one_sentence(options, said):
     result = CliRunner().invoke(app, ["estimate", *options])
     assert result.exit_code == 1
     assert said in result.output
+
+
+@pytest.mark.slow
+def test_visual_tokens_stand_in_for_tokenizer_and_data(tmp_path):
+    """The same figures as with a tokenizer and data that are named."""
+    write_processor(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    flags = "--ranks 2 --visual-tokens 16 --device-memory 80 --model-name qwen3_vl_tiny"
+    flags += " --seq-length 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3"
+    flags += " --training-phase sft"
+    named = f"--tokenizer-model {tmp_path} --train-data-path {tmp_path}/rows.jsonl"
+    written = []
+    for number, more in enumerate(("", named)):
+        figures = tmp_path / f"{number}.json"
+        arguments = ["estimate", *f"{flags} {more}".split(), "--json", str(figures)]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert "of 72 GB; 10% of the device's 80 GB are kept free" in result.output
+        written.append(figures.read_text())
+    assert written[0] == written[1]

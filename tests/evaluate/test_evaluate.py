@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from loongplug.data.demo_processor import VOCAB_SIZE, write_processor
+from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import load_processor
 from loongplug.data.rows import RowAccess
 from loongplug.evaluate.command import evaluate
@@ -88,7 +89,7 @@ def data(tmp_path_factory) -> Path:
             ]
         }
         if number:
-            row["kind"] = "picture" if images else "text"
+            row["task"] = "picture" if images else "text"
         rows.append(row)
     write_rows(folder / "rows.jsonl", rows)
     return folder / "rows.jsonl"
@@ -177,7 +178,9 @@ def test_scores_are_printed_and_written(model_folder, data, capsys):
     write_rows(right, rows)
     metrics = right.with_name("metrics.json")
     metrics.write_text('{"loss_first": 4.0}')
-    assert run(model_folder, right, json_path=metrics) == pytest.approx(4 / 6)
+    predictions = right.with_name("predictions.jsonl")
+    score = run(model_folder, right, json_path=metrics, predictions=predictions)
+    assert score == pytest.approx(4 / 6)
     output = capsys.readouterr().out
     assert "evaluating: 6/6" in output
     lines = [line.replace("│", " ").split() for line in output.splitlines()]
@@ -191,8 +194,27 @@ def test_scores_are_printed_and_written(model_folder, data, capsys):
     assert written == {
         "loss_first": 4.0,
         "exact_match": pytest.approx(4 / 6),
+        "scores_per_task": {"picture": pytest.approx(1 / 3), "text": 1.0},
         "eval_samples": 6,
     }
+    first, *_, last = read_rows(predictions)
+    assert first == {
+        "row": f"{right}:1",
+        "task": None,
+        "question": "Read the digits. ",
+        "answer": f" {answers[0]}\n",
+        "prediction": answers[0],
+        "score": 1.0,
+    }
+    assert (last["row"], last["task"], last["score"]) == (f"{right}:6", "picture", 0.0)
+
+
+def test_what_cannot_be_scored_is_known_before_the_work(model_folder, data, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: the right answer '\?' .* no number"):
+        run(model_folder, data, metric="number")
+    with pytest.raises(ValueError, match=r"--predictions is .*: expected the name of a file"):
+        run(model_folder, data, predictions=tmp_path / "none" / "p.jsonl")
+    assert "evaluating" not in capsys.readouterr().out
 
 
 def test_the_limit_takes_the_first_rows(model_folder, data, tmp_path):
@@ -243,6 +265,8 @@ def test_what_is_wrong_is_said_in_a_sentence(model_folder, data, tmp_path):
         run(model_folder, tmp_path / "open.jsonl")
     with pytest.raises(ValueError, match="--batch-size is 0"):
         run(model_folder, data, batch_size=0)
+    with pytest.raises(ValueError, match="--max-pixels 5 "):
+        run(model_folder, data, pixel_limits=PixelLimits(max_pixels=5))
     with pytest.raises(ValueError, match="device 'tpu' is unknown"):
         run(model_folder, data, device="tpu")
     (tmp_path / "metrics.json").write_text("[]")

@@ -1,8 +1,11 @@
 """Comparing answers, without a model."""
 
+import sys
+
 import pytest
 
-from loongplug.evaluate.report import Tally, is_match, tally, tally_by_kind
+from loongplug.evaluate.metrics import is_match, metric_named
+from loongplug.evaluate.report import Tally, tally, tally_by_task
 
 pytestmark = pytest.mark.quick
 
@@ -24,14 +27,76 @@ def test_only_white_space_around_an_answer_is_forgiven(given, expected, match):
     assert is_match(given, expected) is match
 
 
-def test_scores_per_kind_add_up():
-    matches = [True, False, True, True, False]
-    kinds = ["read", "read", "count", None, None]
-    assert tally(matches) == Tally(correct=3, total=5)
-    assert tally(matches).share == 0.6
-    assert tally_by_kind(matches, kinds) == {
-        "count": Tally(correct=1, total=1),
-        "read": Tally(correct=1, total=2),
+def test_scores_per_task_add_up():
+    scores = [1.0, 0.0, 1.0, 0.5, 0.0]
+    tasks = ["read", "read", "count", None, None]
+    assert tally(scores) == Tally(points=2.5, total=5)
+    assert tally(scores).share == 0.5
+    assert tally_by_task(scores, tasks) == {
+        "count": Tally(points=1, total=1),
+        "read": Tally(points=1, total=2),
     }
-    assert tally_by_kind([True], [None]) == {}
+    assert tally_by_task([1.0], [None]) == {}
     assert tally([]).share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("metric", "tolerance", "given", "expected", "score"),
+    [
+        ("contains", None, "It is a cat.", " cat\n", True),
+        ("contains", None, "It is a dog.", "cat", False),
+        ("number", None, "There are 1,024 of them", "1024", True),
+        ("number", None, "3-4", "4", True),  # a dash between numbers is no sign
+        ("number", None, "minus one is -1.0", "-1", True),
+        ("number", None, "none", "4", False),
+        ("number", None, "10.4", "10", False),
+        ("number", 0.05, "10.4", "10", True),
+        ("number", 0.05, "10.6", "10", False),
+        ("number", 0.05, "-9.6", "-10", True),
+        ("number", 0.05, "1e400", "10", False),
+    ],
+)
+def test_other_metrics(metric, tolerance, given, expected, score):
+    assert metric_named(metric, tolerance=tolerance).score(given, expected) is score
+
+
+def test_only_functions_of_trusted_packages_are_metrics(tmp_path, monkeypatch):
+    package = tmp_path / "own_scores"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from os.path import join\n"
+        "def half(prediction, answer):\n    return 0.5\n"
+        "def loud(prediction, answer):\n    return 7\n"
+        "def broken(prediction, answer):\n    return prediction.nothing\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    refused = "own_scores.half is in no trusted package; .* --trusted-packages"
+    with pytest.raises(ValueError, match=refused):
+        metric_named("own_scores.half")
+    assert "own_scores" not in sys.modules  # nor was it imported
+    trusted = ["own_scores"]
+    metric = metric_named("own_scores.half", trusted_packages=trusted)
+    assert (metric.key, metric.score("a", "b")) == ("half", 0.5)
+    with pytest.raises(ValueError, match=r"own_scores.join is no function of own_scores"):
+        metric_named("own_scores.join", trusted_packages=trusted)
+    with pytest.raises(ValueError, match=r"os.path.join is not in own_scores"):
+        metric_named("os.path.join", trusted_packages=trusted)
+    with pytest.raises(ValueError, match=r"own_scores.none does not exist"):
+        metric_named("own_scores.none", trusted_packages=trusted)
+    with pytest.raises(ValueError, match="gives 7: expected a number from 0 to 1"):
+        metric_named("own_scores.loud", trusted_packages=trusted).score("a", "b")
+    with pytest.raises(ValueError, match=r"own_scores.broken fails with AttributeError"):
+        metric_named("own_scores.broken", trusted_packages=trusted).score("a", "b")
+
+
+def test_a_metric_that_cannot_be_used_is_refused():
+    with pytest.raises(ValueError, match="--metric is 'fuzzy': expected exact, contains, number"):
+        metric_named("fuzzy")
+    with pytest.raises(ValueError, match=r"--tolerance is 0.1 with --metric exact"):
+        metric_named("exact", tolerance=0.1)
+    with pytest.raises(ValueError, match=r"--tolerance is -0.1 with --metric number"):
+        metric_named("number", tolerance=-0.1)
+    with pytest.raises(ValueError, match="it has no number"):
+        metric_named("number").score("4", "four")
+    with pytest.raises(ValueError, match="it is empty"):
+        metric_named("contains").score("4", " ")

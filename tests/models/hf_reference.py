@@ -242,7 +242,7 @@ def our_step(
         if table is not None:
             assert adapters is not None
             load_adapters(bare, adapters, table=table)
-            save_adapters(bare, adapters / "again", table=table, base=None)
+            save_adapters(bare, adapters / "again", table=table, base=None, model_yaml={})
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=layout.distributed_optimizer,

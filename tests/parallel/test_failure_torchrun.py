@@ -88,7 +88,7 @@ def test_our_launcher_tells_of_what_cannot_speak(
             failure.timestamp += failure.exitcode == -signal.SIGTERM
         raise ChildFailedError("train.py", failures)
 
-    monkeypatch.setattr(launch, "torchrun", torchrun)
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
     with pytest.raises(SystemExit) as ended:
         launch.main()

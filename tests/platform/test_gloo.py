@@ -36,3 +36,80 @@ def scatter(rank, *, sizes):
 def test_reduce_scatter(sizes):
     for rank, output in enumerate(run_ranks(scatter, 3, sizes=sizes)):
         assert torch.equal(output, piece(rank, sizes[rank]) * 6)
+
+
+REDUCTIONS = {
+    "sum": (dist.ReduceOp.SUM, 0),
+    "max": (dist.ReduceOp.MAX, 0),
+    "min": (dist.ReduceOp.MIN, 0),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8]
+
+
+def every_collective(rank, *, elements):
+    """What the CPU's collectives give, and what gloo gives without them, by name."""
+    from torch.distributed import distributed_c10d as gloos
+
+    group = dist.new_group([0, 1, 2])  # of four
+    found, expected = {}, {}
+    for dtype in DTYPES:
+        for name, (op, _) in REDUCTIONS.items():
+            for results, calls in ((found, dist), (expected, gloos)):
+                whole = (torch.arange(3 * elements) % 7 + 2 * rank).view(3, -1).to(dtype)
+                key = (name, dtype)
+                if rank == 3:
+                    results[key] = calls.all_reduce(whole, op, group)
+                    continue
+                reduced, part, listed = whole.clone(), whole[0].clone(), whole[0].clone()
+                into, into_list = torch.empty_like(whole.flatten()), list(torch.empty_like(whole))
+                calls.all_reduce(reduced, op, group)
+                calls.reduce_scatter_tensor(part, whole.flatten(), op, group)
+                calls.reduce_scatter(listed, list(whole), op, group)
+                calls.all_gather_into_tensor(into, whole[1].clone(), group)
+                calls.all_gather(into_list, whole[2].clone(), group)
+                results[key] = [reduced, part, listed, into, *into_list]
+    return found, expected
+
+
+@pytest.mark.parametrize("elements", [0, 1, 5, 100_000])
+def test_they_give_what_gloo_gives(elements):
+    """Small ones are one exchange, large ones gloo's own; who is not of the group has nothing."""
+    for rank, (found, expected) in enumerate(run_ranks(every_collective, 4, elements=elements)):
+        for key, tensors in expected.items():
+            if rank == 3:
+                assert found[key] is None
+                continue
+            for ours, theirs in zip(found[key], tensors, strict=True):
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours, theirs), key
+
+
+def same_everywhere(rank):
+    generator = torch.Generator().manual_seed(rank)
+    tensor = torch.randn(1000, generator=generator) * 10.0 ** (rank * 3)
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def test_every_rank_has_the_same_bits():
+    """In whichever order pieces come, they are added in one: sums of unequal size tell."""
+    first, *others = run_ranks(same_everywhere, 4)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def coalesced(rank):
+    from torch.distributed import _coalescing_manager
+
+    tensors = [torch.full((4,), float(rank + number)) for number in range(3)]
+    with _coalescing_manager(dist.group.WORLD, async_ops=False):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    handle = dist.all_reduce(tensors[0], async_op=True)
+    handle.wait()
+    return tensors
+
+
+def test_gathered_calls_and_those_that_go_on_are_gloos():
+    """Whoever does not wait has a handle, and calls that a manager gathers are its."""
+    for tensors in run_ranks(coalesced, 2):
+        assert [tensor[0].item() for tensor in tensors] == [2.0, 3.0, 5.0]

@@ -173,7 +173,10 @@ def test_types_and_defaults_may_change(upstream: types.ModuleType) -> None:
     def other_types(value: float, *, twice: bool = True) -> float: ...
 
     upstream.call = other_types
-    _table(_row("fakeup.call", parameters="(value, *, twice)")).apply()
+    table = _table(_row("fakeup.call", parameters="(value, *, twice)"))
+    table.apply()
+    assert table.active
+    assert upstream.call is not other_types
 
 
 def test_object_without_parameters(upstream: types.ModuleType) -> None:

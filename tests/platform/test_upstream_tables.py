@@ -11,7 +11,7 @@ from loongplug.platform.upstream_seams import training_log_table
 pytestmark = pytest.mark.quick
 
 
-def nothing(*told):
+def nothing(*told, **more):
     """A listener who does not care."""
 
 
@@ -24,14 +24,15 @@ def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
         logged.append((iteration, rest, more))
         return "kept"
 
-    row, _ = training_log_table(
-        lambda iteration, losses: told.append((iteration, losses)),
+    row, *_ = training_log_table(
+        lambda iteration, losses, **known: told.append((iteration, losses, known)),
         on_evaluation=told.append,
         interval=1,
     ).rows
-    assert row.wrapper(log)({"lm loss": 1}, {}, 0.1, 7, 1.0, True, pg_collection=None) == "kept"
-    assert told == [(7, {"lm loss": 1})]
-    assert logged == [(7, (1.0, True), {"pg_collection": None, "is_first_iteration": False})]
+    given = (1.0, True, 0, 0.5, None)
+    assert row.wrapper(log)({"lm loss": 1}, {}, 0.1, 7, *given, pg_collection=None) == "kept"
+    assert told == [(7, {"lm loss": 1}, {"learning_rate": 0.1, "grad_norm": 0.5})]
+    assert logged == [(7, given, {"pg_collection": None, "is_first_iteration": False})]
 
 
 @pytest.mark.parametrize(
@@ -39,15 +40,16 @@ def test_every_logged_iteration_is_told_after_megatron_has_logged_it():
 )
 def test_what_an_interval_has_said_is_not_said_again(interval, iteration, kept):
     """Megatron keeps what it has summed up in the first iteration of a start for the next line."""
-    row, _ = training_log_table(nothing, on_evaluation=nothing, interval=interval).rows
+    row, *_ = training_log_table(nothing, on_evaluation=nothing, interval=interval).rows
     log = row.wrapper(lambda *rest, is_first_iteration: is_first_iteration)
-    assert log({}, {}, 0.1, iteration, is_first_iteration=True) is kept
-    assert log({}, {}, 0.1, iteration, is_first_iteration=False) is False
+    given = ({}, {}, 0.1, iteration, 1.0, True, 0, None)
+    assert log(*given, is_first_iteration=True) is kept
+    assert log(*given, is_first_iteration=False) is False
 
 
 def test_every_finished_evaluation_is_told():
     told = []
-    _, row = training_log_table(
+    _, row, _ = training_log_table(
         lambda iteration, losses: None, on_evaluation=told.append, interval=1
     ).rows
     assert row.wrapper(lambda step: ({"lm loss": step}, None, False))(3) == (
@@ -57,6 +59,24 @@ def test_every_finished_evaluation_is_told():
     )
     assert row.wrapper(lambda step: (None, None, True))(3) == (None, None, True)
     assert told == [{"lm loss": 3}]
+
+
+def test_what_was_validated_at_the_last_iteration_is_not_validated_again():
+    seen = []
+    *_, row = training_log_table(nothing, on_evaluation=nothing, interval=1).rows
+    evaluate = row.wrapper(lambda prefix, step, data, model, iteration: seen.append(prefix))
+    for prefix, iteration in (
+        ("iteration 2", 2),
+        ("iteration 4", 4),
+        ("iteration 4 on validation set", 4),
+        ("iteration 4 on test set", 4),
+        ("iteration 5 on validation set", 5),
+    ):
+        evaluate(prefix, None, None, None, iteration)
+    assert seen == [
+        *("iteration 2", "iteration 4", "iteration 4 on test set"),
+        "iteration 5 on validation set",
+    ]
 
 
 def test_the_log_is_tapped_and_given_back():

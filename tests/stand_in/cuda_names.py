@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from loongplug.platform.gloo import uneven_all_gather, uneven_reduce_scatter
+from loongplug.platform.gloo import exchanged_all_gather, exchanged_reduce_scatter
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 FACTORIES = (
@@ -239,12 +239,29 @@ def cuda_table(extension: ModuleType) -> ReplacementTable:
         # A device's one kernel for it: here, what the CPU does instead of torch's composition.
         _row("torch.nn.functional.rms_norm", replacement=rms_norm),
         # What gloo serves: it wants parts of equal size.
-        _row("torch.distributed.all_gather", wrapper=uneven_all_gather),
-        _row("torch.distributed.reduce_scatter", wrapper=uneven_reduce_scatter),
+        _row("torch.distributed.all_gather", wrapper=_if_uneven(exchanged_all_gather)),
+        _row("torch.distributed.reduce_scatter", wrapper=_if_uneven(exchanged_reduce_scatter)),
     ]
     # ``with torch.device(...)`` knows factories by a set made at its first use: of torch's own.
     torch.utils._device._device_constructors()
     return ReplacementTable("stand-in", rows)
+
+
+def _if_uneven(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """``wrapper`` for lists of unequal tensors alone: the device's own serves the others."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        exchanged = wrapper(original)
+
+        @functools.wraps(original)
+        def call(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+            pieces = second if isinstance(first, torch.Tensor) else first
+            alike = len({each.shape for each in pieces}) == 1
+            return (original if alike else exchanged)(first, second, *args, **kwargs)
+
+        return call
+
+    return wrap
 
 
 def _row(target: str, *, replacement: Any = None, wrapper: Any = None) -> Replacement:

@@ -74,6 +74,8 @@ def test_experts_are_grouped_where_transformer_engine_is(
         eval_iters=0,
         non_persistent_ckpt_type=None,
         async_save=False,
+        wandb_project="",
+        wandb_save_dir=None,
     )
     apply_defaults(args, given=given, backend="nccl")
     assert args.moe_grouped_gemm == grouped

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -30,13 +30,33 @@ def report(iteration: int, *, loss=1.0, tokens=100, capacity=400, seconds=2.0) -
 def test_a_stream_that_is_no_terminal_gets_plain_lines():
     stream = io.StringIO()
     assert isinstance(progress_sink(stream, total=3), PlainLines)
-    sink = PlainLines(stream, total=3, every_seconds=3600.0)
+    sink = PlainLines(stream, total=3)
     for iteration in (1, 2, 3):
         sink.report(report(iteration))
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 2  # the first and the last; an hour did not pass between
-    assert lines[0] == "iteration 1/3 | loss 1.0000 | 50 tokens/s | 25.0% full"
-    assert lines[1].startswith("iteration 3/3 | loss 1.0000 | 50 tokens/s | 25.0% full | 0 s left")
+    figures = "loss 1.0000 | 2 s/step | 50 tokens/s | 0 TFLOP/s per rank | 75 % padding"
+    assert lines[0] == f"iteration 1/3 | {figures}"
+    assert len(lines) == 3  # one for each report, however fast they come
+    assert lines[2] == f"iteration 3/3 | {figures} | 0 s left"
+
+
+def test_a_line_has_the_optimizer_s_and_the_model_s_figures():
+    step = replace(
+        report(8, tokens=4000, capacity=5000),
+        iterations=4,
+        learning_rate=2.5e-4,
+        grad_norm=0.125,
+        operations=2 * 10**15,
+        ranks=2,
+        peak_tflops=1000.0,
+        memory_bytes=3 * 2**29,
+    )
+    assert step.line(total=9) == (
+        "iteration 8/9 | loss 1.0000 | lr 0.00025 | grad norm 0.125 | 0.5 s/step | 2,000 tokens/s"
+        " | 500 TFLOP/s per rank | MFU 50.0% | 20 % padding | 1.50 GiB"
+    )
+    assert step.scalars()["MFU"] == 0.5
+    assert "MFU" not in report(1).scalars()
 
 
 def test_a_terminal_gets_a_bar_with_loss_and_rate():
@@ -52,7 +72,7 @@ def test_a_terminal_gets_a_bar_with_loss_and_rate():
     assert "3/3" in stream.getvalue()
     assert "0.2500" in stream.getvalue()
     assert "50 tokens/s" in stream.getvalue()
-    assert "25.0% full" in stream.getvalue()
+    assert "75 % padding" in stream.getvalue()
 
 
 def test_the_rate_leaves_out_the_first_report():
@@ -93,6 +113,7 @@ def test_a_second_run_s_metrics_stand_beside_the_first_one_s(tmp_path):
 class Counter:
     tokens: int = 0
     capacity: int = 0
+    operations: int = 0
     started: float | None = 0.0
     valid_tokens: list[torch.Tensor] = field(default_factory=list)
 
@@ -111,11 +132,17 @@ def collect(rank: int) -> list[StepReport]:
         has_loss=rank == 2,
         sink=PlainLines(stream, total=5) if rank == 0 else None,
         on_report=told.append,
+        memory=lambda: 100 * rank,
     )
     for iteration in range(1, 6):
         counter.tokens += 10 * (rank + 1)
         counter.capacity += 20 * (rank + 1)
-        progress.step(iteration, torch.tensor(float(iteration)) if rank >= 2 else None)
+        counter.operations += rank + 1
+        progress.step(
+            iteration,
+            torch.tensor(float(iteration)) if rank >= 2 else None,
+            learning_rate=0.5 if rank == 1 else None,
+        )
     counter.valid_tokens += [torch.tensor(rank), torch.tensor(1)] if rank >= 2 else []
     progress.evaluated(torch.tensor(0.25) if rank >= 2 else None)
     assert told == progress.reports
@@ -133,6 +160,12 @@ def test_every_rank_has_the_last_stages_loss_and_all_replicas_tokens():
         assert [step.loss for step in reports] == [1.0, 2.0, 3.5, 5.0]
         assert [step.tokens for step in reports] == [30, 30, 60, 30]
         assert [step.capacity for step in reports] == [60, 60, 120, 60]
+        assert [step.operations for step in reports] == [3, 3, 6, 3]
+        assert [step.iterations for step in reports] == [1, 1, 2, 1]
+        assert {(step.learning_rate, step.grad_norm, step.ranks) for step in reports} == {
+            (0.5, None, 4)
+        }
+        assert {step.memory_bytes for step in reports} == {300}
 
 
 def met(rank: int) -> tuple[dict[str, int], str]:

@@ -142,8 +142,8 @@ def test_balance_and_background_workers_follow_the_steps_also_after_a_resume(
     assert found[0] == whole[0][1:]
     assert found[1]["valid_loss"] == whole[1]["valid_loss"]
     assert blocks(of_steps)[:4] == expected[1:]
-    with pytest.raises(RankError, match=r"lr_decay_steps was 50, is 64 .*--override") as raised:
-        train(resumed, "--train-iters", "6", ranks=2)
+    with pytest.raises(RankError, match=r"lr_decay_steps was 50, is \d+ .*--override") as raised:
+        train(resumed, "--train-iters", "4", ranks=2)
     assert len(raised.value.errors) == 2
 
 

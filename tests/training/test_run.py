@@ -173,7 +173,7 @@ def test_evaluation_inside_training_leaves_training_alone(flags, whole, demo, tm
     )
     assert evaluated == whole[0]
     log = (tmp_path / "logs" / "rank_3.log").read_text()
-    assert log.count("validation loss at iteration") == 3
+    assert log.count("validation loss at iteration") == 2  # one of the last iteration
     said = re.findall(r"validation loss at iteration 4 .*lm loss value: (\S+)", log)[-1]
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["valid_loss"] == pytest.approx(float(said), rel=1e-6)

@@ -168,8 +168,9 @@ def test_other_rates_than_the_checkpoint_s_are_refused_unless_one_is_chosen() ->
     load = checked_rates(OptimizerParamScheduler.load_state_dict)
     load(scheduler(), saved)
     longer = {"lr_decay_steps": 160, "wd_incr_steps": 160}
-    with pytest.raises(ValueError, match=r"lr_decay_steps was 80, is 160 .*--train") as raised:
-        load(scheduler(**longer, max_lr=2.0), saved)
+    shorter = {"lr_decay_steps": 40, "wd_incr_steps": 40}
+    with pytest.raises(ValueError, match=r"lr_decay_steps was 80, is 40 .*--train") as raised:
+        load(scheduler(**shorter, max_lr=2.0), saved)
     said = str(raised.value)
     assert "max_lr was 1.0, is 2.0 (--lr)" in said
     assert "--override-opt-param-scheduler" in said
@@ -177,9 +178,43 @@ def test_other_rates_than_the_checkpoint_s_are_refused_unless_one_is_chosen() ->
     own = scheduler(**longer, override_opt_param_scheduler=True)
     load(own, saved)
     assert (own.lr_decay_steps, own.num_steps) == (160, 8)
+    with pytest.raises(ValueError, match=r"max_lr was 1.0, is 2.0 \(--lr\)\. Give"):
+        load(scheduler(**longer, max_lr=2.0), saved)
     as_saved = scheduler(**longer, use_checkpoint_opt_param_scheduler=True)
     load(as_saved, saved)
     assert as_saved.lr_decay_steps == 80
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [(40, "at 0.85, and was 0.662"), (8, "at 0.5, where it was"), (100, "at 0.475, and was 0.1")],
+)
+def test_a_longer_run_goes_on_by_its_own_course(
+    done: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if it had been planned so from the start; the same as with the flag, told on one line."""
+    load = checked_rates(OptimizerParamScheduler.load_state_dict)
+    saved = scheduler().state_dict() | {"num_steps": done}
+    longer = {"lr_decay_steps": 160, "wd_incr_steps": 160}
+    extended, asked = scheduler(**longer), scheduler(**longer, override_opt_param_scheduler=True)
+    load(asked, saved)
+    assert capsys.readouterr().err == ""
+    load(extended, saved)
+    assert extended.state_dict() == asked.state_dict()
+    assert extended.get_lr({}) == asked.get_lr({})
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "(linear) ends at sample 160, not 80; it goes on" in said
+    assert told in said
+
+
+def test_a_warm_up_that_is_a_share_may_change_with_the_length_once_it_is_over() -> None:
+    load = checked_rates(OptimizerParamScheduler.load_state_dict)
+    longer = {"lr_decay_steps": 160, "wd_incr_steps": 160, "lr_warmup_steps": 32}
+    load(made := scheduler(**longer), scheduler().state_dict() | {"num_steps": 32})
+    assert (made.lr_warmup_steps, made.lr_decay_steps) == (32, 160)
+    with pytest.raises(ValueError, match="lr_warmup_steps was 16, is 32"):
+        load(scheduler(**longer), scheduler().state_dict() | {"num_steps": 31})
 
 
 def test_the_checkpoint_s_weight_decay_is_that_of_the_first_step() -> None:

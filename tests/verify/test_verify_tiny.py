@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from pages.sizes import with_placeholder_ids
@@ -15,6 +16,8 @@ from loongplug.training.rules import model as model_rules
 from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes, tiny_stages, up
 
 pytestmark = pytest.mark.quick
+
+OUTSIDE = Path(__file__).resolve().parents[1] / "models" / "outside"
 
 LAYOUTS = (
     TinyLayout(),
@@ -73,6 +76,17 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
     assert model.image_encoder.num_attention_heads % layout.encoder_tp == 0
     assert model.foundation.num_layers % (layout.pp * layout.vpp) == 0
     hf_config(family.load_hugging_face(model))  # exchangeable, so that weights can be loaded
+
+
+def test_an_mlp_that_is_a_multiple_stays_one(monkeypatch):
+    """Qwen2-VL, a family from outside, says its encoder's MLP as a factor."""
+    monkeypatch.syspath_prepend(str(OUTSIDE))
+    model = compose_model(model_name="qwen2_vl_tiny", trusted_packages=["qwen2_vl"]).config
+    for layout in LAYOUTS:
+        sizes = tiny_sizes(model, layout, vocabulary=101, demo_patches=True)
+        width = sizes["image_encoder.ffn_hidden_size"]
+        assert width % sizes["image_encoder.hidden_size"] == 0
+        assert width % layout.tp == width % layout.encoder_tp == 0
 
 
 @pytest.mark.parametrize("name", available_models())

@@ -1,11 +1,14 @@
 """``adapter_config.json``: what ``peft`` is told, and what it says of adapters from elsewhere."""
 
+import json
 import re
 from collections.abc import Mapping as Dictionary
+from pathlib import Path
 from typing import Any
 
 from loongplug.models.lora.mapping import AdapterTable
 
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 # What says nothing of an adapter's values: names, training, and what is checked by itself.
 _NEUTRAL = """
 task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -60,6 +63,21 @@ def peft_config(table: AdapterTable, *, base: str | None) -> dict[str, Any]:
             if each.settings.scale * each.settings.rank != first.scale * first.rank
         },
     }
+
+
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """What the config in a folder of adapters says; ValueError for none or a damaged one."""
+    path = folder / ADAPTER_CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): give the folder of adapters that --save-lora or "
+            "peft wrote."
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object: copy the file anew.")
+    return config
 
 
 def config_problems(config: Dictionary[str, Any], table: AdapterTable) -> list[str]:

@@ -16,6 +16,21 @@ def optimizer(args: Namespace, model: Any) -> str | None:
     return None if args.optimizer in ("adam", "sgd") else f"--optimizer {args.optimizer}"
 
 
+@rule(
+    reason="the package sends the figures, from files that it writes before",
+    cure="pip install 'loongplug[wandb]', and give --save or --wandb-save-dir",
+    training_only=True,
+)
+def wandb(args: Namespace, model: Any) -> str | None:
+    """`--wandb-project` without the package wandb, or without a folder to write to"""
+    if not args.wandb_project:
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        return "--wandb-project without wandb"
+    folder = args.save or args.wandb_save_dir
+    return None if folder else "--wandb-project without --save and --wandb-save-dir"
+
+
 sharded_optimizer = excludes(
     flag("--optimizer sgd"),
     flag("--use-distributed-optimizer"),

@@ -27,7 +27,7 @@ _COUNTS = (
     *("--expert-tensor-parallel-size", "--seq-length", "--packing-look-ahead"),
     *("--max-row-mib", "--micro-batch-size", "--global-batch-size"),
     *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters"),
-    *("--save-interval", "--log-interval", "--eval-interval"),
+    *("--save-interval", "--log-interval", "--eval-interval", "--keep-checkpoints"),
 )
 
 
@@ -50,6 +50,17 @@ def positive_numbers(args: Namespace, model: Any) -> str | None:
         if (value := value_of(args, flag)) is not None and value < 1
     ]
     return ", ".join(wrong) or None
+
+
+@rule(reason="there are no checkpoints, or two flags say which stay", cure="give --save, and one")
+def kept_checkpoints(args: Namespace, model: Any) -> str | None:
+    """`--keep-checkpoints` without `--save`, or with `--save-retain-interval`"""
+    if not args.keep_checkpoints:
+        return None
+    if not args.save:
+        return "--keep-checkpoints without --save"
+    both = args.save_retain_interval is not None
+    return "--keep-checkpoints with --save-retain-interval" if both else None
 
 
 @rule(

@@ -4,6 +4,13 @@ from rule_cases.kinds import Cases
 
 CASES: Cases = {
     "optimizer": ([{"optimizer": "muon"}, {"optimizer": "lion"}], [{"optimizer": "sgd"}]),
+    "wandb": (
+        [{"wandb_project": "charts"}],
+        [
+            {"wandb_project": "charts", "save": "/run"},
+            {"wandb_project": "charts", "wandb_save_dir": "/run"},
+        ],
+    ),
     "sharded-optimizer": (
         [{"optimizer": "sgd", "use_distributed_optimizer": True}],
         [{"use_distributed_optimizer": True}],

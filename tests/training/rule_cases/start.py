@@ -21,6 +21,13 @@ CASES: Cases = {
         ],
         [{"seq_length": 1}],
     ),
+    "kept-checkpoints": (
+        [
+            {"keep_checkpoints": 2},
+            {"keep_checkpoints": 2, "save": "/run", "save_retain_interval": 4},
+        ],
+        [{"keep_checkpoints": 2, "save": "/run"}, {"save_retain_interval": 4}],
+    ),
     "tokenizer-folder": ([{"tokenizer_model": None}, {"tokenizer_model": "/nowhere"}], []),
     "hf-folder": ([{"load_hf": "/nope"}], []),
     "checkpoint-to-load": ([{"load": "/nope"}], [{"load": "/nope", "save": "/nope"}]),

@@ -1,0 +1,253 @@
+"""Rows of Parquet files and of Hugging Face datasets saved to disk, by index.
+
+Both are read as memory-mapped Arrow, so that any row costs the same and nothing is held in memory.
+A saved dataset is Arrow already. A Parquet file is compressed in groups of thousands of rows, each
+of which a shuffled run would decompress for one row: it is converted once, and the result is kept.
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loongplug.data.kept_files import LOG, places, put_whole, version
+from loongplug.data.media_files import InlineFile, MediaRoot
+from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
+
+_PARQUET = b"PAR1"
+_STATE = "state.json"  # of a saved dataset; it names the files
+_SPLITS = "dataset_dict.json"  # of several of them in one folder
+_BATCH = 256  # rows converted at a time; images may be among them
+_MADE_OF = b"loongplug.made_of"  # the version of the Parquet file, in the kept file's schema
+
+
+def is_arrow(path: Path) -> bool:
+    """Whether this is a Parquet file, a folder of some, or a saved dataset."""
+    if path.is_dir():
+        named = (path / _STATE, path / _SPLITS)
+        return any(each.is_file() for each in named) or bool(_shards(path))
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return path.suffix == ".parquet" or file.read(len(_PARQUET)) == _PARQUET
+
+
+class ArrowRows:
+    """The rows of a Parquet file, of a folder's Parquet files, or of a saved dataset, by index.
+
+    A row means what it would mean in JSONL; a key whose value is null is absent, since a table has
+    every key in every row. Images may stand in the row, as bytes or as Hugging Face's struct of
+    ``bytes`` and ``path``. Forked processes share the maps.
+    """
+
+    def __init__(self, path: Path, *, access: RowAccess = ANY_ROW) -> None:
+        """ValueError where pyarrow is missing, and for what cannot be read."""
+        _require_pyarrow(path)
+        self.path = path
+        self._access = access
+        self.files, parquet = _files(path)  # those that the rows are of, in their order
+        self._media_root = access.media_of(self.files[0])
+        self._batches: list[Any] = []
+        firsts, rows = [], 0  # of each batch, in the whole
+        self._file_of_batch: list[int] = []
+        self._file_starts: list[int] = []
+        for number, file in enumerate(self.files):
+            self._file_starts.append(rows)
+            for batch in _mapped_parquet(file) if parquet else _mapped(file):
+                firsts.append(rows)
+                rows += batch.num_rows
+                self._batches.append(batch)
+                self._file_of_batch.append(number)
+        if not rows:
+            raise ValueError(f"{path} has no rows: a dataset needs at least one.")
+        self._firsts, self._rows = np.array(firsts), rows
+        self._checked = np.zeros(len(firsts), dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def where(self, index: int) -> str:
+        """``file:row`` of a row, from 1, for messages."""
+        number = self._file_of_batch[self._batch_of(index)]
+        return f"{self.files[number]}:{index - self._file_starts[number] + 1}"
+
+    def media_root(self, index: int) -> MediaRoot:
+        """What relative paths in the row start at."""
+        return self._media_root
+
+    def read(self, index: int) -> dict[str, Any]:
+        """The row as a dictionary; ValueError when it is too large or damaged."""
+        number = self._batch_of(index)
+        batch = self._batches[number]
+        try:
+            if not self._checked[number]:  # places in the file may lead out of it
+                batch.validate(full=True)
+                self._checked[number] = True
+            row = batch.slice(index - int(self._firsts[number]), 1)
+            self._access.require_size(row.nbytes, where=self.where(index))
+            (values,) = row.to_pylist()
+        except _arrow_errors() as error:
+            raise ValueError(f"{self.where(index)}: the row cannot be read ({error}).") from error
+        return {key: _plain(value) for key, value in values.items() if value is not None}
+
+    def _batch_of(self, index: int) -> int:
+        return int(np.searchsorted(self._firsts, index, side="right")) - 1
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have it, without what is null; images are files within the row."""
+    if isinstance(value, bytes):
+        return InlineFile("image", value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"bytes", "path"}:
+        return _plain(value["path"] if value["bytes"] is None else value["bytes"])
+    return {key: _plain(each) for key, each in value.items() if each is not None}
+
+
+def _files(path: Path) -> tuple[list[Path], bool]:
+    """The files of rows, in their order, and whether they are Parquet."""
+    if path.is_file():
+        return [path], True
+    if (path / _STATE).is_file():
+        return _listed(path), False
+    if (path / _SPLITS).is_file():
+        splits = sorted(each.parent.name for each in path.glob(f"*/{_STATE}"))
+        raise ValueError(
+            f"{path} has several datasets, {', '.join(splits) or 'none of them there'}: give the"
+            " folder of one of them."
+        )
+    return _shards(path), True
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.glob("*.parquet") if each.is_file())
+
+
+def _listed(folder: Path) -> list[Path]:
+    """The files that a saved dataset says it has, all in its own folder."""
+    try:
+        names = [each["filename"] for each in parse_row_json((folder / _STATE).read_bytes())[
+            "_data_files"
+        ]]  # fmt: skip
+        if not names or not all(
+            isinstance(name, str) and Path(name).name == name for name in names
+        ):
+            raise ValueError(f"_data_files names {names}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / _STATE} does not name the files of a saved dataset"
+            f" ({type(error).__name__}: {error}): save it anew with save_to_disk."
+        ) from error
+    return [folder / name for name in names]
+
+
+def _mapped_parquet(path: Path) -> list[Any]:
+    """The rows of a Parquet file as memory-mapped batches; converts the file unless it was."""
+    before = version(path)
+    refusals = []
+    with _alone(path):  # of the processes of a machine one converts, the others wait
+        for place in places(path, suffix=".arrow"):
+            with suppress(ValueError):  # made again where it is damaged or of another file
+                if place.is_file():
+                    return _mapped(place, made_of=before)
+            try:
+                _convert(path, place, before)
+            except OSError as error:
+                refusals.append(f"{place.parent}: {error.strerror}")
+            else:
+                return _mapped(place, made_of=before)
+    raise ValueError(
+        f"{path} is converted to Arrow once, and nowhere can the result be kept"
+        f" ({'; '.join(refusals)}): make room, or set XDG_CACHE_HOME to a folder that has some."
+    )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process is, where the file system knows locks; else all do the same work."""
+    with path.open("rb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:
+    """Write the rows to ``place``; OSError where that cannot be."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file, put_whole(place) as whole:
+            LOG.warning("%s is converted to Arrow once, into %s.", path, place)
+            schema = _undivided(file.schema_arrow).with_metadata({_MADE_OF: _words(before)})
+            with pa.OSFile(str(whole), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                # No threads: processes that are forked later would not have them.
+                for batch in file.iter_batches(batch_size=_BATCH, use_threads=False):
+                    columns = [
+                        column.dictionary_decode()
+                        if pa.types.is_dictionary(column.type)
+                        else column
+                        for column in batch.columns
+                    ]
+                    writer.write_batch(pa.record_batch(columns, schema=schema))
+            if version(path) != before:
+                raise ValueError(f"{path} changed while it was read: wait until it is whole.")
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the system; others are of the file
+        raise ValueError(f"{path} is no Parquet file that can be read: {error}.") from error
+
+
+def _undivided(schema: Any) -> Any:
+    """The schema with values in the place of numbers of a dictionary, which differs by batch."""
+    import pyarrow as pa
+
+    return pa.schema(
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in schema
+    )
+
+
+def _mapped(path: Path, *, made_of: tuple[int, int] | None = None) -> list[Any]:
+    """The batches of an Arrow file or stream, memory-mapped; ValueError for another.
+
+    With ``made_of``, it has to say that it was made of that version of a Parquet file.
+    """
+    import pyarrow as pa
+
+    options = pa.ipc.IpcReadOptions(use_threads=False)
+    try:
+        source = pa.memory_map(str(path))
+        if made_of is None:  # save_to_disk writes streams
+            return list(pa.ipc.open_stream(source, options=options))
+        reader = pa.ipc.open_file(source, options=options)
+        if (reader.schema.metadata or {}).get(_MADE_OF) != _words(made_of):
+            raise ValueError(f"{path} was made of another file")
+        return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    except _arrow_errors() as error:
+        raise ValueError(f"{path} is no Arrow file that can be read ({error}).") from error
+
+
+def _words(made_of: tuple[int, int]) -> bytes:
+    return f"1 {made_of[0]} {made_of[1]}".encode()
+
+
+def _arrow_errors() -> tuple[type[Exception], ...]:
+    import pyarrow as pa
+
+    return pa.ArrowException, OSError, UnicodeDecodeError
+
+
+def _require_pyarrow(path: Path) -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{path} is read by pyarrow, which is not installed: pip install 'loongplug[parquet]'."
+        ) from error

@@ -1,0 +1,50 @@
+"""What is made of a data file once and kept: beside it, or in the user's cache folder."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+
+
+def version(path: Path) -> tuple[int, int]:
+    """Size and time of change: equal to itself later only while nothing has written to the file."""
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def places(path: Path, *, suffix: str) -> list[Path]:
+    """Where what is made of the file may be kept, the first place that can be written."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
+    return [path.with_name(f"{path.name}{suffix}"), Path(root) / "loongplug" / f"{name}{suffix}"]
+
+
+@contextmanager
+def put_whole(place: Path) -> Iterator[Path]:
+    """A new file to write, which takes its place at once when it is done, and only then."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.chmod(name, 0o644)  # other users may read the data, so let them read this
+        os.replace(name, place)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+@contextmanager
+def said_by(first: bool) -> Iterator[None]:
+    """Of ranks that open the same files, have the ``first`` alone say what is made again."""
+    before = LOG.disabled
+    LOG.disabled = before or not first
+    try:
+        yield
+    finally:
+        LOG.disabled = before

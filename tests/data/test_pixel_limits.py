@@ -1,0 +1,87 @@
+"""``--max-pixels`` and its like: grids and pixels follow them, whatever the folder says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from loongplug.data.conversation import Video
+from loongplug.data.images import image_grid
+from loongplug.data.pixel_limits import PixelLimits
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
+
+TOKEN = 32 * 32  # pixels of one visual token of the demo's models
+
+
+def limited(folder: Path, **limits: int) -> Processor:
+    return load_processor(folder, pixel_limits=PixelLimits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "least"),
+    [({}, 64, 64), ({"max_pixels": 9 * TOKEN}, 9, 7), ({"min_pixels": 100 * TOKEN}, 121, 100)],
+)
+def test_images(
+    processor_folder: Path, tmp_path: Path, limits: dict[str, int], most: int, least: int
+) -> None:
+    """The grid that is planned by is the one of the pixels that are made."""
+    Image.new("RGB", (256, 256), (9, 9, 9)).save(tmp_path / "a.png")
+    processor = limited(processor_folder, **limits)
+    grid = image_grid(tmp_path / "a.png", processor, where="row")
+    assert least <= grid[1] * grid[2] / 4 <= most
+    made = processor.image_processor(images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
+    assert made["image_grid_thw"].tolist() == [list(grid)]
+
+
+@pytest.mark.parametrize(
+    ("style", "tokens"), [(TIMESTAMPS, 2 * 4), (VideoStyle(timestamps=False), 2 * 8)]
+)
+def test_videos(
+    processor_folder: Path,
+    block_processor: Processor,
+    tmp_path: Path,
+    write_frames: Callable[..., list[str]],
+    style: VideoStyle,
+    tokens: int,
+) -> None:
+    """Qwen3-VL counts all four frames together, Qwen2.5-VL each."""
+    folder = processor_folder if style.timestamps else block_processor.folder
+    names = write_frames("f", 4, height=256, width=256)
+    video = Video(tuple(tmp_path / name for name in names), fps=2.0)
+    free = VideoProcessor(load_processor(folder), style).grid(video, where="row")
+    processor = VideoProcessor(limited(folder, video_max_pixels=16 * TOKEN), style)
+    pixels, grid = processor.patches(video, where="row")
+    assert processor.grid(video, where="row") == grid
+    assert len(pixels) == grid[0] * grid[1] * grid[2]
+    assert free[1] * free[2] > grid[1] * grid[2]
+    assert grid[0] * grid[1] * grid[2] / 4 <= tokens * 2
+    image = tmp_path / names[0]  # images are as the folder says
+    assert image_grid(image, processor._processor, where="row") == (1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_pixels": TOKEN - 1}, "--min-pixels is 1024 and --max-pixels 1023"),
+        ({"min_pixels": 0}, "--min-pixels is 0 and"),
+        ({"min_pixels": 4000, "max_pixels": 3000}, "--min-pixels is 4000 and --max-pixels 3000"),
+        ({"video_max_pixels": 5}, "--video-max-pixels 5"),
+    ],
+)
+def test_limits_that_leave_no_size(
+    processor_folder: Path, limits: dict[str, int], message: str
+) -> None:
+    """They are told before a row is read, of videos too."""
+    with pytest.raises(ValueError, match=message):
+        VideoProcessor(limited(processor_folder, **limits), TIMESTAMPS)
+
+
+def test_names_that_are_given() -> None:
+    """What a checkpoint notes: a run without such flags resumes one of before there were any."""
+    assert PixelLimits().given() == {}
+    assert PixelLimits(max_pixels=5, video_min_pixels=6).given() == {
+        "max_pixels": 5,
+        "video_min_pixels": 6,
+    }

@@ -1,0 +1,59 @@
+"""The commands of a page of the documentation, and a run of them."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n)?^```bash\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of commands; with ``reason``, why it is not run."""
+
+    text: str
+    reason: str | None = None
+
+
+def blocks(markdown: str) -> list[Block]:
+    """The bash blocks of a page, in order."""
+    return [Block(found["text"], found["reason"]) for found in _BLOCK.finditer(markdown)]
+
+
+def script(markdown: str) -> str:
+    """The blocks that are run, as one script: a later block may use an earlier one's variables."""
+    return "set -euo pipefail\n" + "\n".join(
+        block.text for block in blocks(markdown) if block.reason is None
+    )
+
+
+def run_page(page: Path, *, folder: Path, timeout: float) -> str:
+    """Run the page's commands in ``folder``, as in the root of a clone; return what they print."""
+    for name in ("scripts", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    ended = subprocess.run(
+        ["bash", "-c", script(page.read_text(encoding="utf-8"))],
+        cwd=folder,
+        env=environment,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise AssertionError(f"{page.name} ended with {ended.returncode}:\n{ended.stdout}")
+    return ended.stdout

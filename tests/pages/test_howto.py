@@ -1,0 +1,64 @@
+"""The commands of the how-to pages are run as they stand there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pages.commands import ROOT, blocks, run_page, script
+
+HOWTO = ROOT / "docs" / "howto"
+BOUND = 1150.0  # seconds: a page takes one to three minutes where the cores are free
+
+
+def test_blocks_are_joined_but_for_those_with_a_reason() -> None:
+    page = (
+        "```bash\nA=1\n```\n\n<!-- not run: no GPU -->\n```bash\nb\n```\n"
+        "```json\n{}\n```\n```bash\necho $A\n```\n"
+    )
+    assert [block.reason for block in blocks(page)] == [None, "no GPU", None]
+    assert script(page) == "set -euo pipefail\nA=1\n\necho $A\n"
+
+
+def test_a_page_that_fails_says_so(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\nfalse\n```\n```bash\necho later\n```\n")
+    with pytest.raises(AssertionError, match=r"page\.md ended with 1"):
+        run_page(page, folder=tmp_path, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_own_data_in_ten_minutes(tmp_path: Path) -> None:
+    run_page(HOWTO / "your_own_data.md", folder=tmp_path, timeout=BOUND)
+    score = json.loads((tmp_path / "runs/mine/score.json").read_text())
+    assert score["exact_match"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_adding_a_model(tmp_path: Path) -> None:
+    printed = run_page(ROOT / "docs" / "adding_a_model.md", folder=tmp_path, timeout=BOUND)
+    assert "qwen2_vl.config.Qwen2VisionConfig" in printed
+    assert "verdict: agrees" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_lora(tmp_path: Path) -> None:
+    printed = run_page(HOWTO / "train_with_lora.md", folder=tmp_path, timeout=BOUND)
+    assert "PeftModel" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_extend_a_run(tmp_path: Path) -> None:
+    run_page(HOWTO / "extend_a_run.md", folder=tmp_path, timeout=BOUND)
+    assert (tmp_path / "runs/long/latest_checkpointed_iteration.txt").read_text() == "12"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_choose_a_layout(tmp_path: Path) -> None:
+    printed = run_page(HOWTO / "choose_a_layout.md", folder=tmp_path, timeout=BOUND)
+    assert "verdict: agrees" in printed

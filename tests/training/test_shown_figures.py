@@ -1,0 +1,100 @@
+"""What a run shows on its way: in lines, in TensorBoard and in wandb."""
+
+import contextlib
+import io
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from loongplug.training.run import run
+
+
+def lines(rank: int, *, flags: list[str], environment: dict[str, str]) -> list[str]:
+    os.environ |= environment
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        run(flags)
+    return [line for line in shown.getvalue().splitlines() if line.startswith("iteration")]
+
+
+def train(flags: list[str], *more: str, **environment: str) -> list[str]:
+    return run_ranks(lines, 1, flags=[*flags, *more], environment=environment, timeout=120.0)[0]
+
+
+def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_path):
+    shown = train(
+        [*flags, "--lr", "0.002", "--log-interval", "2", "--save", str(tmp_path)],
+        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1"),
+        *("--eval-interval", "4", "--tensorboard-dir", str(tmp_path / "board")),
+    )
+    assert [line.split(" | ")[0] for line in shown] == [
+        *("iteration 1/4", "iteration 2/4", "iteration 4/4", "iteration 4")
+    ]
+    assert shown[-1].count("validation loss") == 1  # and no second one of the last iteration
+    figures = [figure.strip("0123456789.,") for figure in shown[2].split(" | ")[1:]]
+    assert figures == [
+        *("loss ", "lr ", "grad norm ", " s/step", " tokens/s", " TFLOP/s per rank"),
+        *(" % padding", " GiB", " s left"),
+    ]
+    assert "lr 0.002" in shown[2]
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in ("step seconds", "tokens per second", "TFLOPs per rank", "memory GiB"):
+        events = board.Scalars(name)
+        assert [event.step for event in events] == [1, 2, 4]
+        assert all(event.value > 0 for event in events)
+
+
+def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):
+    """What it writes offline, which `wandb sync` would send."""
+    pytest.importorskip("wandb", reason="the package wandb is not installed (loongplug[wandb])")
+    train(
+        [*flags, "--log-interval", "2", "--save", str(tmp_path / "mine")],
+        *("--wandb-project", "charts", "--train-iters", "2", "--eval-iters", "1"),
+        *("--valid-data-path", str(demo / "test.jsonl"), "--eval-interval", "2"),
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+    )
+    (written,) = (tmp_path / "mine").glob("wandb/wandb/offline-run-*/*.wandb")
+    logged, run_name = read_history(written)
+    assert run_name == "mine"
+    assert {"learning-rate", "grad-norm", "lm loss", "batch-size"} <= logged[2]  # Megatron's
+    assert {"TFLOPs per rank", "tokens per second", "memory GiB", "fill rate"} <= logged[2]
+    assert "lm loss validation" in logged[2]
+    assert "TFLOPs per rank" in logged[1]
+    assert list((tmp_path / "mine" / "tensorboard").iterdir())
+
+
+def read_history(path: Path) -> tuple[dict[int, set[str]], str]:
+    """The names of what was logged at each step, and the run's name."""
+    from wandb.proto import wandb_internal_pb2
+
+    logged: dict[int, set[str]] = {}
+    name = ""
+    for data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.WhichOneof("record_type") == "run":
+            name = record.run.display_name
+        if record.WhichOneof("record_type") == "history":
+            names = {item.key or ".".join(item.nested_key) for item in record.history.item}
+            logged.setdefault(record.history.step.num, set()).update(names)
+    return logged, name
+
+
+def records(content: bytes) -> Iterator[bytes]:
+    """Of a log in LevelDB's format: blocks of 32 KiB, of chunks with checksum, length and kind."""
+    place, parts = 7, b""  # behind the file's own header
+    while place < len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        parts += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield parts
+            parts = b""
