@@ -201,7 +201,7 @@ def model_parallel(
 ) -> Iterator[None]:
     """Megatron's parallel state and RNG tracker (seed 123) inside a rank; as before afterwards."""
     before = {
-        name: copy.copy(value)
+        name: copy.copy(value) if isinstance(value, list | dict) else value
         for name, value in vars(parallel_state).items()
         if name.startswith("_") and not name.startswith("__") and not callable(value)
     }

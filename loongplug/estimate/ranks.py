@@ -16,6 +16,7 @@ from loongplug.checkpoint.owned import parameter_names
 from loongplug.hetero.engine import Engine
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.snapshot import load_start
 from loongplug.parallel.states import destroy_parallel_states
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of
@@ -59,6 +60,7 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
         destroy_parallel_states()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        load_start()  # destroy_model_parallel forgets a group and some lists of ranks
 
 
 def _chunks(parsed: ParsedArguments, engine: Engine, *, stage: int) -> tuple[MultimodalModel, ...]:
