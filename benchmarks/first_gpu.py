@@ -4,7 +4,7 @@
     python benchmarks/first_gpu.py --out DIR --steps 0,3  some of them
     python benchmarks/first_gpu.py --out DIR --tiny       all of them in tiny sizes, on the CPU
 
-After each step ``DIR/first_gpu.json`` and ``DIR/first_gpu.md`` are written anew; steps of an
+After each step ``DIR/first_gpu.json`` and ``DIR/first_gpu.md`` are written again; steps of an
 earlier run that are not run again stay in them. Logs are in
 ``DIR/logs``, data and traces in ``DIR/files``.
 """

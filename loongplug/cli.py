@@ -48,7 +48,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     """Heterogeneous parallel training of multimodal models on stock Megatron-Core."""
@@ -58,12 +58,12 @@ def main(
 def train(
     context: typer.Context,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine; else one for each GPU.")
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: one for each GPU.")
     ] = None,
 ) -> None:
     """Train on this machine: torchrun with train.py's flags, which --help lists.
 
-    For a run of several machines, start torchrun on each with -m loongplug.train.
+    For a run on several machines, start torchrun on each of them with -m loongplug.train.
     """
     from loongplug.training.launch import launch
 
@@ -76,7 +76,7 @@ def doctor(
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Show what this machine has, what LoongPlug will use of it, and what is in the way.
+    """Show what this machine has, what LoongPlug will use, and what is missing.
 
     Ends with exit code 1 when something prevents training.
     """
@@ -90,20 +90,20 @@ def doctor(
 def evaluate(
     model: Annotated[
         Path,
-        typer.Option(help="What --save-hf (a Hugging Face folder), --save or --save-lora wrote."),
+        typer.Option(help="A folder that --save-hf (Hugging Face), --save or --save-lora wrote."),
     ],
     data: Annotated[Path, typer.Option(help="A data file with questions and their answers.")],
     base: Annotated[
-        Path | None, typer.Option(help="The model of adapters; else what their config names.")
+        Path | None, typer.Option(help="The model under adapters. Default: the one that their config names.")
     ] = None,
     tokenizer_model: Annotated[
-        Path | None, typer.Option(help="The folder of a checkpoint's tokenizer and processors.")
+        Path | None, typer.Option(help="The tokenizer and the processors of a checkpoint.")
     ] = None,
     media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
-    batch_size: Annotated[int, typer.Option(help="Questions answered at once.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 32,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many questions.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions to answer at once.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 32,
+    limit: Annotated[int | None, typer.Option(help="Answer only the first N questions.")] = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
     min_pixels: MinPixels = None,
@@ -113,22 +113,22 @@ def evaluate(
     device: Device = "auto",
     metric: Annotated[
         str,
-        typer.Option(help="exact, contains, number, or package.module.function of a trusted one."),
+        typer.Option(help="exact, contains, number, or package.module.function of a trusted package."),
     ] = "exact",
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Of --metric number: 0.05 is 5 % of the right answer; else 0."),
+        typer.Option(help="For --metric number: 0.05 is 5 % of the right answer. Default: 0."),
     ] = None,
     trusted_packages: Annotated[
         list[str] | None,
-        typer.Option(help="A package of --metric or of the model; may be given again."),
+        typer.Option(help="A package of --metric or of the model. Repeat for more."),
     ] = None,
     predictions: Annotated[
         Path | None, typer.Option(help="Write every answer with its score to this JSONL file.")
     ] = None,
     json_path: Json = None,
 ) -> None:
-    """Answer the questions of a data file greedily and print the score, per task and of all."""
+    """Answer the questions of a data file greedily and print the score of each task and of all."""
     with user_errors():
         from loongplug.convert.exported import as_hf_folder
         from loongplug.evaluate.command import evaluate as run
@@ -167,7 +167,7 @@ def convert(
     context: typer.Context,
     ranks: Ranks = 1,
 ) -> None:
-    """Turn a Hugging Face folder into a checkpoint, or back, in any layout.
+    """Turn a Hugging Face folder into a checkpoint of any layout, or back.
 
     Takes train.py's flags: --model-name NAME, --load-hf DIR or --load DIR, --save DIR or
     --save-hf DIR, and those of the layout, such as --tensor-model-parallel-size.
@@ -181,7 +181,7 @@ def convert(
 @app.command("trace")
 def trace(
     folder: Annotated[Path, typer.Argument(help="The folder that a run with --trace wrote.")],
-    step: Annotated[int | None, typer.Option(help="The step to show; else the last.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step to show. Default: the last.")] = None,
 ) -> None:
     """Merge a run's trace for Perfetto, draw one step, and print where its time went."""
     with user_errors():
@@ -193,17 +193,17 @@ def trace(
 @app.command("verify", context_settings=HANDS_ON)
 def verify(
     context: typer.Context,
-    scale: Annotated[str | None, typer.Option(help="tiny: a small likeness of the model.")] = None,
+    scale: Annotated[str | None, typer.Option(help="tiny: a small model of the same kind.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps to compare.")] = 3,
     ranks: Annotated[
-        int | None, typer.Option(help="Processes on this machine; else what the sizes ask for.")
+        int | None, typer.Option(help="Processes on this machine. Default: as many as the layout needs.")
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Leave recordings and logs in this folder.")
+        Path | None, typer.Option(help="Keep recordings and logs in this folder.")
     ] = None,
     json_path: Json = None,
 ) -> None:
-    """Compare a layout's training steps with a single rank's: losses, gradients, weights, state.
+    """Compare training steps of a layout with a single rank: losses, gradients, weights, state.
 
     Takes train.py's flags. Exit code 0: they agree, 1: they differ, 2: nothing could be compared.
     """
@@ -262,7 +262,7 @@ def bench_step(
 ) -> None:
     """Measure tokens/s and peak memory of a training run, given by train.py's own flags.
 
-    Everything that is no option of this command goes to training unchanged.
+    Everything that is not an option of this command goes to training unchanged.
     """
     with user_errors():
         from loongplug.bench.step import bench_step as run
@@ -272,13 +272,13 @@ def bench_step(
 
 @bench.command("levels")
 def bench_levels(
-    rounds: Annotated[int, typer.Option(help="How often each level takes its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each level is measured.")] = 3,
     pictures: Annotated[
         Path, typer.Option(help="A folder for a picture of one step of each level.")
     ] = Path("runs/bench/levels"),
     json_path: Json = None,
 ) -> None:
-    """Measure the levels of heterogeneous parallelism side by side on the CPU."""
+    """Measure the modes of heterogeneous parallelism side by side on the CPU."""
     with user_errors():
         from loongplug.bench.levels import bench_levels as run
 

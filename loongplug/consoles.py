@@ -6,7 +6,7 @@ _PIPED = 10_000  # columns: no table is wider, and whoever reads the pipe breaks
 
 
 def table_console(*, least: int = 0, stderr: bool = False) -> Console:
-    """A console that cuts no table where its output is no terminal.
+    """A console that cuts no table where its output is not a terminal.
 
     On a terminal it is as wide as that, and at least ``least`` columns.
     """

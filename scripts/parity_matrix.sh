@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every cell of the parity matrix against a single rank: docs/parity.md and docs/parity_*.md.
 # What was run before stays in runs/parity: an interrupted run goes on, and only changed code is run
-# anew.
+# again.
 #   ./scripts/parity_matrix.sh [--part layouts|savings|overlap] [--jobs N] [--json FILE] [--sample N [--seed S]]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -60,7 +60,7 @@ FIRST_PHASE=(
     --save "$RUN/checkpoints"
 )
 
-# The weights of the first phase, sharded anew; the ranks of a tensor parallel group encode in turn.
+# The weights of the first phase, sharded again; the ranks of a tensor parallel group encode in turn.
 SECOND_PHASE=(
     --tensor-model-parallel-size 2
     --enable-encoder-hetero-dp

@@ -1,4 +1,4 @@
-"""The fast subset is no weak one."""
+"""The fast subset is not a weak one."""
 
 import pytest
 

@@ -54,7 +54,7 @@ class Report:
             ]
 
     def add(self, step: StepRecord) -> None:
-        """Take a step in and write both files anew, each in one piece."""
+        """Take a step in and write both files again, each in one piece."""
         others = [each for each in self.steps if each.number != step.number]
         self.steps = sorted([*others, step], key=lambda each: each.number)
         content = {"setting": dict(self.setting), "steps": [asdict(each) for each in self.steps]}

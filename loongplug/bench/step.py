@@ -102,7 +102,7 @@ def bench_step(
     writes = [flag for flag in flags if flag.split("=")[0] in _WRITING_FLAGS]
     if writes:
         raise ValueError(
-            f"{', '.join(writes)}: a measured run is no training run and keeps nothing; leave "
+            f"{', '.join(writes)}: a measured run is not a training run and keeps nothing; leave "
             "these flags out."
         )
     console = table_console()

@@ -54,7 +54,7 @@ def give_folder_dtypes(
         raise ValueError(
             "Tensors that belong together have different dtypes: "
             + "; ".join(problems[:5])
-            + ". Save the model anew in one dtype."
+            + ". Save the model again in one dtype."
         )
     for own in owned_parameters(model_chunks, mapping):
         _retype(own.parameter, wanted.get(own.entry.number))

@@ -66,12 +66,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         kind, files = found["kind"], found["files"]
         named = {name: WrittenFile(**entry) for name, entry in files.items()}
     except (TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, "it is no list of files") from error
+        raise _damaged(path, "it is not a list of files") from error
     if found.get("version") != _VERSION or not isinstance(kind, str):
         raise _damaged(path, f"its version is not {_VERSION}")
     for name, file in named.items():
         if not _is_plain(name) or not _is_entry(file):
-            raise _damaged(path, f"{name!r} is no file of the folder with its size and sha256")
+            raise _damaged(path, f"{name!r} is not a file of the folder with its size and sha256")
     return Manifest(kind=kind, files=named)
 
 

@@ -77,7 +77,7 @@ def read_architecture(folder: Path) -> dict[str, Any] | None:
         ValueError: the note is damaged, or another file.
     """
     path = folder / ARCHITECTURE_FILE
-    return _read_note(path, keys=("model",), without=" and export anew.")
+    return _read_note(path, keys=("model",), without=" and export again.")
 
 
 def refuse_differences(
@@ -125,7 +125,7 @@ def check_data_note(load_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         raise ValueError(
             f"The data are not those of the checkpoint in {load_dir}: {differences}. Its"
             " place in them would be another one. Give the data and settings it was trained with;"
-            f" or start anew from its weights with --finetune and another --save; or remove {path}"
+            f" or start again from its weights with --finetune and another --save; or remove {path}"
             " to go on at the same number of samples in the new data."
         )
 
@@ -150,7 +150,7 @@ def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, 
     if not path.exists():
         return None
     if not path.is_file():
-        raise ValueError(f"{path} is no file; remove it{without}")
+        raise ValueError(f"{path} is not a file; remove it{without}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -159,7 +159,8 @@ def _read_note(path: Path, *, keys: Collection[str], without: str) -> dict[str, 
         ) from error
     if not isinstance(found, dict) or not found.keys() & set(keys):
         raise ValueError(
-            f"{path} is no note of LoongPlug: it has none of {', '.join(keys)}; remove it{without}"
+            f"{path} is not a note of LoongPlug: it has none of {', '.join(keys)}; "
+            f"remove it{without}"
         )
     return found
 

@@ -278,7 +278,7 @@ def _clear(hidden: Path) -> None:
 
 
 def _refuse_links(hidden: Path) -> None:
-    """What is behind a link is no export's to move or remove."""
+    """What is behind a link is not an export's to move or remove."""
     for path in (hidden, hidden / "new", hidden / "old"):
         if path.is_symlink():
             raise OSError(f"{path} is a link")

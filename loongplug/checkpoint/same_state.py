@@ -140,7 +140,7 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
 
 
 def checked_common_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Megatron's reading of what is no tensor, which comes first in a load, with the check.
+    """Megatron's reading of what is not a tensor, which comes first in a load, with the check.
 
     No collectives; all ranks read the same, and so raise the same ValueError.
     """
@@ -168,8 +168,8 @@ def _read(original: Callable[[Any], Any], checkpoint: Path) -> dict[str, Any]:
         raise DamagedFileError.unreadable(alone, error) from error
     if not isinstance(state, dict):
         raise DamagedFileError(
-            f"What is no tensor in {checkpoint} is {type(state).__name__}, expected dict: copy or "
-            "save the checkpoint anew."
+            f"What is not a tensor in {checkpoint} is {type(state).__name__}, expected dict: copy "
+            "or save the checkpoint again."
         )
     return state
 

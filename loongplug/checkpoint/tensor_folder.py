@@ -98,7 +98,7 @@ def check_finite(name: str, tensor: Tensor, *, file: Path) -> None:
     if not is_finite(tensor):
         raise ValueError(
             f"{name} in {file} has values that are NaN or infinite: its training had failed, or "
-            "the file is damaged. Load an earlier checkpoint, or copy the file anew."
+            "the file is damaged. Load an earlier checkpoint, or copy the file again."
         )
 
 
@@ -124,13 +124,13 @@ def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iter
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{file} cannot be read as safetensors ({error}): copy the file anew."
+                    f"{file} cannot be read as safetensors ({error}): copy the file again."
                 ) from error
             for name in handle.keys():  # noqa: SIM118
                 if places is not None and places.get(name) != file.name:
                     raise ValueError(
                         f"{file} has a tensor {name}, which {INDEX_FILE} has in "
-                        f"{places.get(name, 'no file')}: copy index and files anew, together."
+                        f"{places.get(name, 'no file')}: copy index and files again, together."
                     )
                 slices[name] = handle.get_slice(name)
                 files[name] = file
@@ -146,7 +146,7 @@ def _index(folder: Path) -> dict[str, str] | None:
         places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{index} is no index of safetensors files ({error!r}): copy the file anew."
+            f"{index} is not an index of safetensors files ({error!r}): copy the file again."
         ) from error
     for name in places.values():
         if not isinstance(name, str) or Path(name).name != name:

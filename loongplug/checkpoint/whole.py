@@ -101,7 +101,7 @@ def told_of_damage(checkpoint: Path) -> Iterator[None]:
         yield
     except DamagedFileError as error:
         raise with_others(error, checkpoint) from error
-    except CheckpointException as caught:  # torch's, by rank; it is no Exception
+    except CheckpointException as caught:  # torch's, by rank; it is not an Exception
         reason = next((failure for failure, _ in caught.failures.values()), None)
         if not isinstance(reason, DamagedFileError):
             raise
@@ -145,7 +145,7 @@ def _described(checkpoint: Path) -> Any:
             raise DamagedFileError(f"The checkpoint {checkpoint} lacks {name}: copy it there.")
         if path.stat().st_size < size:
             raise DamagedFileError(
-                f"{path} ends after {path.stat().st_size} of {size} bytes: copy it anew."
+                f"{path} ends after {path.stat().st_size} of {size} bytes: copy it again."
             )
     return metadata
 

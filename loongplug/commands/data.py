@@ -25,7 +25,7 @@ from loongplug.commands.options import (
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
-data = typer.Typer(help="Check training data, and look at them.", no_args_is_help=True)
+data = typer.Typer(help="Check training data and look at samples.", no_args_is_help=True)
 
 
 @data.command("check")
@@ -87,7 +87,7 @@ def data_inspect(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
-    samples: Annotated[int, typer.Option(help="How many to show, evenly chosen.")] = 3,
+    samples: Annotated[int, typer.Option(help="How many to show, spread evenly over the file.")] = 3,
     plots: Annotated[
         Path | None, typer.Option(help="A folder for histograms of all rows as PNG.")
     ] = None,

@@ -20,7 +20,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Also write the figure
 Files = Annotated[
     list[str],
     typer.Argument(
-        help="JSONL or Parquet files and saved datasets, as for --data-path: p1 p2 or w1 p1 w2 p2."
+        help="JSONL or Parquet files and saved datasets: p1 p2, or with weights w1 p1 w2 p2."
     ),
 ]
 TokenizerModel = Annotated[
@@ -29,51 +29,51 @@ TokenizerModel = Annotated[
 Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
 MediaRoot = Annotated[
     Path | None,
-    typer.Option(help="What paths of media are relative to; else the data file's folder."),
+    typer.Option(help="Relative paths of media start here. Default: the data file's folder."),
 ]
 ConfineMedia = Annotated[
     bool,
-    typer.Option("--confine-media", help="Refuse media that lie outside of that folder."),
+    typer.Option("--confine-media", help="Refuse media outside of that folder."),
 ]
 VideoFps = Annotated[
     float | None,
     typer.Option(
         min=0.001,
         callback=_finite,
-        help="Frames taken per second of video files; else the folder's.",
+        help="Frames per second to take from video files. Default: the folder's.",
     ),
 ]
 MinPixels = Annotated[
-    int | None, typer.Option(help="The least pixels of each image; else the folder's.")
+    int | None, typer.Option(help="The least pixels of each image. Default: the folder's.")
 ]
 MaxPixels = Annotated[
-    int | None, typer.Option(help="The most pixels of each image; else the folder's.")
+    int | None, typer.Option(help="The most pixels of each image. Default: the folder's.")
 ]
 VideoMinPixels = Annotated[
     int | None,
-    typer.Option(help="The least pixels of each video, counted as its processor does."),
+    typer.Option(help="The least pixels of each video, counted as its processor counts."),
 ]
 VideoMaxPixels = Annotated[
     int | None,
-    typer.Option(help="The most pixels of each video, counted as its processor does."),
+    typer.Option(help="The most pixels of each video, counted as its processor counts."),
 ]
-MaxRowMib = Annotated[int, typer.Option(min=1, help="A row of more MiB cannot be used.")]
+MaxRowMib = Annotated[int, typer.Option(min=1, help="A larger row is a bad sample.")]
 SpecialTokensInText = Annotated[
     bool,
     typer.Option(
         "--special-tokens-in-text",
-        help="Special tokens that are written in rows' text are special tokens; else text.",
+        help="Read special tokens in the text of rows as special tokens.",
     ),
 ]
 Processes = Annotated[
-    int | None, typer.Option(help="Processes at a time; else one for each processor.")
+    int | None, typer.Option(help="Processes at a time. Default: one for each processor.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Ranks = Annotated[int, typer.Option(help="Processes on this machine.")]
 Warmup = Annotated[int, typer.Option(help="Steps before the measured ones.")]
 Steps = Annotated[int, typer.Option(help="Measured steps.")]
-Rounds = Annotated[int, typer.Option(help="How often each side takes its turn.")]
-# Of commands that hand on what is no option of theirs.
+Rounds = Annotated[int, typer.Option(help="How often each side is measured.")]
+# Of commands that hand on what is not an option of theirs.
 HANDS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 

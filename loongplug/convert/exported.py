@@ -72,7 +72,7 @@ def _named_base(adapters: Path) -> Path:
     named = read_peft_config(adapters).get("base_model_name_or_path")
     if not isinstance(named, str) or not Path(named).is_dir():
         raise ValueError(
-            f"The adapters in {adapters} are for the model {named!r:.200}, which is no folder"
+            f"The adapters in {adapters} are for the model {named!r:.200}, which is not a folder"
             " here: give the model's with --base DIR."
         )
     return Path(named)

@@ -149,7 +149,7 @@ class MappedWeights:
         if values != shard.data.numel():
             raise ValueError(
                 f"The checkpoint {self._folder} has {values} of the {shard.data.numel()} values of "
-                f"{shard.key} at {tuple(begin)}: save it anew."
+                f"{shard.key} at {tuple(begin)}: save it again."
             )
         return parts
 

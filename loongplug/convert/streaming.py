@@ -129,8 +129,8 @@ def _read(state: dict[str, Any], folder: Path) -> None:
     try:
         with told_of_damage(folder):
             TorchDistLoadShardedStrategy().load(state, folder)
-    except CheckpointException as caught:  # torch's is no Exception
+    except CheckpointException as caught:  # torch's is not an Exception
         reason = _first_reason(caught)
         raise ValueError(
-            f"The checkpoint {folder} cannot be read ({reason!r}): copy or save it anew."
+            f"The checkpoint {folder} cannot be read ({reason!r}): copy or save it again."
         ) from caught

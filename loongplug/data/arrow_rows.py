@@ -142,7 +142,7 @@ def _listed(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder / _STATE} does not name the files of a saved dataset"
-            f" ({type(error).__name__}: {error}): save it anew with save_to_disk."
+            f" ({type(error).__name__}: {error}): save it again with save_to_disk."
         ) from error
     return [folder / name for name in names]
 
@@ -201,7 +201,7 @@ def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the system; others are of the file
-        raise ValueError(f"{path} is no Parquet file that can be read: {error}.") from error
+        raise ValueError(f"{path} is not a Parquet file that can be read: {error}.") from error
 
 
 def _undivided(schema: Any) -> Any:
@@ -231,7 +231,7 @@ def _mapped(path: Path, *, made_of: tuple[int, int] | None = None) -> list[Any]:
             raise ValueError(f"{path} was made of another file")
         return [reader.get_batch(number) for number in range(reader.num_record_batches)]
     except _arrow_errors() as error:
-        raise ValueError(f"{path} is no Arrow file that can be read ({error}).") from error
+        raise ValueError(f"{path} is not an Arrow file that can be read ({error}).") from error
 
 
 def _words(made_of: tuple[int, int]) -> bytes:

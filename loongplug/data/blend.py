@@ -133,7 +133,7 @@ class Blend:
         return len(self._row)
 
     def read(self, index: int) -> dict[str, Any]:
-        """The row; ValueError with its place when it is no JSON object."""
+        """The row; ValueError with its place when it is not a JSON object."""
         source, row = self._find(index)
         return source.read(row)
 

@@ -294,7 +294,7 @@ def _counted_filter(like: Environment, name: str) -> Any:
                 raise TemplateLimitError("it makes a number that is too large")
         elif name == "sum" and not isinstance(kwargs.get("start", (*args, 0, 0)[1]), int | float):
             raise TemplateLimitError("it adds up what are no numbers")
-        # As the value of a filter, a number is no width.
+        # As the value of a filter, a number is not a width.
         first = () if isinstance(value, int) else (value,)
         budget.multiply([*first, *args, *kwargs.values()])
         result = like.call_filter(name, value, args, kwargs, context, context.eval_ctx)

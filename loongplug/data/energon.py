@@ -83,7 +83,7 @@ class EnergonRows:
                 )
             for path in (shard, _index_of(shard)):
                 if not path.is_file():
-                    raise ValueError(f"{path} is missing: prepare the dataset anew.")
+                    raise ValueError(f"{path} is missing: prepare the dataset again.")
         counts = [count for _, count in shards]
         self._shard = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)  # [rows]
         numbers = [np.arange(count, dtype=np.uint32) for count in counts]
@@ -119,7 +119,7 @@ class EnergonRows:
         if pickled := sample.named(_PICKLED):
             raise ValueError(
                 f"{where}: the parts {', '.join(pickled)} are pickled, and unpickling runs what"
-                " they say: prepare the dataset anew without them."
+                " they say: prepare the dataset again without them."
             )
         part = _row_part(sample)
         self._access.require_size(part.size, where=where)
@@ -162,7 +162,7 @@ class EnergonRows:
         # ValueError: of numbers and names in headers
         except (OSError, ValueError, tarfile.TarError) as error:
             raise ValueError(
-                f"{where}: the shard cannot be read there ({error}): prepare the dataset anew."
+                f"{where}: the shard cannot be read there ({error}): prepare the dataset again."
             ) from error
         return TarSample(key or "", parts, where)
 
@@ -176,7 +176,7 @@ class EnergonRows:
                 raise ValueError(f"The index {path} cannot be read ({error}).") from error
         index = self._indices[shard]
         if sample + 1 >= len(index):
-            raise ValueError(f"{path} ends before sample {sample + 1}: prepare the dataset anew.")
+            raise ValueError(f"{path} ends before sample {sample + 1}: prepare the dataset again.")
         return int(index[sample]), int(index[sample + 1])
 
     def _leave_out(self, excluded: frozenset[str]) -> None:
@@ -211,7 +211,7 @@ def _shards(folder: Path, *, split: str | None) -> tuple[list[tuple[str, int]], 
     path = EPath(str(folder.absolute()))
     if not check_dataset_info_present(path):
         raise ValueError(
-            f"{folder} is no prepared dataset of shards: run energon prepare on it, or give the"
+            f"{folder} is not a prepared dataset of shards: run energon prepare on it, or give the"
             " JSONL file."
         )
     try:
@@ -235,7 +235,7 @@ def _listed(counts: Any) -> list[tuple[str, int]]:
     for name, count in counts.items():
         path = PurePosixPath(str(name))
         if not isinstance(name, str) or path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise ValueError(f"shard {name!r} is no path within the dataset's folder")
+            raise ValueError(f"shard {name!r} is not a path within the dataset's folder")
         if type(count) is not int or not 0 <= count < _MOST_SAMPLES:
             raise ValueError(f"shard {name} has {count!r} samples, expected a number of them")
     return list(counts.items())

@@ -233,7 +233,7 @@ def _local(path: str | Url, *, where: str) -> str:
     text = text.removeprefix("file://")
     if _REMOTE.match(text):
         raise ValueError(
-            f"{where}: {text[:60]} is no file here, and nothing is downloaded: save it and give"
+            f"{where}: {text[:60]} is not a file here, and nothing is downloaded: save it and give"
             " its path."
         )
     if not text:

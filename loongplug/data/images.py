@@ -102,8 +102,8 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
                     yield image
         except UnidentifiedImageError as error:
             raise ValueError(
-                f"{where}: {path} is no image in a format that is read ({', '.join(FORMATS)}), or"
-                " its header is damaged: convert it, or replace the file."
+                f"{where}: {path} is not an image in a format that is read ({', '.join(FORMATS)}), "
+                "or its header is damaged: convert it, or replace the file."
             ) from error
         except Image.DecompressionBombError as error:
             raise ValueError(

@@ -36,7 +36,7 @@ def scan_array(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Byte offset and line number, from 1, of each element, [rows] each; reads the file once.
 
     Raises:
-        ValueError: the file is no JSON array of objects; with the line.
+        ValueError: the file is not a JSON array of objects; with the line.
     """
     offsets, lines = array("q"), array("q")
     with path.open("rb") as file:

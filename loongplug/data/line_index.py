@@ -113,7 +113,7 @@ def _mapped(place: Path, made_of: tuple[int, int]) -> LineIndex | str | None:
         return "is cut off"
     width = len(_HEADER)
     if not len(words) or words[0] != _MAGIC:
-        return "is no index of lines"
+        return "is not an index of lines"
     if len(words) < width or words[1] != _VERSION:
         return "is cut off or of another version of LoongPlug"
     if tuple(words[2:4].tolist()) != made_of:

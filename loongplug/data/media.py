@@ -55,7 +55,7 @@ class MediaLoader:
 
     All images that are not in the cache go through the image processor in one call, which
     takes less than half the time of one call each; videos go one by one. A file that changes is
-    processed anew.
+    processed again.
     """
 
     def __init__(

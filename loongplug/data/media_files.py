@@ -54,7 +54,7 @@ class InlineFile:
             return cls(kind, base64.b64decode(content, validate=True))
         except ValueError:
             raise ValueError(
-                f"{url[:40]!r} is no image that can be read: expected data:image/png;base64,..."
+                f"{url[:40]!r} is not an image that can be read: expected data:image/png;base64,..."
             ) from None
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def file_on_disk(file: MediaFile) -> Path:
 def open_media_file(file: MediaFile) -> BinaryIO:
     """The file's bytes, to be closed by the caller; of a member, no others can be reached.
 
-    Raises OSError, also for what is no plain file, and for a confined file that lies elsewhere.
+    Raises OSError, also for what is not a plain file, and for a confined file that lies elsewhere.
     """
     if isinstance(file, InlineFile):
         return io.BytesIO(file.content)
@@ -157,7 +157,7 @@ def _open(file: MediaFile) -> int:
 
 def _require_plain(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError("it is no plain file, but a folder, a pipe, a socket or a device")
+        raise OSError("it is not a plain file, but a folder, a pipe, a socket or a device")
 
 
 def _require_inside(folder: str, handle: int) -> None:

@@ -11,10 +11,10 @@ MAX_YAML_NODES = 100_000  # of the whole file, each alias counted as what it sta
 
 
 def require_bounded_yaml(path: Path) -> None:
-    """ValueError, in a sentence with the file, for one that is no text or too much of it.
+    """ValueError, in a sentence with the file, for one that is not text or too much of it.
 
     The parser's events are counted; nothing is built, so that aliases of aliases cost nothing.
-    What is no YAML is left to who reads it.
+    What is not YAML is left to who reads it.
     """
     try:
         with path.open("rb") as file:
@@ -29,7 +29,7 @@ def require_bounded_yaml(path: Path) -> None:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no text in UTF-8 (byte {error.start}): give a YAML file"
+            f"{path} is not text in UTF-8 (byte {error.start}): give a YAML file"
         ) from None
     with suppress(yaml.YAMLError):
         if problem := _problem(text):

@@ -28,7 +28,7 @@ def _encodable(text: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise PydanticCustomError(
-            "no_text", "It is no text: half of a character (a lone surrogate) stands in it"
+            "no_text", "It is not text: half of a character (a lone surrogate) stands in it"
         ) from error
     return text
 

@@ -252,5 +252,5 @@ def _read_json(path: Path, *, where: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {path} is not JSON ({error}): copy it anew.") from error
+        raise ValueError(f"{where}: {path} is not JSON ({error}): copy it again.") from error
     return content if isinstance(content, dict) else {}

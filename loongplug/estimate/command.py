@@ -100,7 +100,7 @@ def parsed_for(
     from loongplug.training.flags import read_command_line, without_flags
     from loongplug.verify.plan import first_rank
 
-    read_command_line(flags)  # refuses what is no flag before it is taken apart
+    read_command_line(flags)  # refuses what is not a flag before it is taken apart
     if stand_ins is not None:
         from loongplug.estimate.stand_in_data import with_stand_ins
 

@@ -53,7 +53,7 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
     if report["missing_keys"]:
         # transformers would answer with random weights in their place.
         missing = ", ".join(sorted(report["missing_keys"]))
-        raise ValueError(f"The model in {folder} lacks {missing}: export it anew.")
+        raise ValueError(f"The model in {folder} lacks {missing}: export it again.")
     return model.to(device).eval()
 
 

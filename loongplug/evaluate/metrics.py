@@ -87,7 +87,7 @@ def _own_function(name: str, trusted_packages: Sequence[str]) -> Callable[[str, 
         cure="to score with a function of your own, name its package with --trusted-packages",
     )
     if not inspect.isfunction(found) or not within(f"{found.__module__}.", trusted_packages):
-        raise ValueError(f"--metric {name} is no function of {' or '.join(trusted_packages)}")
+        raise ValueError(f"--metric {name} is not a function of {' or '.join(trusted_packages)}")
 
     def score(given: str, expected: str) -> float:
         try:

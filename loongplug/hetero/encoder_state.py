@@ -60,7 +60,7 @@ class EncoderState:
         self._hosts: dict[int, Tensor] = {}  # of the step before, by the storage's address
 
     def movable(self) -> list[Movable]:
-        """All that there is now, each storage once; to be asked for anew in each step."""
+        """All that there is now, each storage once; to be asked for again in each step."""
         assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
         values = {_address(each): each for each in self._values()}
         found = {address: self._storage(each) for address, each in values.items()}

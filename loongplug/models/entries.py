@@ -49,8 +49,8 @@ def checked(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     for entry in entries:
         if entry.into is not None and entry.into not in known:
             raise ValueError(
-                f"what comes out of {entry.name!r} goes into {entry.into!r}, which is no entry of "
-                f"the model: expected one of {', '.join(sorted(known))}"
+                f"what comes out of {entry.name!r} goes into {entry.into!r}, which is not an entry "
+                f"of the model: expected one of {', '.join(sorted(known))}"
             )
     decoders = [entry.name for entry in entries if entry.role is Role.DECODER]
     if len(decoders) != 1:

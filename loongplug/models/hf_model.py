@@ -140,14 +140,15 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
     try:
         kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError, RecursionError):
-        return ["config.json is no JSON object; copy the file anew"]
+        return ["config.json is not a JSON object; copy the file again"]
     if kind != expected_class.model_type:
         return [f"config.json has model_type {kind!r}, expected {expected_class.model_type!r}"]
     try:
         found = expected_class.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers has many for a value of the wrong kind
         reason = " ".join(str(error).split())
-        return [f"config.json is no {expected_class.__name__} ({reason:.300}); copy the file anew"]
+        name = expected_class.__name__
+        return [f"config.json is not a {name} ({reason:.300}); copy the file again"]
     differences: list[str] = []
     for section, values in model.sections.items():
         for key, value in values.items():

@@ -31,7 +31,7 @@ class MultimodalRotary(nn.Module):
     """Rotary angles from three position axes.
 
     It takes the place of Megatron's MultimodalRotaryEmbedding, which gives each axis one
-    contiguous section and makes its angles anew in every layer.
+    contiguous section and makes its angles again in every layer.
     """
 
     def __init__(self, *, kv_channels: int, base: float, axes: Tensor, dtype: torch.dtype) -> None:

@@ -115,7 +115,7 @@ def families(trusted_packages: Sequence[str] = ()) -> dict[str, Family]:
 def _imported(package: str) -> Any:
     if not all(part.isidentifier() for part in package.split(".")):
         raise ValueError(
-            f"--trusted-packages names {package!r}, which is no package: give the name by "
+            f"--trusted-packages names {package!r}, which is not a package: give the name by "
             "which Python imports it, such as my_models"
         )
     try:
@@ -188,7 +188,7 @@ def _join(family: Family, parts: Mapping[str, Part]) -> Family:
     if not isinstance(joined[decoder], DecoderPart):
         raise ValueError(
             f"the model family {family.name} has the part {family.parts[decoder]!r} as its "
-            f"{decoder}, which is no {DecoderPart.__name__}: expected a part that is"
+            f"{decoder}, which is not a {DecoderPart.__name__}: expected a part that is"
         )
     return replace(family, joined=joined)
 

@@ -15,7 +15,7 @@ from rich.progress import (
 def threadless_bars(
     console: Console | None = None, *, estimates: bool = False, transient: bool = True
 ) -> Progress:
-    """Bars on ``console`` (stderr without one); nothing where it is no terminal.
+    """Bars on ``console`` (stderr without one); nothing where it is not a terminal.
 
     No thread draws them, since a thread would be there when ranks are forked: whoever moves a bar
     calls ``refresh``. ``estimates`` shows the time that is left instead of the time it took so far.

@@ -133,10 +133,10 @@ def _row(line: str, *, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{where} is no JSON ({error}): expected a file that --trace wrote; remove it."
+            f"{where} is not JSON ({error}): expected a file that --trace wrote; remove it."
         ) from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is no event: expected a file that --trace wrote; remove it.")
+        raise ValueError(f"{where} is not an event: expected a file that --trace wrote; remove it.")
     return row
 
 

@@ -180,7 +180,7 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
         _fail(board, f"loongplug: error [rank {rank}]: {message}", message=message, code=1)
     except KeyboardInterrupt:
         _fail(board, "loongplug: interrupted", message="interrupted", code=_SIGINT_EXIT)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         knows = error.knows if isinstance(error, SharedFaultError) else 0
         _fail(board, _report(error, rank), message=_common(error), code=1, knows=knows)
     finally:

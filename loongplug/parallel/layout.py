@@ -37,7 +37,7 @@ class Layout:
     ``order`` has the ranks in the order in which they fill the grids, where that is not their own.
 
     Raises:
-        ValueError: a size is no positive integer, the experts' sizes do not divide a stage, or
+        ValueError: a size is not a positive integer, the experts' sizes do not divide a stage, or
             the order is not one of these ranks.
     """
 

@@ -54,7 +54,7 @@ class OptimizerPerModule(ChainedOptimizer):
 
     A part can lie on some ranks alone. What the others have to know of its optimizers, the first of
     these ranks tells them by a sum over the world, to which nobody else adds: so that it is exact,
-    and also told where it is no number. Ranks of the part know it already, and do not wait.
+    and also told where it is not a number. Ranks of the part know it already, and do not wait.
 
     ``before_update`` is called with the norm of all gradients, before any weight changes. The host
     has just waited for that norm, so that what it asks the device for is there.
@@ -155,8 +155,8 @@ class OptimizerPerModule(ChainedOptimizer):
     ) -> dict[int, Any]:
         """As upstream's, by number. Collective over each part's groups; to save, over all ranks.
 
-        What is no tensor is saved by the first rank alone, so that it has to have what only others
-        know. Where Megatron has lists of groups, of which ranks and runs have others, tensors are
+        What is not a tensor is saved by the first rank alone, so it has to have what only others know.
+        Where Megatron has lists of groups, of which ranks and runs have others, tensors are
         kept by their places, and groups are asked for whole.
         """
         self._synchronize_steps()

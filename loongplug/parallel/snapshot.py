@@ -1,4 +1,4 @@
-"""What Megatron keeps per process, as one module sees it: saved, loaded, and made anew.
+"""What Megatron keeps per process, as one module sees it: saved, loaded, and made again.
 
 A snapshot covers
 

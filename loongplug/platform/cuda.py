@@ -14,7 +14,7 @@ class CudaPlatform(Platform):
 
     @property
     def device(self) -> torch.device:
-        """The current GPU; asked anew each time, because Megatron sets it while it starts."""
+        """The current GPU; asked again each time, because Megatron sets it while it starts."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:

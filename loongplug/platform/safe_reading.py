@@ -38,7 +38,7 @@ class DamagedFileError(ValueError):
     def unreadable(cls, file: Path, error: BaseException | str) -> Self:
         """``file`` cannot be read, because of ``error``."""
         why = error if isinstance(error, str) else _in_a_line(error)
-        return cls(f"{file} cannot be read ({why}): copy or save the checkpoint anew.")
+        return cls(f"{file} cannot be read ({why}): copy or save the checkpoint again.")
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -46,7 +46,7 @@ def _in_a_line(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError) and "\n" in text:
         # torch's, which goes on to say how to run what is in there.
         named = re.search(r"GLOBAL ([\w.]+)", text)
-        return "some of it is no saved tensor" + (f", it names {named[1]}" if named else "")
+        return "some of it is not a saved tensor" + (f", it names {named[1]}" if named else "")
     return f"{name}: {text.splitlines()[0]}" if text.strip() else name
 
 

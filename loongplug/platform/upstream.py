@@ -111,7 +111,7 @@ def _keeping_step(original: Callable[[Any, Any, Any], None]) -> Callable[[Any, A
     @functools.wraps(original)
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         if _uses_torch_adam(self):
-            tensors = {**tensors, "step": None}  # what is no tensor is passed over
+            tensors = {**tensors, "step": None}  # what is not a tensor is passed over
         with torch.no_grad():
             original(self, model_param, tensors)
 
@@ -235,7 +235,7 @@ SAFE_READING: tuple[Replacement, ...] = (
         target="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes",
         wrapper=weights_only,
         parameters="(self, read_item, value)",
-        reason="unpickles whatever is no tensor without torch's weights-only rule",
+        reason="unpickles whatever is not a tensor without torch's weights-only rule",
     ),
     Replacement(
         target="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data",

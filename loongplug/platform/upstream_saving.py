@@ -109,7 +109,7 @@ def whole_checkpoints_table(
 ) -> ReplacementTable:
     """Wrap the save and the load of one checkpoint, and what takes part in them.
 
-    ``common`` is the load of what is no tensor, ``rates`` what takes the learning rate's course
+    ``common`` is the load of what is not a tensor, ``rates`` what takes the learning rate's course
     from it, ``tracker`` Python's ``open``; ``write`` writes a rank's files, ``finalize`` wraps
     what all ranks do after that.
     """

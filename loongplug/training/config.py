@@ -104,7 +104,7 @@ def compose_model(
     for key in data:
         if key != _MODEL:
             raise ValueError(
-                f"{source.origin(str(key))}: {key} is no key of a model file, whose content "
+                f"{source.origin(str(key))}: {key} is not a key of a model file, whose content "
                 f"belongs under {_MODEL} (start the file with the line '# @package {_MODEL}')"
             )
     root = data.get(_MODEL)
@@ -148,7 +148,7 @@ def _model_file(
     assert config_file is not None
     file = config_file.expanduser().resolve()
     if not file.is_file() or file.suffix != ".yaml":
-        raise ValueError(f"--config-file {config_file} is no .yaml file (looked at {file})")
+        raise ValueError(f"--config-file {config_file} is not a .yaml file (looked at {file})")
     return file
 
 
@@ -156,13 +156,14 @@ def _parse_override(override: str, bare: "_Composition") -> tuple[str, str]:
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         raise ValueError(
-            f"{override} is no override; write key=value, such as model.image_encoder.freeze=True"
+            f"{override} is not an override; write key=value, such as "
+            "model.image_encoder.freeze=True"
         )
     key, value = match["key"], match["value"]
     if not key.startswith(f"{_MODEL}."):
         known = _dotted_keys(bare.data())
         raise ValueError(
-            f"override {override}: {key} is no key of a model{the_closest_is(key, known)} "
+            f"override {override}: {key} is not a key of a model{the_closest_is(key, known)} "
             f"(all keys start with {_MODEL}.)"
         )
     try:
@@ -170,7 +171,7 @@ def _parse_override(override: str, bare: "_Composition") -> tuple[str, str]:
         parsed.value()
     except HydraException as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"override {override}: {value} is no YAML value ({reason})") from error
+        raise ValueError(f"override {override}: {value} is not a YAML value ({reason})") from error
     if parsed.is_sweep_override():
         raise ValueError(f"override {override} gives several values; write a list as [{value}]")
     return key, value
@@ -209,7 +210,7 @@ class _Composition:
         try:
             require_bounded_yaml(file)
             if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
-                raise ValueError(f"{file}: hydra is no key of a model file; remove it")
+                raise ValueError(f"{file}: hydra is not a key of a model file; remove it")
             with _hydra(self._folders[0]):
                 composed = compose(self._name, overrides=self._overrides)
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -316,7 +317,7 @@ def _resolve(target: str, trusted_packages: Sequence[str]) -> type:
         and within(f"{found.__module__}.", allowed)
     )
     if not is_config:
-        raise ValueError(f"{target} is no frozen dataclass of {' or '.join(allowed)}")
+        raise ValueError(f"{target} is not a frozen dataclass of {' or '.join(allowed)}")
     return found
 
 

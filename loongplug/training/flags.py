@@ -115,7 +115,7 @@ def _most_values(action: argparse.Action) -> int:
 
 
 def _begins_anew(token: str, options: Mapping[str, object], *, single: bool) -> bool:
-    """Whether ``token`` is no value of the flag before it; an override may be a single one."""
+    """Whether ``token`` is not a value of the flag before it; an override may be a single one."""
     return token.partition("=")[0] in options or (
         not single and _OVERRIDE.fullmatch(token) is not None
     )
@@ -163,7 +163,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--model-name", metavar="NAME", help="a model of configs/models/<family>/NAME.yaml"
     )
-    source.add_argument("--config-file", metavar="PATH", help="a model's YAML file of your own")
+    source.add_argument("--config-file", metavar="PATH", help="your own YAML file of a model")
     group.add_argument(
         "--training-phase",
         choices=PHASES,
@@ -173,65 +173,65 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     values(
         "--trusted-packages",
         "PACKAGE",
-        "packages beside loongplug whose config classes _target_ may name",
+        "your packages: a _target_ in the YAML may name their config classes",
     )
     switch("--print-config", "print the model's YAML and exit")
     subject("its weights")
     value("--load-hf", "DIR", "start from a Hugging Face folder")
     value("--save-hf", "DIR", "export to a Hugging Face folder at the end")
-    value("--load-lora", "DIR", "start the adapters from a folder of peft's kind")
-    value("--save-lora", "DIR", "write the adapters alone at the end, as peft loads them")
+    value("--load-lora", "DIR", "start the adapters from a folder that --save-lora or peft wrote")
+    value("--save-lora", "DIR", "write only the adapters at the end; peft can load them")
     subject("data")
     switch(
-        "--packing", "fill sequences with several samples each; batch sizes then count sequences"
+        "--packing", "put several samples into each sequence; batch sizes then count sequences"
     )
     value(
         "--packing-look-ahead",
         "N",
-        f"a sequence is filled from the next N samples (default: {LOOK_AHEAD})",
+        f"choose the samples of a sequence from the next N (default: {LOOK_AHEAD})",
         type=int,
         default=LOOK_AHEAD,
     )
     value(
         "--media-root",
         "DIR",
-        "what relative paths of images and videos start at; else each data file's folder",
+        "relative paths of images and videos start here; default: the folder of each data file",
     )
     switch(
         "--confine-media",
-        "refuse images and videos that lie outside of that folder, links followed",
+        "refuse images and videos outside of that folder, also behind links",
     )
     value(
         "--video-fps",
         "N",
-        "frames to take per second of video files whose row does not say; else as the model's"
-        " folder says",
+        "frames per second to take from video files, if the row does not say it; default: the"
+        " model folder's",
         type=float,
     )
-    for kind, each in (("", "each image"), ("video-", "each video, counted as its processor does")):
+    for kind, each in (("", "each image"), ("video-", "each video (counted as its processor counts)")):
         for bound, least in (("min", "at least"), ("max", "at most")):
             value(
                 f"--{kind}{bound}-pixels",
                 "N",
-                f"{each} is resized to {least} N pixels; else as the model's folder says",
+                f"resize {each} to {least} N pixels; default: the model folder's",
                 type=int,
             )
     group.add_argument(
         "--bad-sample",
         choices=BAD_SAMPLE_POLICIES,
         default="fatal",
-        help="a sample that cannot be used is left out and counted, or ends the run (default)",
+        help="skip: leave a bad sample out and count it; fatal (default): it ends the run",
     )
     value(
         "--max-row-mib",
         "N",
-        f"a row of more than N MiB cannot be used (default: {MAX_ROW_MIB})",
+        f"a row larger than N MiB is a bad sample (default: {MAX_ROW_MIB})",
         type=int,
         default=MAX_ROW_MIB,
     )
     switch(
         "--special-tokens-in-text",
-        "special tokens that are written in the text of rows are special tokens; else text",
+        "read special tokens in the text of rows as special tokens; default: as plain text",
     )
     subject("which parameters are trained")
     values(
@@ -242,7 +242,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     values(
         "--train-parameters",
         "PATTERN",
-        "train the parameters whose full names match, whatever else is frozen",
+        "train the parameters whose full names match, even if their module is frozen",
     )
     subject("the encoder's layout")
     switch(
@@ -255,19 +255,19 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     switch(
         "--use-vit-dp-balance",
-        "spread a step's images over the encoder's replicas by what they cost",
+        "give the encoder's replicas images of equal cost in each step",
     )
     value(
         "--dp-balance-trigger-threshold-vit",
         "X",
-        "only in steps whose slowest replica would have 1 + X times the mean (default: 0.2)",
+        "do so only if the slowest replica would have 1 + X times the mean cost (default: 0.2)",
         type=float,
     )
     subject("memory of the host")
     away = "in host memory while the decoder works"
     switch(
         "--full-hetero-dp-cpu-offload",
-        f"full separation: features and their gradients are {away}, but for two microbatches'",
+        f"full separation: features and their gradients are {away}, except those of two microbatches",
     )
     switch(
         "--offload-encoder-activations",
@@ -280,29 +280,29 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     values(
         "--offload-tensors",
         "NAME",
-        "with --fine-grained-activation-offloading: activations of the decoder's layers that are in"
-        " host memory between forward and backward, of " + ", ".join(NAMES),
+        "with --fine-grained-activation-offloading: which activations of the decoder's layers are in"
+        " host memory between forward and backward: " + ", ".join(NAMES),
         choices=NAMES,
     )
     subject("what a run leaves")
     value(
         "--keep-checkpoints",
         "N",
-        "of --save's checkpoints, keep the newest N and the best by validation loss",
+        "keep only the newest N checkpoints and the one with the best validation loss",
         type=int,
     )
     value("--metrics-json", "FILE", "write the run's metrics to FILE")
     value(
         "--metrics-name",
         "NAME",
-        "put them under NAME into that file, beside what it has from an earlier run",
+        "put them under NAME into that file, and keep what an earlier run wrote there",
     )
-    value("--trace", "DIR", "write every rank's events to DIR, for loongplug trace")
+    value("--trace", "DIR", "write the events of every rank to DIR; loongplug trace reads them")
 
 
 def _add_device(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
     parser.add_argument(
-        "--device", choices=DEVICES, default="auto", help="auto: CUDA where there is a GPU"
+        "--device", choices=DEVICES, default="auto", help="auto: CUDA if there is a GPU"
     )
 
 
@@ -347,6 +347,6 @@ def _refuse_left_over(left_over: Sequence[str], parser: argparse.ArgumentParser)
             suggestion = f"the closest is {known[match]}" if match else "--help lists them all"
             problems.append(f"there is no flag {flag}; {suggestion}")
         elif flag is None:
-            problems.append(f"{token} belongs to no flag and is no override key=value")
+            problems.append(f"{token} belongs to no flag and is not an override key=value")
     if problems:
         raise ValueError("\n".join(problems))

@@ -92,7 +92,7 @@ class ForwardStep:
         if self.started is None:
             self.started = time.monotonic()
         microbatch = next(data_iterator)
-        # Asked anew each time: on CUDA, Megatron chooses the rank's device while it starts.
+        # Asked again each time: on CUDA, Megatron chooses the rank's device while it starts.
         device = self._platform.device
 
         def there(tensor: Tensor | None) -> Tensor | None:

@@ -31,7 +31,7 @@ def packing_place(args: Namespace) -> ResumePoint | None:
 
 
 def with_packing_place(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Megatron's reading of what is no tensor, which keeps the place in the run's arguments."""
+    """Megatron's reading of what is not a tensor, which keeps the place in the run's arguments."""
 
     @wraps(original)
     def load_common_state_dict(checkpoint_dir: Any) -> Any:

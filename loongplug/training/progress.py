@@ -47,7 +47,7 @@ class StepReport:
 
     @property
     def fill_rate(self) -> float:
-        """The share of the sequences that is no padding."""
+        """The share of the sequences that is not padding."""
         return self.tokens / self.capacity if self.capacity > 0 else 0.0
 
     @property

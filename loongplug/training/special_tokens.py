@@ -22,7 +22,7 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
     """Read ``tokenizer.json`` of a Hugging Face tokenizer folder, without loading the tokenizer.
 
     Raises:
-        ValueError: the folder or the file is missing, or is no tokenizer.
+        ValueError: the folder or the file is missing, or is not a tokenizer.
     """
     file = directory / FILE
     try:
@@ -32,7 +32,9 @@ def read_tokenizer(directory: Path) -> TokenizerFacts:
     except OSError as error:
         raise ValueError(f"{directory} has no readable {FILE} ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} is no tokenizer of Hugging Face's format ({error!r})") from error
+        raise ValueError(
+            f"{file} is not a tokenizer of Hugging Face's format ({error!r})"
+        ) from error
     # Unigram vocabularies are lists, whose positions are the ids.
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return TokenizerFacts(size=max([-1, *ids, *added.values()]) + 1, ids=added)

@@ -52,7 +52,7 @@ class Filler:
         return self._fill_scalar(annotation, value, key=key, expected=annotation)
 
     def _fill_scalar(self, wanted: type, value: object, *, key: str, expected: Any) -> Any:
-        if type(value) is wanted:  # a bool is no int here
+        if type(value) is wanted:  # a bool is not an int here
             if isinstance(value, float) and not math.isfinite(value):
                 self._note(key, f"is {value}, but a finite number is expected")
             return value
@@ -75,7 +75,7 @@ class Filler:
             if name != TARGET and name not in fields:
                 self._note(
                     f"{key}.{name}",
-                    f"is no key of {config_class.__name__}{the_closest_is(str(name), fields)}",
+                    f"is not a key of {config_class.__name__}{the_closest_is(str(name), fields)}",
                 )
         for name, field in fields.items():
             if name not in value and _is_required(field):

@@ -44,7 +44,7 @@ class TensorError:
 
     @property
     def fails(self) -> bool:
-        """Beyond what rounding explains; an error that is no number is."""
+        """Beyond what rounding explains; an error that is not a number is."""
         return not self.error <= LIMITS[self.what]
 
 
@@ -107,7 +107,7 @@ class Comparison:
 
 
 def _known(error: float) -> float:
-    """What is no number is the largest of all."""
+    """What is not a number is the largest of all."""
     return error if error == error else float("inf")
 
 

@@ -264,9 +264,9 @@ def _own_process(rank: int, *, world_size: int, folder: Path) -> None:
 
 
 def own_thread_pool() -> None:
-    """Make torch's pool of threads anew, now that this process has one thread.
+    """Make torch's pool of threads again, now that this process has one thread.
 
-    The first to look at it after a fork makes it anew, without a lock (caffe2's pthreadpool).
+    The first to look at it after a fork makes it again, without a lock (caffe2's pthreadpool).
     Threads of autograd look when they start, several at a time: two of them end the process.
     Does nothing where torch has not been imported.
     """

@@ -165,7 +165,7 @@ def write_json(path: Path, plan: Plan, comparison: Comparison) -> None:
 
 
 def _without_infinities(value: Any) -> Any:
-    """JSON has no word for what is no finite number: null."""
+    """JSON has no word for what is not a finite number: null."""
     if isinstance(value, dict):
         return {key: _without_infinities(each) for key, each in value.items()}
     if isinstance(value, list):

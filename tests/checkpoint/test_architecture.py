@@ -114,7 +114,7 @@ def test_a_damaged_note_is_named(tmp_path):
     with pytest.raises(ValueError, match="is damaged"):
         check_architecture(tmp_path, MODEL)
     (tmp_path / ARCHITECTURE_FILE).write_text("[]")
-    with pytest.raises(ValueError, match=r"is no note of LoongPlug.*remove it: the tensors are"):
+    with pytest.raises(ValueError, match=r"is not a note of LoongPlug.*remove it: the tensors are"):
         check_architecture(tmp_path, MODEL)
 
 

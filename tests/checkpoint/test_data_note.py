@@ -67,11 +67,13 @@ def test_a_damaged_note_is_refused(tmp_path: Path) -> None:
 def test_another_file_of_that_name_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / DATA_FILE
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"is no note of LoongPlug.*rows, settings; remove it to"):
+    with pytest.raises(
+        ValueError, match=r"is not a note of LoongPlug.*rows, settings; remove it to"
+    ):
         check_data_note(tmp_path, DATA)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ValueError, match="is no file; remove it to go on"):
+    with pytest.raises(ValueError, match="is not a file; remove it to go on"):
         check_data_note(tmp_path, DATA)
 
 

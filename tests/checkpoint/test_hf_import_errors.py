@@ -138,7 +138,7 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize("content", ["{", "[]", DEEP], ids=["cut off", "a list", "deep"])
 def test_a_damaged_config_is_named(folder, content):
     (folder / "config.json").write_text(content)
-    assert "config.json is no JSON object" in load_alone(folder)
+    assert "config.json is not a JSON object" in load_alone(folder)
 
 
 def test_a_tied_file_for_an_untied_model_and_the_reverse(folder, tied_folder):
@@ -190,8 +190,8 @@ def test_a_damaged_file_is_named(folder):
     [
         ({"weight_map": {NORM: "../model.safetensors"}}, "points outside its folder"),
         ({"weight_map": {NORM: "model-00001-of-00002.safetensors"}}, "which is not in"),
-        ({"weights": {}}, "is no index"),
-        ([], "is no index"),
+        ({"weights": {}}, "is not an index"),
+        ([], "is not an index"),
     ],
 )
 def test_a_bad_index_is_named(folder, index, message):
@@ -201,7 +201,7 @@ def test_a_bad_index_is_named(folder, index, message):
 
 def test_an_index_that_nests_deeply_is_named(folder):
     (folder / "model.safetensors.index.json").write_text(DEEP)
-    assert "is no index" in load_alone(folder)
+    assert "is not an index" in load_alone(folder)
 
 
 def load_into_another_model(rank, *, folder):

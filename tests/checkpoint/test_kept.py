@@ -61,7 +61,7 @@ def test_losses_are_known_to_runs_that_go_on(tmp_path):
     checkpoint(tmp_path, 4)
     then.prune()
     assert names(tmp_path) == ["iter_0000002", "iter_0000004"]
-    # A run that starts again behind them: 2 is written anew, without an evaluation.
+    # A run that starts again behind them: 2 is written again, without an evaluation.
     again = KeptCheckpoints(tmp_path, keep=1)
     (tmp_path / TRACKER).write_text("2")
     again.prune()

@@ -137,7 +137,7 @@ def overwrite(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("__1_0.distcp", cut_off, r"__1_0\.distcp ends after \d+ of \d+ bytes: copy it anew"),
+        ("__1_0.distcp", cut_off, r"__1_0\.distcp ends after \d+ of \d+ bytes: copy it again"),
         ("__1_0.distcp", Path.unlink, r"release lacks __1_0\.distcp: copy it there"),
         (
             "__1_0.distcp",

@@ -90,8 +90,12 @@ def test_a_folder_is_itself(tmp_path):
         ("latest_checkpointed_iteration.txt", {"base": Path("b")}, "is a checkpoint: leave the"),
         ("adapter_config.json", {}, "are for the model None, .* --base DIR"),
         ("adapter_config.json", {"base": Path("b")}, f"has no {ARCHITECTURE_FILE}"),
-        ("adapter_config.json", {"tokenizer_model": Path("t")}, "is no checkpoint: leave the flag"),
-        ("config.json", {"base": Path("b")}, "is no folder of adapters: leave the flag out"),
+        (
+            "adapter_config.json",
+            {"tokenizer_model": Path("t")},
+            "is not a checkpoint: leave the flag",
+        ),
+        ("config.json", {"base": Path("b")}, "is not a folder of adapters: leave the flag out"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path, file, options, message):

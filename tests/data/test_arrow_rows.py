@@ -249,7 +249,7 @@ def empty(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (damaged, "is no Parquet file that can be read"),
+        (damaged, "is not a Parquet file that can be read"),
         (several, "has several datasets, train: give"),
         (outside, "does not name the files of a saved dataset"),
         (empty, "has no rows"),

@@ -97,7 +97,7 @@ def test_files_that_are_not_there_are_said_to_be_so(inside: Path) -> None:
     for name, message in (
         ("gone.png", rf"^{WHERE}: no image file at .*gone\.png"),
         ("loop.png", "cannot be opened: .*Too many levels"),
-        ("sub", "it is no plain file"),
+        ("sub", "it is not a plain file"),
     ):
         with pytest.raises(ValueError, match=message):
             image_size(ConfinedFolder(inside) / name, where=WHERE)

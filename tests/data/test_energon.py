@@ -235,7 +235,7 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
         ({"json": {"text": "<image>", "videos": 3}, "jpg": b""}, "videos is 3, but"),
         ({"json": {"text": "<image>", "image": "cat.jpg"}, "jpg": b""}, "no part 'cat.jpg' in"),
         ({"json": {"text": "<image>", "image": "/etc/hostname"}}, "no part '/etc/hostname' in"),
-        ({"json": {"text": "Hi <image>"}, "jpg": b"no image"}, "a.tar:k1.jpg is no image"),
+        ({"json": {"text": "Hi <image>"}, "jpg": b"no image"}, "a.tar:k1.jpg is not an image"),
         ({"json": {"text": "Hi"}, "pth": b"x"}, "the parts pth are pickled"),
         ({"json": {"text": "Hi"}, "a.PKL": b"x"}, "the parts a.PKL are pickled"),
     ],
@@ -396,8 +396,8 @@ def test_an_index_of_noise_is_an_error_of_its_samples(tmp_path: Path) -> None:
         ({"shard_counts": {}}, "shard_counts is {}"),
         ({"shard_counts": ["a.tar"]}, "shard_counts is "),
         ({}, "shard_counts"),
-        ({"shard_counts": {"../a.tar": 1}}, "'../a.tar' is no path within"),
-        ({"shard_counts": {"/tmp/a.tar": 1}}, "'/tmp/a.tar' is no path within"),
+        ({"shard_counts": {"../a.tar": 1}}, "'../a.tar' is not a path within"),
+        ({"shard_counts": {"/tmp/a.tar": 1}}, "'/tmp/a.tar' is not a path within"),
     ],
 )
 def test_lists_of_shards_are_checked(tmp_path: Path, info: Any, message: str) -> None:
@@ -412,7 +412,7 @@ def test_a_split_reaches_nothing_outside_the_folder(tmp_path: Path) -> None:
     for name in (".nv-meta/.info.json", ".nv-meta/split.yaml"):
         path = folder / name
         path.write_text(path.read_text().replace("a.tar", "../d/a.tar"))
-    with pytest.raises(ValueError, match=r"'\.\./d/a\.tar' is no path within"):
+    with pytest.raises(ValueError, match=r"'\.\./d/a\.tar' is not a path within"):
         EnergonRows(folder, split="train")
 
 
@@ -447,7 +447,7 @@ def test_without_the_package_one_sentence_names_the_extra(
 
 
 def test_the_rows_file_formats_are_those_of_jsonl(tmp_path: Path, demo: Path) -> None:
-    """A row that is no list goes through as it is."""
+    """A row that is not a list goes through as it is."""
     row = json.loads((demo / "train.jsonl").read_text().splitlines()[0])
     row["id"] = 7
     for part in row["messages"][0]["content"]:

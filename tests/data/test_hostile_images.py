@@ -62,7 +62,9 @@ def test_other_formats_are_not_opened(tmp_path: Path, use: Use, name: str) -> No
     path.write_bytes(content)
     if name != "PDF":  # which Pillow only writes
         assert Image.open(path).format == name
-    with pytest.raises(ValueError, match=rf"^{WHERE}: .*picture.png is no image in a format that"):
+    with pytest.raises(
+        ValueError, match=rf"^{WHERE}: .*picture.png is not an image in a format that"
+    ):
         use(path, where=WHERE)
 
 
@@ -95,7 +97,9 @@ def test_only_plain_files_are_opened(
     opened = os.open
     names: list[object] = []
     monkeypatch.setattr(media_files.os, "open", lambda *a: names.append(a[0]) or opened(*a))
-    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* cannot be opened: it is no plain"):
+    with pytest.raises(
+        ValueError, match=rf"^{WHERE}: image .* cannot be opened: it is not a plain"
+    ):
         use(path, where=WHERE)
     assert path not in names
 
@@ -110,9 +114,9 @@ def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
     )
     gc.collect()  # files of tests before
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ValueError, match="it is no plain file"):
+    with pytest.raises(ValueError, match="it is not a plain file"):
         decode_image(path, where=WHERE)
-    with pytest.raises(ValueError, match="it is no plain file"):
+    with pytest.raises(ValueError, match="it is not a plain file"):
         decode_image(TarMember(path, "a.png", 0, 10), where=WHERE)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -120,7 +124,7 @@ def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
 @USES
 def test_an_empty_file_is_no_image(tmp_path: Path, use: Use) -> None:
     (tmp_path / "empty.png").touch()
-    with pytest.raises(ValueError, match=rf"^{WHERE}: .*empty.png is no image in a format"):
+    with pytest.raises(ValueError, match=rf"^{WHERE}: .*empty.png is not an image in a format"):
         use(tmp_path / "empty.png", where=WHERE)
 
 

@@ -131,7 +131,9 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(ValueError, match=rf"^{WHERE}: video {path} cannot be opened: it is no"):
             video_header(path, where=WHERE)
-    with pytest.raises(ValueError, match=rf"^{WHERE}: image .* cannot be opened: it is no plain"):
+    with pytest.raises(
+        ValueError, match=rf"^{WHERE}: image .* cannot be opened: it is not a plain"
+    ):
         VideoProcessor.grid(
             object.__new__(VideoProcessor), Video((tmp_path / "pipe",), fps=1.0), where=WHERE
         )

@@ -157,7 +157,7 @@ def test_files_that_cannot_be_used(
     loader = media_loader(processor)
     for name, message in (
         ("nothing.png", "no image file at .*nothing.png"),
-        ("text.png", "text.png is no image in a format that is read"),
+        ("text.png", "text.png is not an image in a format that is read"),
         (".", "cannot be opened"),
         ("thin.png", "thin.png cannot be used: .*aspect ratio"),
     ):
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_used(
             image_grid(tmp_path / name, processor, where=WHERE)
     for name, message in (
         ("nothing.png", "no image file at .*nothing.png"),
-        ("text.png", "text.png is no image in a format that is read"),
+        ("text.png", "text.png is not an image in a format that is read"),
         ("damaged.png", "damaged.png is damaged"),
     ):
         with pytest.raises(ValueError, match=rf"^{WHERE}: .*{message}"):

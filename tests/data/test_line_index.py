@@ -86,7 +86,7 @@ def with_word(content: bytes, place: int, word: int) -> bytes:
     ("damage", "said"),
     [
         (lambda content: b"", "is cut off"),
-        (lambda content: b"x" * 8, "is no index of lines"),
+        (lambda content: b"x" * 8, "is not an index of lines"),
         (lambda content: b"loongidx" * 9, "is cut off or of another version of LoongPlug"),
         (lambda content: content[:-8], "is cut off"),
         (lambda content: content[:-3], "is cut off"),

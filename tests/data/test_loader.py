@@ -116,7 +116,9 @@ def test_an_image_in_the_row_is_as_its_file(
     made.source.close()
     assert torch.equal(file.input_ids, inline.input_ids)
     assert torch.equal(file.vision.pixels, inline.vision.pixels)
-    with pytest.raises(BadSampleError, match=r"rows.jsonl:3: of 2 bytes in the row is no image"):
+    with pytest.raises(
+        BadSampleError, match=r"rows.jsonl:3: of 2 bytes in the row is not an image"
+    ):
         dataset[2]
 
 

@@ -77,7 +77,7 @@ def test_only_functions_of_trusted_packages_are_metrics(tmp_path, monkeypatch):
     trusted = ["own_scores"]
     metric = metric_named("own_scores.half", trusted_packages=trusted)
     assert (metric.key, metric.score("a", "b")) == ("half", 0.5)
-    with pytest.raises(ValueError, match=r"own_scores.join is no function of own_scores"):
+    with pytest.raises(ValueError, match=r"own_scores.join is not a function of own_scores"):
         metric_named("own_scores.join", trusted_packages=trusted)
     with pytest.raises(ValueError, match=r"os.path.join is not in own_scores"):
         metric_named("os.path.join", trusted_packages=trusted)

@@ -230,7 +230,7 @@ def our_step(
 ) -> Step | None:
     """One step of ``layout`` through Megatron's own schedule; the result is rank 0's.
 
-    ``adapters`` is the folder of those that the config asks for; they are written anew beside it.
+    ``adapters`` is the folder of those that the config asks for; they are written again beside it.
     """
     with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep, etp=layout.etp):
         config = decoder_config(model, layout, **options)

@@ -33,7 +33,7 @@ def test_two_modules_of_one_name() -> None:
 def test_an_edge_to_an_entry_that_does_not_exist() -> None:
     lost = Entry(name="ears", role=Role.ENCODER, into="txt")
     with pytest.raises(
-        ValueError, match=r"'txt', which is no entry .*: expected one of ears, text"
+        ValueError, match=r"'txt', which is not an entry .*: expected one of ears, text"
     ):
         checked([lost, DECODER])
 

@@ -131,7 +131,10 @@ def test_parts_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for given, problem in (
         ({"image_encoder": "qwen2_5_vit"}, "parts for image_encoder, but the modules of its Con"),
         ({**parts, "image_encoder": "qwen3_vit"}, "made from a Qwen3VisionConfig, but its Config"),
-        ({**parts, "text_decoder": "plain"}, "'plain' as its text_decoder, which is no DecoderP"),
+        (
+            {**parts, "text_decoder": "plain"},
+            "'plain' as its text_decoder, which is not a DecoderP",
+        ),
     ):
         with monkeypatch.context() as patch:
             (decoder,) = sys.modules[module].LOONGPLUG_PARTS

@@ -53,7 +53,7 @@ def test_damage_before_the_end_is_an_error(tmp_path):
     lines = path.read_text().splitlines()
     lines[2] = lines[2][:-3]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=r"rank_00000\.jsonl:3 is no JSON"):
+    with pytest.raises(ValueError, match=r"rank_00000\.jsonl:3 is not JSON"):
         read_rank(path)
 
 

@@ -360,7 +360,7 @@ def test_a_backward_for_some_gradients_only() -> None:
     assert gradient.shape == (4, 4)
     assert ("encoder middle backward", ENCODER) in seen
     assert PARALLEL_STATES.current == DECODER
-    # The next one enters anew.
+    # The next one enters again.
     seen.clear()
     encoder(before(torch.randn(3, 4))).sum().backward()
     assert states_of(seen, "encoder") == {ENCODER}

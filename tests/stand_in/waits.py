@@ -41,7 +41,7 @@ def counted(run: Callable[[], None], extension: ModuleType) -> dict[Wait, int]:
     counts: Counter[Wait] = Counter()
 
     def heard(kind: str, by: str) -> None:
-        own = sys._getframe(0).f_back  # None in a backward that is no function of Python's
+        own = sys._getframe(0).f_back  # None in a backward that is not a function of Python's
         line = next((told for frame in _frames(own) if (told := _line(frame))), "")
         if threading.current_thread() is not threading.main_thread():
             # A backward: what called it stands on the main thread.

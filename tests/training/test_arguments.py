@@ -197,7 +197,7 @@ def test_every_unknown_flag_is_named_and_their_values_are_not(tmp_path: Path) ->
         "there is no flag --qqqqqqqqqq; --help lists them all",
     ]
     assert refusal(["stray", *command_line(tmp_path)]) == (
-        "stray belongs to no flag and is no override key=value"
+        "stray belongs to no flag and is not an override key=value"
     )
 
 
@@ -213,8 +213,8 @@ def test_every_unknown_flag_is_named_and_their_values_are_not(tmp_path: Path) ->
         (["--training-phase", "rl"], "--training-phase: invalid choice: 'rl'"),
         (["--config-file", "x.yaml"], "--config-file: not allowed with argument --model-name"),
         (["--trusted-packages", "not_there"], "names not_there, which cannot be imported"),
-        (["freeze=True"], "override freeze=True: freeze is no key of a model"),
-        (["model.foundation.nope=1"], "model.foundation.nope is no key of Qwen3DecoderConfig"),
+        (["freeze=True"], "override freeze=True: freeze is not a key of a model"),
+        (["model.foundation.nope=1"], "model.foundation.nope is not a key of Qwen3DecoderConfig"),
         # Megatron's own assertions, with a text and without one.
         (["--overlap-param-gather"], "refuses the arguments: --overlap-param-gather only"),
         (["--log-memory-interval", "7"], "refuses the arguments: assert args.log_memory_interval"),

@@ -199,7 +199,7 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
         ("model.image_encoder.frezee=True", "no key of Qwen3VisionConfig; the closest is freeze"),
         ("model.image_encodr.freeze=True", "the closest is image_encoder"),
         ("image_encoder.freeze=True", "the closest is model.image_encoder.freeze"),
-        ("freeze=True", "freeze is no key of a model"),
+        ("freeze=True", "freeze is not a key of a model"),
         ("model.foundation.num_layers=four", "is 'four', a str, but an int is expected"),
         ("model.foundation.num_layers=4.0", "is 4.0, a float, but an int is expected"),
         ("model.foundation.num_layers=true", "is True, a bool, but an int is expected"),
@@ -215,9 +215,9 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
         ("model.image_token_id=a", "is 'a', a str, but an int or null is expected"),
         ("model.foundation=null", "is null, but a mapping for Qwen3DecoderConfig is expected"),
         ("model.foundation.num_layers=1,2", "gives several values; write a list as [1,2]"),
-        ("model.foundation.num_layers=[1", "is no YAML value"),
+        ("model.foundation.num_layers=[1", "is not a YAML value"),
         ("model.foundation.num_layers=${model.nope}", "Interpolation key 'model.nope' not found"),
-        ("~model.foundation.num_layers=1", "is no override; write key=value"),
+        ("~model.foundation.num_layers=1", "is not an override; write key=value"),
     ],
 )
 def test_bad_overrides_say_what_and_where(override: str, expected: str) -> None:
@@ -287,10 +287,12 @@ def test_unknown_and_missing_keys_name_the_file(tmp_path: Path) -> None:
         "  - override /qwen3@foundation: broken\n  - _self_\nimage_projecter:\n  freeze: true\n",
     )
     lines = problem(config_file=file).splitlines()
-    assert f"{file}: model.image_projecter is no key of Qwen3VLConfig; the closest is " in lines[0]
+    assert (
+        f"{file}: model.image_projecter is not a key of Qwen3VLConfig; the closest is " in lines[0]
+    )
     assert lines[0].endswith("image_projector")
     assert (
-        f"{module}: model.foundation.num_layer is no key of Qwen3DecoderConfig; "
+        f"{module}: model.foundation.num_layer is not a key of Qwen3DecoderConfig; "
         "the closest is num_layers" in lines
     )
     assert f"{module}: model.foundation.num_layers is missing; expected an int" in lines
@@ -300,9 +302,9 @@ def test_unknown_and_missing_keys_name_the_file(tmp_path: Path) -> None:
 def test_bad_names_suggest(tmp_path: Path) -> None:
     assert "the closest is qwen3_vl_tiny" in problem(model_name="qwen3_vl_tinny")
     assert "the closest is qwen3_vl_8b" in problem(model_name="qwen3-vl-8b")
-    # A module's YAML is no model.
+    # A module's YAML is not a model.
     assert "there is no model qwen3_tiny" in problem(model_name="qwen3_tiny")
-    assert "is no .yaml file" in problem(config_file=tmp_path / "nope.yaml")
+    assert "is not a .yaml file" in problem(config_file=tmp_path / "nope.yaml")
     assert "give one of" in problem()
     assert "give one of" in problem(model_name=TINY, config_file=tmp_path)
     file = write(
@@ -310,12 +312,12 @@ def test_bad_names_suggest(tmp_path: Path) -> None:
     )
     assert "which does not exist; the closest is qwen3_vit_tiny" in problem(config_file=file)
     assert "does not compose" in problem(config_file=write(tmp_path, "a: [1\n"))
-    assert "a is no key of a model file" in problem(config_file=write(tmp_path, "a: 1\n"))
+    assert "a is not a key of a model file" in problem(config_file=write(tmp_path, "a: 1\n"))
     assert "model._target_ is missing" in problem(config_file=write(tmp_path, "{}\n"))
     assert "does not compose" in problem(config_file=write(tmp_path, "5\n"))
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\x80\xff\x00")
-    assert f"{file} is no text in UTF-8 (byte 0): give a YAML file" in problem(config_file=file)
+    assert f"{file} is not text in UTF-8 (byte 0): give a YAML file" in problem(config_file=file)
 
 
 @pytest.mark.quick
@@ -330,7 +332,7 @@ def test_numbers_in_files_are_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["../x", ".x", "a..b", "a/b", ""])
 def test_what_is_no_package_is_not_imported(package: str) -> None:
     message = problem(model_name=TINY, trusted_packages=[package])
-    assert f"--trusted-packages names {package!r}, which is no package" in message
+    assert f"--trusted-packages names {package!r}, which is not a package" in message
 
 
 # A config file is data, not code.
@@ -345,9 +347,9 @@ def test_what_is_no_package_is_not_imported(package: str) -> None:
         ("loongplugged.Config", "is not in loongplug"),
         ("loongplug..models", "is not in loongplug"),
         ("loongplug.training.config.os.system", "does not exist"),
-        ("loongplug.training.config.Path", "is no frozen dataclass"),
-        ("loongplug.training.config.compose_model", "is no frozen dataclass"),
-        ("loongplug.training.config.dataclass", "is no frozen dataclass"),
+        ("loongplug.training.config.Path", "is not a frozen dataclass"),
+        ("loongplug.training.config.compose_model", "is not a frozen dataclass"),
+        ("loongplug.training.config.dataclass", "is not a frozen dataclass"),
         ("loongplug.models.registry.Family", "but a loongplug.models.qwen3_vl.config.Qwen3Decoder"),
         ("loongplug.models.qwen3_vl.config.Qwen3VisionConfig", "Qwen3DecoderConfig is expected"),
         ("loongplug.models.qwen3_vl.config.Qwen3Config", "does not exist"),
@@ -384,7 +386,7 @@ def test_refused_package_is_not_even_imported(
     assert "is not in loongplug" in problem(model_name=TINY, overrides=[override])
     # Hydra itself can be told to import a package, by its own key.
     file = write(tmp_path, "hydra:\n  searchpath: ['pkg://side_effect']\n")
-    assert "hydra is no key of a model file" in problem(config_file=file)
+    assert "hydra is not a key of a model file" in problem(config_file=file)
     assert "SIDE_EFFECT" not in os.environ
 
     config = compose_model(
@@ -414,7 +416,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: " + "[" * 5000 + "]" * 5000, "nests more than 64 lists and mappings"),
         ("a: &a [*a]\n", "has an alias *a of nothing before it, or within itself"),
         ("a: " + "x" * 2**20, "has more than 1,048,576 bytes"),
-        (b"\x89PNG\r\n\x1a\n\0\xff\xfe", "is no text in UTF-8 (byte 0): give a YAML file"),
+        (b"\x89PNG\r\n\x1a\n\0\xff\xfe", "is not text in UTF-8 (byte 0): give a YAML file"),
     ],
     ids=["laughs", "nested", "itself", "large", "binary"],
 )

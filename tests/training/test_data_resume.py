@@ -77,8 +77,8 @@ def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
     data.write_text("".join(lines))
     with pytest.raises(RankError, match="settings seed was 1234, is 7"):
         run_ranks(seen, 4, flags=[*again, "--seed", "7"], timeout=120.0)
-    anew = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "anew")]
-    assert len(run_ranks(seen, 4, flags=anew, timeout=120.0)[0]) == 32
+    again = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "again")]
+    assert len(run_ranks(seen, 4, flags=again, timeout=120.0)[0]) == 32
 
 
 def made(rank: int, *, flags: list[str]) -> int:
@@ -97,7 +97,7 @@ def made(rank: int, *, flags: list[str]) -> int:
 
 @pytest.mark.slow
 def test_packs_go_on_from_the_checkpoint_s_place(flags, tmp_path):
-    """In another layout, without making anew the samples that were consumed."""
+    """In another layout, without making again the samples that were consumed."""
     packing = ("--packing", "--seq-length", "160", "--train-iters", "4")
     flags = [*flags, "--global-batch-size", "4", *packing]
     whole = stream(flags, ranks=1, micro=1)

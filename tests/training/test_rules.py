@@ -295,7 +295,7 @@ def test_tokenizer_is_held_against_the_model(prepared: Run, tmp_path: Path) -> N
     assert "model.image_token_id is 7, but the tokenizer's <|image_pad|> is 5" in line
     (tmp_path / "mine" / "tokenizer.json").write_text("{")
     (line,) = violated_rules(args, model)
-    assert "is no tokenizer of Hugging Face's format" in line
+    assert "is not a tokenizer of Hugging Face's format" in line
 
 
 def test_all_violations_are_reported_in_the_table_s_order(prepared: Run) -> None:

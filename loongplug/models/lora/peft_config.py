@@ -76,7 +76,7 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
             "peft wrote."
         ) from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object: copy the file anew.")
+        raise ValueError(f"{path} is not a JSON object: copy the file again.")
     return config
 
 

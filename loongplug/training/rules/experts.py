@@ -38,7 +38,7 @@ def expert_parallel(args: Namespace, model: Any) -> str | None:
     "--expert-tensor-parallel-size is given)",
 )
 def expert_world(args: Namespace, model: Any) -> str | None:
-    """the number of ranks is no multiple of expert tp x ep x pp"""
+    """the number of ranks is not a multiple of expert tp x ep x pp"""
     etp, ep, pp = _etp(args), args.expert_model_parallel_size, args.pipeline_model_parallel_size
     each, ranks = etp * ep * pp, args.world_size
     if not args.num_experts or min(etp, ep, pp) < 1 or ranks % each == 0:

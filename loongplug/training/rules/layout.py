@@ -11,7 +11,7 @@ from loongplug.training.rules.rule import indivisible, model_parallel_size, rule
     cure="change the number of processes, or the parallel sizes",
 )
 def world_size(args: Namespace, model: Any) -> str | None:
-    """the number of ranks is no multiple of tp x pp x cp"""
+    """the number of ranks is not a multiple of tp x pp x cp"""
     layout = model_parallel_size(args)
     if layout < 1 or args.world_size % layout == 0:
         return None

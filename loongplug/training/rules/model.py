@@ -36,16 +36,16 @@ def query_groups(args: Namespace, model: Any) -> str | None:
     cure="correct model.image_encoder",
 )
 def encoder_shape(args: Namespace, model: Any) -> str | None:
-    """encoder heads of a size that is no multiple of 4, or a position table that is no square"""
+    """encoder heads whose size is not a multiple of 4, or a position table that is not a square"""
     if positive_sizes(args, model) is not None:
         return None
     encoder = model.vision
     hidden, heads = encoder.hidden_size, encoder.num_attention_heads
     if hidden % heads or hidden // heads % 4:
-        return f"the encoder's hidden_size {hidden} over {heads} heads is no multiple of 4"
+        return f"the encoder's hidden_size {hidden} over {heads} heads is not a multiple of 4"
     table = getattr(encoder, "num_position_embeddings", 1)
     if math.isqrt(table) ** 2 != table:
-        return f"num_position_embeddings {table} is no square"
+        return f"num_position_embeddings {table} is not a square"
     return None
 
 

@@ -68,7 +68,7 @@ def kept_checkpoints(args: Namespace, model: Any) -> str | None:
     cure="give the folder of a Hugging Face tokenizer",
 )
 def tokenizer_folder(args: Namespace, model: Any) -> str | None:
-    """`--tokenizer-model` is missing, or is no folder with a `tokenizer.json`"""
+    """`--tokenizer-model` is missing, or is not a folder with a `tokenizer.json`"""
     if args.tokenizer_model is None:
         return "--tokenizer-model not given"
     try:
@@ -101,11 +101,11 @@ def tokenizer_fits(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="it is no Hugging Face checkpoint",
+    reason="it is not a Hugging Face checkpoint",
     cure="give a folder that transformers' from_pretrained takes",
 )
 def hf_folder(args: Namespace, model: Any) -> str | None:
-    """`--load-hf` is no folder with a `config.json`"""
+    """`--load-hf` is not a folder with a `config.json`"""
     if args.load_hf is None or (Path(args.load_hf) / "config.json").is_file():
         return None
     if is_half_replaced(Path(args.load_hf)):
