@@ -48,7 +48,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end."
+        ),
     ] = False,
 ) -> None:
     """Heterogeneous parallel training of multimodal models on stock Megatron-Core."""
@@ -58,7 +61,8 @@ def main(
 def train(
     context: typer.Context,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine. Default: one for each GPU.")
+        int | None,
+        typer.Option(min=1, help="Processes on this machine. Default: one for each GPU."),
     ] = None,
 ) -> None:
     """Train on this machine: torchrun with train.py's flags, which --help lists.
@@ -94,7 +98,8 @@ def evaluate(
     ],
     data: Annotated[Path, typer.Option(help="A data file with questions and their answers.")],
     base: Annotated[
-        Path | None, typer.Option(help="The model under adapters. Default: the one that their config names.")
+        Path | None,
+        typer.Option(help="The model under adapters. Default: the one that their config names."),
     ] = None,
     tokenizer_model: Annotated[
         Path | None, typer.Option(help="The tokenizer and the processors of a checkpoint.")
@@ -113,7 +118,9 @@ def evaluate(
     device: Device = "auto",
     metric: Annotated[
         str,
-        typer.Option(help="exact, contains, number, or package.module.function of a trusted package."),
+        typer.Option(
+            help="exact, contains, number, or package.module.function of a trusted package."
+        ),
     ] = "exact",
     tolerance: Annotated[
         float | None,
@@ -196,7 +203,8 @@ def verify(
     scale: Annotated[str | None, typer.Option(help="tiny: a small model of the same kind.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps to compare.")] = 3,
     ranks: Annotated[
-        int | None, typer.Option(help="Processes on this machine. Default: as many as the layout needs.")
+        int | None,
+        typer.Option(help="Processes on this machine. Default: as many as the layout needs."),
     ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Keep recordings and logs in this folder.")

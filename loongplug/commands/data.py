@@ -87,7 +87,9 @@ def data_inspect(
     video_max_pixels: VideoMaxPixels = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
-    samples: Annotated[int, typer.Option(help="How many to show, spread evenly over the file.")] = 3,
+    samples: Annotated[
+        int, typer.Option(help="How many to show, spread evenly over the file.")
+    ] = 3,
     plots: Annotated[
         Path | None, typer.Option(help="A folder for histograms of all rows as PNG.")
     ] = None,

@@ -182,9 +182,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     value("--load-lora", "DIR", "start the adapters from a folder that --save-lora or peft wrote")
     value("--save-lora", "DIR", "write only the adapters at the end; peft can load them")
     subject("data")
-    switch(
-        "--packing", "put several samples into each sequence; batch sizes then count sequences"
-    )
+    switch("--packing", "put several samples into each sequence; batch sizes then count sequences")
     value(
         "--packing-look-ahead",
         "N",
@@ -208,7 +206,10 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " model folder's",
         type=float,
     )
-    for kind, each in (("", "each image"), ("video-", "each video (counted as its processor counts)")):
+    for kind, each in (
+        ("", "each image"),
+        ("video-", "each video (counted as its processor counts)"),
+    ):
         for bound, least in (("min", "at least"), ("max", "at most")):
             value(
                 f"--{kind}{bound}-pixels",

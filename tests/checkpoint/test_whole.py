@@ -169,8 +169,8 @@ def test_damage_that_only_a_read_finds_is_told_alike(tmp_path):
         load_checked()
     assert str(raised.value) == (
         f"{largest(checkpoint)} cannot be read (some of it is not a saved tensor): copy or save "
-        f"the checkpoint again. Whole in {tmp_path}, by the sizes of files, are: iter_0000002; give "
-        "--ckpt-step N to load that of iteration N."
+        f"the checkpoint again. Whole in {tmp_path}, by the sizes of files, are: iter_0000002; "
+        "give --ckpt-step N to load that of iteration N."
     )
 
 
