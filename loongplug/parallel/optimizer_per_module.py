@@ -155,9 +155,9 @@ class OptimizerPerModule(ChainedOptimizer):
     ) -> dict[int, Any]:
         """As upstream's, by number. Collective over each part's groups; to save, over all ranks.
 
-        What is not a tensor is saved by the first rank alone, so it must have what only others
-        know. Where Megatron has lists of groups, of which ranks and runs have others, tensors are kept
-        by their places, and groups are asked for whole.
+        The first rank alone saves what is not a tensor, so it must have what only others know. Where
+        Megatron has lists of groups, of which ranks and runs have others, tensors are kept by their
+        places, and groups are asked for whole.
         """
         self._synchronize_steps()
         metadata = kwargs.get("metadata") or {}

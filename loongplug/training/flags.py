@@ -268,7 +268,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     away = "in host memory while the decoder works"
     switch(
         "--full-hetero-dp-cpu-offload",
-        f"full separation: features and their gradients are {away}, except those of two microbatches",
+        f"full separation: features and their gradients are {away}, but for two microbatches",
     )
     switch(
         "--offload-encoder-activations",
@@ -281,8 +281,8 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     values(
         "--offload-tensors",
         "NAME",
-        "with --fine-grained-activation-offloading: which activations of the decoder's layers are in"
-        " host memory between forward and backward: " + ", ".join(NAMES),
+        "with --fine-grained-activation-offloading: which activations of the decoder's layers are"
+        " in host memory between forward and backward: " + ", ".join(NAMES),
         choices=NAMES,
     )
     subject("what a run leaves")
