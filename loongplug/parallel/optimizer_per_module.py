@@ -155,8 +155,8 @@ class OptimizerPerModule(ChainedOptimizer):
     ) -> dict[int, Any]:
         """As upstream's, by number. Collective over each part's groups; to save, over all ranks.
 
-        The first rank alone saves what is not a tensor, so it must have what only others know. Where
-        Megatron has lists of groups, of which ranks and runs have others, tensors are kept by their
+        The first rank alone saves what is not a tensor, so it must have what only others know. Some
+        of Megatron's lists of groups differ between ranks and runs: there tensors are kept by their
         places, and groups are asked for whole.
         """
         self._synchronize_steps()
