@@ -22,7 +22,7 @@ def config_of(run: ModelRun) -> Any:
 
 def hf_config_of(run: ModelRun, *, processor: Path) -> Any:
     """The same architecture as a config of transformers, with the tokenizer's ids."""
-    from loongplug.models.hf_model import hf_config
+    from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 

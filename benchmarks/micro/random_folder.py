@@ -17,7 +17,7 @@ def write_random_folder(folder: Path, *, model_name: str, overrides: Sequence[st
         write_index,
     )
     from loongplug.data.demo_processor import write_processor
-    from loongplug.models.hf_model import hf_config
+    from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 

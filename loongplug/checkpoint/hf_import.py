@@ -20,8 +20,9 @@ from loongplug.checkpoint.owned import (
     replica_groups,
 )
 from loongplug.checkpoint.tensor_folder import TensorFolder, open_tensors, shape_problems
+from loongplug.models.hf_config import hf_config_differences
 from loongplug.models.hf_mapping import Mapping, Where, local_shape, read_local
-from loongplug.models.hf_model import HuggingFaceModel, hf_config_differences
+from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.platform import current_platform
 
 

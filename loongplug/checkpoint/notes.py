@@ -80,6 +80,27 @@ def read_architecture(folder: Path) -> dict[str, Any] | None:
     return _read_note(path, keys=("model",), without=" and export again.")
 
 
+def for_any_layout(noted: Any) -> Any:
+    """A noted model without the tensor parallel sizes of its modules.
+
+    Raises:
+        ValueError: it has what stands for something else, which YAML would fill in.
+    """
+    if isinstance(noted, dict):
+        return {
+            key: None if key == "tensor_model_parallel_size" else for_any_layout(item)
+            for key, item in noted.items()
+        }
+    if isinstance(noted, list):
+        return [for_any_layout(item) for item in noted]
+    if isinstance(noted, str) and "${" in noted:
+        raise ValueError(
+            f"{ARCHITECTURE_FILE} has {noted!r:.200}, which stands for something else: expected"
+            " plain values, as LoongPlug writes them."
+        )
+    return noted
+
+
 def refuse_differences(
     found: Mapping[str, Any], expected: Mapping[str, Any], *, folder: Path
 ) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE, CARRIED_FOLDER, read_architecture
+from loongplug.checkpoint.notes import (
+    ARCHITECTURE_FILE,
+    CARRIED_FOLDER,
+    for_any_layout,
+    read_architecture,
+)
 from loongplug.checkpoint.tracker import TRACKER
 from loongplug.convert.worker import convert
 from loongplug.models.lora.peft_config import ADAPTER_CONFIG_FILE, read_peft_config
@@ -37,7 +42,7 @@ def as_hf_folder(
         return
     with tempfile.TemporaryDirectory(prefix="loongplug-eval-") as scratch:
         config, target = Path(scratch) / "model.yaml", Path(scratch) / "hf"
-        config.write_text(OmegaConf.to_yaml(OmegaConf.create(_one_rank(_architecture(model)))))
+        config.write_text(OmegaConf.to_yaml(OmegaConf.create(for_any_layout(_architecture(model)))))
         flags += ["--config-file", str(config), "--save-hf", str(target)]
         if trusted_packages:
             flags += ["--trusted-packages", *trusted_packages]
@@ -86,20 +91,3 @@ def _architecture(model: Path) -> dict[str, Any]:
             " loongplug convert --model-name NAME --save-hf DIR, and evaluate DIR."
         )
     return found
-
-
-def _one_rank(value: Any) -> Any:
-    """The model without the tensor parallel sizes of its modules."""
-    if isinstance(value, dict):
-        return {
-            key: None if key == "tensor_model_parallel_size" else _one_rank(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_one_rank(item) for item in value]
-    if isinstance(value, str) and "${" in value:
-        raise ValueError(
-            f"{ARCHITECTURE_FILE} has {value!r:.200}, which stands for something else: expected"
-            " plain values, as LoongPlug writes them."
-        )
-    return value

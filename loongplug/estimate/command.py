@@ -139,13 +139,15 @@ def _quiet() -> Iterator[None]:
 def _print(
     found: "Sequence[RankMemory]", parsed: "ParsedArguments", *, patches: Sequence[int]
 ) -> None:
+    from loongplug.training.config import shown_name
+
     args = parsed.args
     names = list(dict.fromkeys(name for each in found for name in each.parts))
     fullest = max(found, key=lambda each: each.total)
     unit = _GB if fullest.total >= _GB else _MB
     table = Table(
         "GB" if unit == _GB else "MB",
-        title=f"{args.model_name or Path(args.config_file).stem}, {args.world_size} rank(s), "
+        title=f"{shown_name(args)}, {args.world_size} rank(s), "
         f"{len(patches)} microbatch(es) of up to {max(patches)} patches",
         caption="* the fullest",
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.models.registry import Family
-from loongplug.training.config import compose_model
+from loongplug.training.config import compose_asked_for
+from loongplug.training.defaults import default_tokenizer
 from loongplug.training.flags import read_command_line
 from loongplug.training.special_tokens import FILE
 
@@ -26,13 +27,9 @@ def with_stand_ins(flags: Sequence[str], folder: Path) -> list[str]:
         rows = folder / "rows.jsonl"
         rows.touch()  # a run's start looks whether it is there, an estimate reads nothing of it
         added += ["--train-data-path", str(rows)]
+    default_tokenizer(args)
     if args.tokenizer_model is None:
-        composed = compose_model(
-            model_name=args.model_name,
-            config_file=Path(args.config_file) if args.config_file else None,
-            overrides=line.overrides,
-            trusted_packages=args.trusted_packages,
-        )
+        composed = compose_asked_for(args, overrides=line.overrides)
         _write_tokenizer(folder, composed.config, family=composed.family)
         added += ["--tokenizer-model", str(folder)]
     return [*flags, *added]

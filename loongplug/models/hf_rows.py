@@ -221,48 +221,19 @@ def _embedding(theirs: str) -> str:
     return f"{theirs}.embed_tokens.weight"
 
 
-def text_section(
-    text: TextArchitecture, *, mrope: dict[str, Any], more: dict[str, Any]
-) -> dict[str, Any]:
-    """config.json's ``text_config``, with what a family adds to rope and beside it."""
-    return {
-        "vocab_size": text.vocab_size,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.ffn_hidden_size,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": text.num_query_groups,
-        "hidden_act": "silu",
-        "rms_norm_eps": text.layernorm_epsilon,
-        "initializer_range": text.initializer_range,
-        "max_position_embeddings": text.max_position_embeddings,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": text.rotary_base,
-            "mrope_section": list(text.mrope_section),
-            **mrope,
-        },
-        "tie_word_embeddings": text.tie_word_embeddings,
-        **more,
-    }
+def text_values(**rope: Any) -> dict[str, Any]:
+    """What config.json says of every decoder here, with what a family adds to rope."""
+    return {"hidden_act": "silu", "rope_parameters": {"rope_type": "default", **rope}}
 
 
-def vision_section(vision: VisionArchitecture, *, activation: str, **more: Any) -> dict[str, Any]:
-    """An encoder's values of config.json's ``vision_config``, with what a family adds."""
-    return {
-        "depth": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_hidden_size,
-        "num_heads": vision.num_attention_heads,
-        "hidden_act": activation,
-        "in_channels": vision.in_channels,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.spatial_merge_size,
-        "initializer_range": vision.initializer_range,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
-        **more,
-    }
+def head_size(text: Any) -> dict[str, Any]:
+    """Where config.json has no key for the size of a head: hidden size over heads."""
+    return {"kv_channels": text.hidden_size // text.num_attention_heads}
+
+
+def vision_values(activation: str) -> dict[str, Any]:
+    """What config.json says of every encoder over patches with 2D rope."""
+    return {"hidden_act": activation, "rope_parameters": {"rope_type": "axial"}}
 
 
 def fixed_epsilon(

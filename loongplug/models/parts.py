@@ -59,6 +59,34 @@ _FIELDS = {
     "untie_embeddings_and_output_weights": "tie_word_embeddings",
 }
 
+# By a field of every decoder's and encoder's config, its key in config.json (see Part).
+TEXT_JSON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "layernorm_epsilon": "rms_norm_eps",
+    "initializer_range": "initializer_range",
+    "max_position_embeddings": "max_position_embeddings",
+    "rotary_base": "rope_parameters.rope_theta",
+    "mrope_section": "rope_parameters.mrope_section",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+VISION_JSON = {
+    "num_layers": "depth",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_heads",
+    "in_channels": "in_channels",
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "spatial_merge_size": "spatial_merge_size",
+    "initializer_range": "initializer_range",
+    "rotary_base": "rope_parameters.rope_theta",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureArgument:
@@ -79,12 +107,20 @@ class Part:
     ``config_class`` is the frozen dataclass that its YAML fills, of which ``build`` makes the
     module, and ``hugging_face`` a :class:`~loongplug.models.hf_model.HuggingFacePart`. What each
     is called with is in docs/adding_a_model.md.
+
+    ``config_json`` has, by a field of the config, its key in the section of config.json that
+    describes the part, dotted where it is nested. ``derived`` names a function that is given the
+    section, as ``transformers`` has it, and gives fields without a key of their own, by name.
+    Nothing is computed from the keys in ``unused``: a folder may say anything there.
     """
 
     name: str
     config_class: type
     build: str
     hugging_face: str
+    config_json: Mapping[str, str] = field(default_factory=dict)
+    derived: str | None = None
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
 from loongplug.models.registry import Family
 from loongplug.schedule.tensor_names import RECOMPUTED
-from loongplug.training.config import compose_model, to_yaml_data
+from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line, requested_device
 from loongplug.training.rules import violated_rules
@@ -64,12 +64,7 @@ def parse_arguments(
     apply_upstream_replacements(platform)  # Megatron's checks ask for the device, too
     line = read_command_line(argv)
     args = line.args
-    composed = compose_model(
-        model_name=args.model_name,
-        config_file=Path(args.config_file) if args.config_file else None,
-        overrides=line.overrides,
-        trusted_packages=args.trusted_packages,
-    )
+    composed = compose_asked_for(args, overrides=line.overrides)
     complete(args, device=platform.name)
     if args.print_config:
         if args.rank == 0:

@@ -5,10 +5,12 @@ import functools
 import logging
 import re
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -24,7 +26,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE, for_any_layout, read_architecture
 from loongplug.data.outside_yaml import require_bounded_yaml
+from loongplug.models.hf_config import (
+    CONFIG_JSON,
+    family_of_folder,
+    hf_config_differences,
+    read_folder,
+)
 from loongplug.models.registry import Family, dotted, families, family_of
 from loongplug.models.trusted import trusted_object, within
 from loongplug.paths import configs_dir
@@ -80,24 +89,108 @@ def compose_model(
     *,
     model_name: str | None = None,
     config_file: Path | None = None,
+    hf_folder: Path | None = None,
     overrides: Sequence[str] = (),
     trusted_packages: Sequence[str] = (),
 ) -> ComposedModel:
-    """Compose, check and type one model; exactly one of ``model_name`` and ``config_file``.
+    """Compose, check and type one model: of ``model_name``, of ``config_file``, else of a folder.
 
-    ``overrides`` are ``key=value`` with keys from ``model.`` on; ``+`` and ``++`` before the key
-    mean the same. ``_target_`` may name frozen dataclasses of loongplug and of
-    ``trusted_packages`` only, and nothing else in a YAML file can make code run.
+    ``hf_folder`` is that of a Hugging Face model, whose config.json then says what the YAML would;
+    it does not count beside one of the others. ``overrides`` are ``key=value`` with keys from
+    ``model.`` on; ``+`` and ``++`` before the key mean the same. ``_target_`` may name frozen
+    dataclasses of loongplug and of ``trusted_packages`` only, and nothing else in a YAML file can
+    make code run.
 
     Raises:
         ValueError: an unknown model, key or override, a wrong type, a missing key, a refused
-            ``_target_``; the message names the file and the key, and the closest known name.
+            ``_target_``; the message names the file and the key, and the closest known name. A
+            folder's model that no family here describes.
     """
+    if hf_folder is not None and model_name is None and config_file is None:
+        return _of_folder(hf_folder, overrides=overrides, trusted_packages=trusted_packages)
     file = _model_file(model_name, config_file, trusted_packages=trusted_packages)
+    return _compose(file, overrides=overrides, trusted_packages=trusted_packages)
+
+
+def compose_asked_for(args: Namespace, *, overrides: Sequence[str] = ()) -> ComposedModel:
+    """:func:`compose_model` of what a command line's flags name.
+
+    A checkpoint that ``--load`` names knows its model, where nothing else says it.
+    """
+    if args.load and not (args.model_name or args.config_file or args.load_hf):
+        noted = read_architecture(Path(args.load))
+        if noted is not None:
+            return _of_data(
+                for_any_layout(noted),
+                shown=Path(args.load) / ARCHITECTURE_FILE,
+                overrides=overrides,
+                trusted_packages=args.trusted_packages,
+            )
+    return compose_model(
+        model_name=args.model_name,
+        config_file=Path(args.config_file) if args.config_file else None,
+        hf_folder=Path(args.load_hf) if args.load_hf else None,
+        overrides=overrides,
+        trusted_packages=args.trusted_packages,
+    )
+
+
+def shown_name(args: Namespace) -> str:
+    """What to call the model that a command line's flags name."""
+    if args.model_name or args.config_file:
+        return str(args.model_name or Path(args.config_file).stem)
+    return Path(args.load_hf or args.load).name
+
+
+def _of_folder(
+    folder: Path, *, overrides: Sequence[str], trusted_packages: Sequence[str]
+) -> ComposedModel:
+    """The model that a Hugging Face folder's config.json describes."""
+    family = family_of_folder(folder, trusted_packages=trusted_packages)
+    data = {_MODEL: read_folder(folder, family)}
+    shown = folder / CONFIG_JSON
+    bare = _of_data(data, shown=shown, overrides=(), trusted_packages=trusted_packages)
+    if differences := hf_config_differences(folder, family.load_hugging_face(bare.config)):
+        raise ValueError(
+            f"{folder} is a {family.name} model that LoongPlug cannot build as it is: "
+            + "; ".join(differences)
+        )
+    if not overrides:
+        return bare
+    return _of_data(data, shown=shown, overrides=overrides, trusted_packages=trusted_packages)
+
+
+def _of_data(
+    data: Mapping[str, Any],
+    *,
+    shown: Path,
+    overrides: Sequence[str],
+    trusted_packages: Sequence[str],
+) -> ComposedModel:
+    """The model of YAML data, by way of a file, so that overrides are as ever."""
+    with TemporaryDirectory() as place:
+        file = Path(place).resolve() / "model.yaml"
+        file.write_text(
+            "# @package _global_\n" + OmegaConf.to_yaml(OmegaConf.create(dict(data))),
+            encoding="utf-8",
+        )
+        return _compose(
+            file, overrides=overrides, trusted_packages=trusted_packages, shown=str(shown)
+        )
+
+
+def _compose(
+    file: Path,
+    *,
+    overrides: Sequence[str],
+    trusted_packages: Sequence[str],
+    shown: str | None = None,
+) -> ComposedModel:
+    """``shown`` is what messages call the file."""
     folders = _mountable(trusted_packages)
-    bare = _Composition(file, folders, settings={})
+    bare = _Composition(file, folders, settings={}, shown=shown)
     settings = dict(_parse_override(override, bare) for override in overrides)
-    source = _Composition(file, folders, settings=settings)
+    source = _Composition(file, folders, settings=settings, shown=shown)
     data = source.data()
     known = families(trusted_packages)
 
@@ -136,7 +229,10 @@ def _model_file(
     model_name: str | None, config_file: Path | None, *, trusted_packages: Sequence[str]
 ) -> Path:
     if (model_name is None) == (config_file is None):
-        raise ValueError("give one of --model-name NAME and --config-file PATH")
+        raise ValueError(
+            "give one of --model-name NAME and --config-file PATH, or only --load-hf DIR, whose "
+            "config.json says what model it is"
+        )
     if model_name is not None:
         models = available_models(trusted_packages=trusted_packages)
         if model_name not in models:
@@ -190,7 +286,12 @@ class _Composition:
     """A model's file with the files it mounts and the overrides, as Hydra puts them together."""
 
     def __init__(
-        self, file: Path, mountable: Sequence[Path], *, settings: Mapping[str, str]
+        self,
+        file: Path,
+        mountable: Sequence[Path],
+        *,
+        settings: Mapping[str, str],
+        shown: str | None = None,
     ) -> None:
         """``mountable``: the folders beside its own whose files it can mount."""
         own = _own_folder()
@@ -198,6 +299,7 @@ class _Composition:
         first = own if packaged else file.parent
         others = [folder for folder in mountable if folder != first]
         self._file = file
+        self._shown = {file: shown or str(file)}
         self._settings = settings
         self._folders = (first, *others)
         self._name = str(file.relative_to(own).with_suffix("")) if packaged else file.stem
@@ -247,12 +349,13 @@ class _Composition:
         for file, package in reversed(self._layers):
             rest = _below(path, package)
             if rest and _contains(file, rest):
-                return str(file)
+                return self._shown.get(file, str(file))
         for name, value in self._settings.items():
             if name.startswith(f"{path}.") or path.startswith(f"{name}."):
                 return f"override {name}={value}"
         above = [layer for layer in self._layers if _below(path, layer[1]) is not None]
-        return str(max(above, key=lambda layer: len(layer[1]))[0])
+        nearest = max(above, key=lambda layer: len(layer[1]))[0]
+        return self._shown.get(nearest, str(nearest))
 
 
 def _quoted(folder: Path) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from loongplug.training.special_tokens import FILE
+
 # In the run's own tokenizer LoongPlug reads --tokenizer-model itself; Megatron's stays a stub.
 MEGATRON_TOKENIZER = "NullTokenizer"
 
@@ -17,6 +19,7 @@ def apply_defaults(
 
     ``adapted_experts``: experts have adapters, which no grouped product has a place for.
     """
+    default_tokenizer(args)
     defaults = _common(args) | {"distributed_backend": backend}
     defaults |= _on_cpu() if args.device == "cpu" else _on_cuda()
     for name, value in defaults.items():
@@ -25,6 +28,12 @@ def apply_defaults(
     if args.num_experts and "moe_grouped_gemm" not in given:
         with_engine = args.transformer_impl == "transformer_engine"
         args.moe_grouped_gemm = with_engine and not adapted_experts
+
+
+def default_tokenizer(args: Namespace) -> None:
+    """Let ``--tokenizer-model`` be the folder of ``--load-hf`` where only that is given."""
+    if args.tokenizer_model is None and args.load_hf and (Path(args.load_hf) / FILE).is_file():
+        args.tokenizer_model = args.load_hf
 
 
 def _common(args: Namespace) -> dict[str, Any]:

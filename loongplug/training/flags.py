@@ -126,7 +126,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
     parser = _Parser(
         prog="loongplug/train.py",
-        usage="torchrun ... %(prog)s (--model-name NAME | --config-file PATH) "
+        usage="torchrun ... %(prog)s (--model-name NAME | --config-file PATH | --load-hf DIR) "
         "[flags of LoongPlug and Megatron] [model.key=value ...]",
         allow_abbrev=False,
         formatter_class=_Help,
@@ -177,7 +177,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     switch("--print-config", "print the model's YAML and exit")
     subject("its weights")
-    value("--load-hf", "DIR", "start from a Hugging Face folder")
+    value(
+        "--load-hf",
+        "DIR",
+        "start from a Hugging Face folder; without --model-name and --config-file, its config.json"
+        " says what model it is",
+    )
     value("--save-hf", "DIR", "export to a Hugging Face folder at the end")
     value("--load-lora", "DIR", "start the adapters from a folder that --save-lora or peft wrote")
     value("--save-lora", "DIR", "write only the adapters at the end; peft can load them")

@@ -14,7 +14,6 @@ from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes, tiny_sta
 
 if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
-    from loongplug.training.config import ComposedModel
 
 SCALES = ("tiny",)
 SEED = 1234
@@ -76,14 +75,17 @@ class _Planner:
         self._notes: list[str] = []
 
     def plan(self) -> Plan:
+        from loongplug.training.config import shown_name
         from loongplug.training.flags import read_command_line, without_flags
 
         given = read_command_line(self._request.flags)
         args = given.args
         _require_comparable(args)
+        named = self._named_model(args)
         flags = common_flags(
             self._request.flags, steps=self._request.steps, drop_sources=self._tiny
         )
+        flags += named
         flags += ["--device", self._device]
         if args.bf16:
             self._notes.append("fp32 instead of --bf16: rounding must not hide a difference")
@@ -112,9 +114,21 @@ class _Planner:
             reference=tuple(reference),
             ranks=ranks,
             device=self._device,
-            model=args.model_name or Path(args.config_file).stem,
+            model=shown_name(args),
             notes=tuple(self._notes),
         )
+
+    def _named_model(self, args: Namespace) -> list[str]:
+        """A file with the model, where only the folder of its weights says what it is."""
+        from loongplug.training.config import compose_asked_for
+
+        if args.model_name or args.config_file:
+            return []
+        composed = compose_asked_for(args)
+        file = self._folder / "model.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("# @package _global_\n" + composed.to_yaml(), encoding="utf-8")
+        return ["--config-file", str(file)]
 
     def _required(self, args: Namespace) -> list[str]:
         """What training asks for and parity does not depend on."""
@@ -131,11 +145,12 @@ class _Planner:
         """The demo's data and tokenizer, where the user names no tokenizer."""
         from loongplug.data.demo import make_demo_data
         from loongplug.data.demo_processor import write_processor
+        from loongplug.training.config import compose_asked_for
 
         demo = self._folder / "demo"
         if not demo.is_dir():
             make_demo_data(demo, train=_DEMO_SAMPLES, test=1)
-            style = _composed(args).config.video_style()
+            style = compose_asked_for(args).config.video_style()
             write_processor(demo / "processor", video_style=style)
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
         length = up(_DEMO_LENGTH, args.tensor_model_parallel_size)
@@ -146,11 +161,12 @@ class _Planner:
 
     def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:
         """Overrides that make the model its small likeness."""
+        from loongplug.training.config import compose_asked_for
         from loongplug.training.flags import read_command_line
         from loongplug.training.special_tokens import read_tokenizer
 
         line = read_command_line(flags)
-        composed = _composed(args, overrides=line.overrides)
+        composed = compose_asked_for(args, overrides=line.overrides)
         model, demo = composed.config, args.tokenizer_model is None
         layout = _layout(args, model)
         taps = len(model.vision.taps())
@@ -239,17 +255,6 @@ def first_rank(flags: Sequence[str], *, ranks: int, verified: bool = False) -> "
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _composed(args: Namespace, *, overrides: Sequence[str] = ()) -> "ComposedModel":
-    from loongplug.training.config import compose_model
-
-    return compose_model(
-        model_name=args.model_name,
-        config_file=Path(args.config_file) if args.config_file else None,
-        overrides=overrides,
-        trusted_packages=args.trusted_packages,
-    )
 
 
 def _without_dropout(model: Any) -> list[str]:

@@ -15,8 +15,9 @@ from loongplug.checkpoint.tensor_files import (
     plan_files,
     write_index,
 )
+from loongplug.models.hf_config import hf_config
 from loongplug.models.hf_mapping import Source
-from loongplug.models.hf_model import HuggingFaceModel, hf_config
+from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.lora.mapping import AdapterTable
 from loongplug.models.lora.peft_config import ADAPTER_CONFIG_FILE, peft_config
 

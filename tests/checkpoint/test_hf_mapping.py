@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tiny_qwen3_vl import hugging_face, tiny_config
 from transformers import Qwen3VLForConditionalGeneration
 
+from loongplug.models.hf_config import hf_config
 from loongplug.models.hf_mapping import (
     Bundle,
     MappedParameter,
@@ -22,7 +23,6 @@ from loongplug.models.hf_mapping import (
     shift_layers,
     unpack,
 )
-from loongplug.models.hf_model import hf_config
 
 pytestmark = pytest.mark.quick
 

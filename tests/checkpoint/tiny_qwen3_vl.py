@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import Qwen3VLForConditionalGeneration
 
 from loongplug.models.decoder import DecoderConfig
-from loongplug.models.hf_model import hf_config
+from loongplug.models.hf_config import hf_config
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.qwen3_vl.config import (
     Qwen3DecoderConfig,

@@ -9,9 +9,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from loongplug.checkpoint.notes import ARCHITECTURE_FILE
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE, for_any_layout
 from loongplug.cli import app
-from loongplug.convert.exported import _one_rank, as_hf_folder
+from loongplug.convert.exported import as_hf_folder
 from loongplug.convert.rank import convert
 from loongplug.models.lora.mapping import adapter_table
 from loongplug.training.config import compose_model
@@ -106,4 +106,4 @@ def test_what_is_missing_is_said(tmp_path, file, options, message):
 
 def test_a_note_is_plain_values():
     with pytest.raises(ValueError, match="stands for something else"):
-        _one_rank({"model": {"layers": ["${oc.env:HOME}"]}})
+        for_any_layout({"model": {"layers": ["${oc.env:HOME}"]}})

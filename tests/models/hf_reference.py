@@ -32,7 +32,7 @@ from loongplug.checkpoint.adapter_files import load_adapters, save_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.decoder import DecoderConfig
-from loongplug.models.hf_model import hf_config
+from loongplug.models.hf_config import hf_config
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform

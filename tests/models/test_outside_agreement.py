@@ -16,7 +16,7 @@ from hf_batches import TOKEN_IDS, Batch, Medium, Style, batch, qwen3_positions
 from hf_reference import Layout, Step, assert_agreement, reference_model, reference_step
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionLanguageArchitecture
-from loongplug.models.hf_model import hf_config
+from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import families, family_of
 
 PACKAGE = "qwen2_vl"

@@ -17,7 +17,7 @@ from loongplug.checkpoint.tensor_files import (
     write_index,
 )
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.hf_model import hf_config
+from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import family_of
 from loongplug.training.config import compose_model
 

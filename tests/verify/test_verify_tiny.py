@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pages.sizes import with_placeholder_ids
 
-from loongplug.models.hf_model import hf_config
+from loongplug.models.hf_config import hf_config
 from loongplug.training.config import available_models, compose_model
 from loongplug.training.rules import experts, hetero
 from loongplug.training.rules import layout as layout_rules

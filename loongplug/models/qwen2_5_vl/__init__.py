@@ -2,7 +2,7 @@
 config classes and Hugging Face names. What other families can use as well lives one folder up.
 """
 
-from loongplug.models.parts import DecoderPart, Part
+from loongplug.models.parts import TEXT_JSON, VISION_JSON, DecoderPart, Part
 from loongplug.models.qwen2_5_vl.config import (
     Qwen25DecoderConfig,
     Qwen25ProjectorConfig,
@@ -17,6 +17,12 @@ LOONGPLUG_PARTS = (
         config_class=Qwen25VisionConfig,
         build="loongplug.models.qwen2_5_vl.vision:build_encoder",
         hugging_face="loongplug.models.qwen2_5_vl.hf:encoder",
+        config_json=VISION_JSON
+        | {
+            "window_size": "window_size",
+            "full_attention_layers": "fullatt_block_indexes",
+            "tokens_per_second": "tokens_per_second",
+        },
     ),
     Part(
         name="qwen2_5_merger",
@@ -28,6 +34,8 @@ LOONGPLUG_PARTS = (
         name="qwen2_5",
         config_class=Qwen25DecoderConfig,
         hugging_face="loongplug.models.qwen2_5_vl.hf:decoder",
+        config_json=TEXT_JSON,
+        derived="loongplug.models.hf_rows:head_size",
         fixed={"qk_layernorm": False, "add_qkv_bias": True},
     ),
 )

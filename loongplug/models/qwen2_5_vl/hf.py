@@ -18,9 +18,9 @@ from loongplug.models.hf_rows import (
     patch_embedding,
     qkv,
     swiglu_rows,
-    text_section,
+    text_values,
     twins,
-    vision_section,
+    vision_values,
 )
 from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25VisionConfig
 
@@ -29,13 +29,7 @@ def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFac
     """The image encoder."""
     return HuggingFacePart(
         rows=_encoder_rows(vision, ours=ours, theirs=theirs),
-        values=vision_section(
-            vision,
-            activation="silu",
-            window_size=vision.window_size,
-            fullatt_block_indexes=list(vision.full_attention_layers),
-            tokens_per_second=vision.tokens_per_second,
-        ),
+        values=vision_values("silu"),
         inexpressible=fixed_epsilon(vision, ours=ours),
     )
 
@@ -71,7 +65,7 @@ def decoder(text: Qwen25DecoderConfig, *, ours: str, theirs: str) -> HuggingFace
             *decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=True, qk_norm=False),
             *dense_mlp_rows(text, ours=ours, theirs=theirs),
         ],
-        values=text_section(text, mrope={}, more={"use_sliding_window": False}),
+        values=text_values() | {"use_sliding_window": False},
         twins=twins(text, theirs=theirs),
         inexpressible=_other_head_size(text),
     )

@@ -2,7 +2,7 @@
 Face names. What other families can use as well lives one folder up.
 """
 
-from loongplug.models.parts import DecoderPart, Part
+from loongplug.models.parts import TEXT_JSON, VISION_JSON, DecoderPart, Part
 from loongplug.models.qwen3_vl.config import (
     Qwen3DecoderConfig,
     Qwen3ProjectorConfig,
@@ -17,6 +17,11 @@ LOONGPLUG_PARTS = (
         config_class=Qwen3VisionConfig,
         build="loongplug.models.qwen3_vl.vision:build_encoder",
         hugging_face="loongplug.models.qwen3_vl.hf:encoder",
+        config_json=VISION_JSON
+        | {
+            "num_position_embeddings": "num_position_embeddings",
+            "deepstack_layers": "deepstack_visual_indexes",
+        },
     ),
     Part(
         name="qwen3_merger",
@@ -28,6 +33,7 @@ LOONGPLUG_PARTS = (
         name="qwen3",
         config_class=Qwen3DecoderConfig,
         hugging_face="loongplug.models.qwen3_vl.hf:decoder",
+        config_json=TEXT_JSON | {"kv_channels": "head_dim"},
         fixed={"qk_layernorm": True, "add_qkv_bias": False},
     ),
 )

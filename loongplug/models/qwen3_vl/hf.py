@@ -1,7 +1,6 @@
 """Qwen3-VL's modules on the Hugging Face side: tensor names, and their parts of config.json."""
 
 from functools import partial
-from typing import Any
 
 from loongplug.models.architecture import (
     ProjectorArchitecture,
@@ -21,9 +20,9 @@ from loongplug.models.hf_rows import (
     patch_embedding,
     qkv,
     row,
-    text_section,
+    text_values,
     twins,
-    vision_section,
+    vision_values,
 )
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 
@@ -32,12 +31,7 @@ def encoder(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> HuggingFace
     """The image encoder."""
     return HuggingFacePart(
         rows=_encoder_rows(vision, ours=ours, theirs=theirs),
-        values=vision_section(
-            vision,
-            activation="gelu_pytorch_tanh",
-            num_position_embeddings=vision.num_position_embeddings,
-            deepstack_visual_indexes=list(vision.deepstack_layers),
-        ),
+        values=vision_values("gelu_pytorch_tanh"),
         inexpressible=fixed_epsilon(vision, ours=ours),
     )
 
@@ -77,7 +71,7 @@ def decoder(text: TextArchitecture, *, ours: str, theirs: str) -> HuggingFacePar
             *attention_rows(text, ours=ours, theirs=theirs),
             *dense_mlp_rows(text, ours=ours, theirs=theirs),
         ],
-        values=text_values(text),
+        values=text_values(mrope_interleaved=True),
         twins=twins(text, theirs=theirs),
     )
 
@@ -85,13 +79,6 @@ def decoder(text: TextArchitecture, *, ours: str, theirs: str) -> HuggingFacePar
 def attention_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
     """The text decoder but for what stands in its MLPs."""
     return decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=False, qk_norm=True)
-
-
-def text_values(text: TextArchitecture, **more: Any) -> dict[str, Any]:
-    """config.json's ``text_config``."""
-    return text_section(
-        text, mrope={"mrope_interleaved": True}, more={"head_dim": text.kv_channels, **more}
-    )
 
 
 def _encoder_rows(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> list[Row]:

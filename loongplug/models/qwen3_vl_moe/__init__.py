@@ -2,7 +2,7 @@
 decoder; encoder and projector are those of the dense family.
 """
 
-from loongplug.models.parts import DecoderPart
+from loongplug.models.parts import TEXT_JSON, DecoderPart
 from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig, Qwen3VLMoeConfig
 from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
 
@@ -11,6 +11,14 @@ LOONGPLUG_PARTS = (
         name="qwen3_moe",
         config_class=Qwen3MoeDecoderConfig,
         hugging_face="loongplug.models.qwen3_vl_moe.hf:decoder",
+        config_json=TEXT_JSON
+        | {
+            "kv_channels": "head_dim",
+            "num_experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_ffn_hidden_size": "moe_intermediate_size",
+        },
+        unused=("intermediate_size",),  # no layer has a dense MLP
         # How a token's experts are found: softmax over all, the k highest, made to sum to 1.
         # Megatron gets the same from a softmax over the k highest logits, which is its order
         # without "pre softmax".

@@ -2,8 +2,8 @@
 
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import decoder_layer, row, swiglu_rows, twins
-from loongplug.models.qwen3_vl.hf import attention_rows, text_values
+from loongplug.models.hf_rows import decoder_layer, row, swiglu_rows, text_values, twins
+from loongplug.models.qwen3_vl.hf import attention_rows
 from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig
 
 
@@ -15,14 +15,8 @@ def decoder(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) -> HuggingFa
             *expert_rows(text, ours=ours, theirs=theirs),
             *_shared_expert_rows(text, ours=ours, theirs=theirs),
         ],
-        values=text_values(
-            text,
-            num_experts=text.num_experts,
-            num_experts_per_tok=text.experts_per_token,
-            moe_intermediate_size=text.expert_ffn_hidden_size,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        ),
+        values=text_values(mrope_interleaved=True)
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         twins=twins(text, theirs=theirs),
         inexpressible=_ambiguous(text),
         unread=_unread(text),

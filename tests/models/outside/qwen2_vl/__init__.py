@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.parts import DecoderPart, Part
+from loongplug.models.parts import TEXT_JSON, VISION_JSON, DecoderPart, Part
 from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
 from qwen2_vl.config import Qwen2DecoderConfig, Qwen2VisionConfig, Qwen2VLConfig
 
@@ -13,6 +13,9 @@ LOONGPLUG_PARTS = (
         config_class=Qwen2VisionConfig,
         build="qwen2_vl.model:build_encoder",
         hugging_face="qwen2_vl.hf:encoder",
+        config_json={name: key for name, key in VISION_JSON.items() if name != "ffn_hidden_size"}
+        | {"hidden_size": "embed_dim"},
+        derived="qwen2_vl.hf:mlp_width",
     ),
     Part(
         name="qwen2_merger",
@@ -24,6 +27,8 @@ LOONGPLUG_PARTS = (
         name="qwen2",
         config_class=Qwen2DecoderConfig,
         hugging_face="qwen2_vl.hf:decoder",
+        config_json=TEXT_JSON,
+        derived="loongplug.models.hf_rows:head_size",
         fixed={"qk_layernorm": False, "add_qkv_bias": True},
     ),
 )

@@ -1,5 +1,7 @@
 """Qwen2-VL's modules on the Hugging Face side: tensor names, and their parts of config.json."""
 
+from typing import Any
+
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
@@ -13,8 +15,9 @@ from loongplug.models.hf_rows import (
     norms,
     patch_embedding,
     qkv,
-    text_section,
+    text_values,
     twins,
+    vision_values,
 )
 from qwen2_vl.config import Qwen2DecoderConfig, Qwen2VisionConfig
 
@@ -23,19 +26,8 @@ def encoder(vision: Qwen2VisionConfig, *, ours: str, theirs: str) -> HuggingFace
     """The image encoder."""
     return HuggingFacePart(
         rows=_encoder_rows(vision, ours=ours, theirs=theirs),
-        values={
-            "depth": vision.num_layers,
-            "embed_dim": vision.hidden_size,
-            "mlp_ratio": vision.ffn_hidden_size // vision.hidden_size,
-            "num_heads": vision.num_attention_heads,
-            "hidden_act": "quick_gelu",
-            "in_channels": vision.in_channels,
-            "patch_size": vision.patch_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "spatial_merge_size": vision.spatial_merge_size,
-            "initializer_range": vision.initializer_range,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rotary_base},
-        },
+        values=vision_values("quick_gelu")
+        | {"mlp_ratio": vision.ffn_hidden_size // vision.hidden_size},
         inexpressible=(*fixed_epsilon(vision, ours=ours), *_other_ratio(vision)),
     )
 
@@ -70,7 +62,7 @@ def decoder(text: Qwen2DecoderConfig, *, ours: str, theirs: str) -> HuggingFaceP
             *decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=True, qk_norm=False),
             *dense_mlp_rows(text, ours=ours, theirs=theirs),
         ],
-        values=text_section(text, mrope={}, more={"use_sliding_window": False}),
+        values=text_values() | {"use_sliding_window": False},
         twins=twins(text, theirs=theirs),
         inexpressible=_other_head_size(text),
     )
@@ -100,6 +92,11 @@ def _encoder_rows(vision: Qwen2VisionConfig, *, ours: str, theirs: str) -> list[
         names = f"{layer}{own}", f"{their_layer}{other}"
         rows += linear(*names, shape=shape, split=split, count=count)
     return rows
+
+
+def mlp_width(vision: Any) -> dict[str, Any]:
+    """config.json has it as a multiple of the hidden size."""
+    return {"ffn_hidden_size": vision.embed_dim * vision.mlp_ratio}
 
 
 def _other_ratio(vision: Qwen2VisionConfig) -> tuple[str, ...]:

@@ -1,0 +1,157 @@
+"""A model's ``config.json``: written from a model, compared with one, and read into its YAML."""
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loongplug.models.entries import only_decoder
+from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.parts import Part, load
+from loongplug.models.registry import Family, InTransformers, dotted, families
+
+CONFIG_JSON = "config.json"
+# What it may say otherwise without changing what the weights mean.
+_WITHOUT_INFLUENCE = ("initializer_range", "max_position_embeddings", "tie_word_embeddings")
+
+
+def hf_config(model: HuggingFaceModel) -> Any:
+    """The same architecture as a config of ``transformers`` (without dtype).
+
+    The ids of the special tokens must be known: from the YAML or from the tokenizer.
+
+    Raises:
+        ValueError: the architecture has something that ``transformers`` cannot express.
+    """
+    if model.inexpressible:
+        raise ValueError("; ".join(model.inexpressible))
+    assert None not in model.top.values(), model.top
+    return _config_class(model.in_transformers)(
+        **{name: dict(section) for name, section in model.sections.items()},
+        **model.top,
+        architectures=[model.in_transformers.architecture],
+    )
+
+
+def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
+    """What ``folder``'s config.json says otherwise than ``model``, one line each.
+
+    Tensor shapes alone do not tell, for one, the number of heads. Keys without influence on what
+    the weights mean are left out. A folder without config.json has nothing to compare.
+    """
+    if not (folder / CONFIG_JSON).is_file():
+        return []
+    expected_class = _config_class(model.in_transformers)
+    try:
+        kind = _model_type(folder)
+        if kind != expected_class.model_type:
+            return [
+                f"{CONFIG_JSON} has model_type {kind!r}, expected {expected_class.model_type!r}"
+            ]
+        found = _read(folder, expected_class)
+    except ValueError as error:
+        return [str(error)]
+    differences: list[str] = []
+    for section, values in model.sections.items():
+        for key, value in values.items():
+            if key in (*_WITHOUT_INFLUENCE, *model.unused[section]):
+                continue
+            other = getattr(getattr(found, section), key)
+            if key == "rope_parameters":
+                other = {name: other.get(name, value[name]) for name in value}
+            if isinstance(value, list):
+                other = list(other)
+            if other != value:
+                differences.append(f"{CONFIG_JSON} has {section}.{key} {other}, expected {value}")
+    tied = model.top["tie_word_embeddings"]
+    if found.tie_word_embeddings != tied:
+        differences.append(
+            f"{CONFIG_JSON} has tie_word_embeddings {found.tie_word_embeddings}, expected {tied}"
+        )
+    return differences
+
+
+def _config_class(theirs: InTransformers) -> Any:
+    module, _, name = theirs.config_class.rpartition(":")
+    package = module or "transformers"
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{package} has no config class {name}, which the model's family names ({error}): "
+            f"install a version of {package.partition('.')[0]} that has it, or correct the family."
+        ) from error
+
+
+def _model_type(folder: Path) -> object:
+    """What a folder's config.json says of its kind. Raises ValueError where it is not one."""
+    try:
+        return json.loads((folder / CONFIG_JSON).read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{CONFIG_JSON} is not a JSON object; copy the file again") from error
+
+
+def _read(folder: Path, config_class: Any) -> Any:
+    """The folder's config.json as transformers has it, with its defaults."""
+    try:
+        return config_class.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers has many for a value of the wrong kind
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{CONFIG_JSON} is not a {config_class.__name__} ({reason:.300}); copy the file again"
+        ) from error
+
+
+def family_of_folder(folder: Path, *, trusted_packages: Sequence[str] = ()) -> Family:
+    """The family whose models have the ``model_type`` of a folder's config.json.
+
+    Raises:
+        ValueError: there is no config.json, or no family for it; the message lists those there are.
+    """
+    if not (folder / CONFIG_JSON).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG_JSON}, which says what model it is of: give the folder of a "
+            "Hugging Face model, or name the model by --model-name NAME or --config-file PATH"
+        )
+    known: dict[str, Family] = {}
+    for family in families(trusted_packages).values():
+        known.setdefault(_config_class(family.in_transformers).model_type, family)
+    kind = _model_type(folder)
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(
+            f"{folder / CONFIG_JSON} has model_type {kind!r}, which LoongPlug does not train: "
+            f"expected one of {', '.join(sorted(known))}, or a family of one of --trusted-packages"
+        )
+    return known[kind]
+
+
+def read_folder(folder: Path, family: Family) -> dict[str, Any]:
+    """The YAML data of the model that a folder's config.json describes, ``_target_`` included.
+
+    What config.json has no key for is left to the defaults of the family's config classes.
+
+    Raises:
+        ValueError: config.json is not one of the family's.
+    """
+    theirs, config_class = family.in_transformers, family.config_class
+    found = _read(folder, _config_class(theirs))
+    data: dict[str, Any] = {"_target_": dotted(config_class)}
+    for section, modules in theirs.sections.items():
+        for module in modules:
+            part = family.joined[module]
+            data[config_class.keys[module]] = _fields(part, getattr(found, section))
+    decoder = config_class.keys[only_decoder(config_class.entries()).name]
+    data[decoder]["tie_word_embeddings"] = found.tie_word_embeddings
+    return data | {name: getattr(found, name) for name in family.special_tokens}
+
+
+def _fields(part: Part, section: Any) -> dict[str, Any]:
+    """The fields of a part's config that a section of config.json has keys for."""
+    fields = {}
+    for name, key in part.config_json.items():
+        outer, _, inner = key.rpartition(".")
+        value = getattr(section, outer).get(inner) if outer else getattr(section, inner, None)
+        if value is not None:
+            fields[name] = value
+    return fields | (load(part.derived)(section) if part.derived else {})

@@ -1,0 +1,123 @@
+"""A model read from a Hugging Face folder: the YAML that its config.json stands for."""
+
+import dataclasses
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_qwen2_5_hf import published_folder
+
+from loongplug.checkpoint.notes import ARCHITECTURE_FILE
+from loongplug.models.hf_config import hf_config, hf_config_differences
+from loongplug.training.config import (
+    ComposedModel,
+    available_models,
+    compose_asked_for,
+    compose_model,
+    shown_name,
+    to_yaml_data,
+)
+
+pytestmark = pytest.mark.quick
+
+
+def with_ids(composed: ComposedModel) -> Any:
+    """The model with token ids of its own where the tokenizer would give them."""
+    names = enumerate(composed.family.special_tokens, start=3)
+    ids = {name: number for number, name in names if getattr(composed.config, name) is None}
+    return dataclasses.replace(composed.config, **ids)
+
+
+def folder_of(folder: Path, *, name: str = "qwen3_vl_tiny", **changes: Any) -> Path:
+    """A folder with the config.json of a model, with ``changes`` at its top."""
+    composed = compose_model(model_name=name)
+    hf_config(composed.family.load_hugging_face(with_ids(composed))).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def flags(**given: Any) -> Namespace:
+    nothing = {"model_name": None, "config_file": None, "load_hf": None, "load": None}
+    return Namespace(**nothing | {"trusted_packages": []} | given)
+
+
+@pytest.mark.parametrize("name", available_models())
+def test_every_model_comes_back_from_its_config_json(name, tmp_path):
+    found = compose_model(hf_folder=folder_of(tmp_path, name=name))
+    assert found.config == with_ids(compose_model(model_name=name))
+    (tmp_path / "again.yaml").write_text("# @package _global_\n" + found.to_yaml())
+    assert compose_model(config_file=tmp_path / "again.yaml").config == found.config
+
+
+def test_the_published_form_is_read(tmp_path):
+    found = compose_model(hf_folder=published_folder(tmp_path, "7b"))
+    assert found.config == compose_model(model_name="qwen2_5_vl_7b").config
+
+
+def test_overrides_change_what_they_name(tmp_path):
+    folder = folder_of(tmp_path)
+    override = "model.image_encoder.freeze=true"
+    found = compose_model(hf_folder=folder, overrides=[override]).config
+    assert found.image_encoder.freeze
+    assert found.foundation == compose_model(hf_folder=folder).config.foundation
+    with pytest.raises(ValueError, match=r"^override .* the closest is num_layers$"):
+        compose_model(hf_folder=folder, overrides=["model.foundation.layers=2"])
+
+
+def test_a_name_or_a_file_counts_before_the_folder(tmp_path):
+    folder = folder_of(tmp_path)
+    given = flags(model_name="qwen2_5_vl_tiny", load_hf=str(folder))
+    assert compose_asked_for(given).family.name == "qwen2_5_vl"
+    assert shown_name(given) == "qwen2_5_vl_tiny"
+    assert shown_name(flags(load_hf="/models/Qwen2.5-VL-7B-Instruct")) == "Qwen2.5-VL-7B-Instruct"
+
+
+def test_a_checkpoint_knows_its_model(tmp_path):
+    composed = compose_model(
+        model_name="qwen3_vl_tiny", overrides=["model.image_encoder.tensor_model_parallel_size=2"]
+    )
+    (tmp_path / ARCHITECTURE_FILE).write_text(json.dumps(to_yaml_data(composed.config)))
+    found = compose_asked_for(flags(load=str(tmp_path))).config
+    assert found == compose_model(model_name="qwen3_vl_tiny").config  # of any layout
+    with pytest.raises(
+        ValueError, match="give one of --model-name NAME and --config-file PATH, or"
+    ):
+        compose_asked_for(flags(load=str(tmp_path / "empty")))
+
+
+def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json, which says what model it is of"):
+        compose_model(hf_folder=tmp_path)
+    for content, said in (
+        ('{"model_type": "llava"}', r"'llava', .*expected one of qwen2_5_vl, qwen3_vl, qwen3_vl_m"),
+        ('{"model_type": ["qwen3_vl"]}', r"model_type \['qwen3_vl'\], which LoongPlug does not"),
+        ("[]", r"config\.json is not a JSON object"),
+        ('{"model_type": "qwen3_vl", "vision_config": 5}', r"is not a Qwen3VLConfig \("),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=said):
+            compose_model(hf_folder=tmp_path)
+
+
+def test_what_the_parts_cannot_do_is_named(tmp_path):
+    folder = published_folder(tmp_path, "7b", use_sliding_window=True)
+    with pytest.raises(ValueError, match=r"qwen2_5_vl model that LoongPlug cannot build .*sliding"):
+        compose_model(hf_folder=folder)
+
+
+def test_keys_that_nothing_is_computed_from_may_say_anything(tmp_path):
+    composed = compose_model(model_name="qwen3_vl_moe_tiny")
+    folder = folder_of(tmp_path, name="qwen3_vl_moe_tiny")
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["intermediate_size"] += 64
+    path.write_text(json.dumps(content))
+    model = composed.family.load_hugging_face(with_ids(composed))
+    assert hf_config_differences(folder, model) == []
+    content["text_config"]["moe_intermediate_size"] += 64
+    path.write_text(json.dumps(content))
+    (difference,) = hf_config_differences(folder, model)
+    assert "moe_intermediate_size" in difference
