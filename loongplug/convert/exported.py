@@ -61,10 +61,10 @@ def _flags(model: Path, *, base: Path | None, tokenizer_model: Path | None) -> l
                 " that it was trained with."
             )
         return ["--load", str(model), *given]
-    _require_none("--tokenizer-model", tokenizer_model, model=model, kind="no checkpoint")
+    _require_none("--tokenizer-model", tokenizer_model, model=model, kind="not a checkpoint")
     if (model / ADAPTER_CONFIG_FILE).is_file():
         return ["--load-lora", str(model), "--load-hf", str(base or _named_base(model))]
-    _require_none("--base", base, model=model, kind="no folder of adapters")
+    _require_none("--base", base, model=model, kind="not a folder of adapters")
     return None
 
 

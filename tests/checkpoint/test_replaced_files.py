@@ -127,7 +127,7 @@ def climb(folder: Path) -> None:
         (add, "did not write, under names that the export needs: c.safetensors"),
         (unlist, f"is not empty and no earlier export .* has no {MANIFEST_FILE}"),
         (damage, "cannot be used"),
-        (climb, "no file of the folder"),
+        (climb, "not a file of the folder"),
     ],
 )
 def test_what_others_changed_is_refused_at_the_start_and_before_replacing(folder, change, words):

@@ -174,10 +174,10 @@ def with_part(**part: Any) -> dict[str, Any]:
         (with_part(type="image", image="https://x.org/a.png"), "nothing is downloaded"),
         (
             with_part(type="image_url", image_url="data:image/png;base64,iVB"),
-            "no image that can be",
+            "not an image that can be",
         ),
-        (with_part(type="image", image="data:image/png,iVBO"), "no image that can be read"),
-        (with_part(type="video", video="data:video/mp4;base64,iVBO"), "no file here"),
+        (with_part(type="image", image="data:image/png,iVBO"), "not an image that can be read"),
+        (with_part(type="video", video="data:video/mp4;base64,iVBO"), "not a file here"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "first message is the assist"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2, .* is empty"),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2, .* is empty"),

@@ -196,7 +196,10 @@ def test_key_left_at_its_default_can_be_overridden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("model.image_encoder.frezee=True", "no key of Qwen3VisionConfig; the closest is freeze"),
+        (
+            "model.image_encoder.frezee=True",
+            "is not a key of Qwen3VisionConfig; the closest is freeze",
+        ),
         ("model.image_encodr.freeze=True", "the closest is image_encoder"),
         ("image_encoder.freeze=True", "the closest is model.image_encoder.freeze"),
         ("freeze=True", "freeze is not a key of a model"),
