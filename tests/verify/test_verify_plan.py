@@ -1,12 +1,17 @@
 """How many ranks a layout takes, and how its flags become two runs."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from verify_cases import made_plan
 
+from loongplug.models.hf_config import hf_config
+from loongplug.models.registry import families
+from loongplug.training.config import compose_model
 from loongplug.training.flags import read_command_line
-from loongplug.verify.plan import least_world
+from loongplug.verify.plan import Request, least_world
+from loongplug.verify.runs import plan_runs
 
 pytestmark = pytest.mark.quick
 
@@ -63,3 +68,21 @@ def test_both_runs_have_the_same_batch_model_and_weights(demo, tmp_path):
     assert layout.args.save is None
     assert reference.overrides[: len(layout.overrides)] == layout.overrides
     assert (tmp_path / "weights" / "model.safetensors").is_file()
+
+
+@pytest.mark.not_quick
+def test_a_folder_of_weights_says_what_model_it_is_also_where_they_are_replaced(tmp_path):
+    names = families()["qwen3_vl"].special_tokens
+    ids = [f"model.{name}={number}" for number, name in enumerate(names)]
+    composed = compose_model(model_name="qwen3_vl_tiny", overrides=ids)
+    folder = tmp_path / "My-Model-0.5B"
+    hf_config(composed.family.load_hugging_face(composed.config)).save_pretrained(folder)
+    flags = ("--device", "cpu", "--load-hf", str(folder), "model.image_encoder.freeze=true")
+    plan = plan_runs(Request(flags=flags, scale="tiny"), folder=tmp_path / "work")
+    assert plan.model == folder.name
+    for argv in (plan.layout, plan.reference):
+        line = read_command_line(argv)
+        file = Path(line.args.config_file)
+        found = compose_model(config_file=file, overrides=line.overrides).config
+        assert found.image_encoder.freeze
+        assert line.args.load_hf != str(folder)  # random weights of the small likeness
