@@ -181,7 +181,7 @@ def _moved(found: Recording, expected: Recording) -> Iterable[TensorError]:
     Adam moves a parameter by the rate times m / d, where d is about the size of its gradients. A
     gradient that is off by e then moves it by rate * e / d: much, where d is nothing but rounding.
     So e = difference * d / rates is what is measured, relative to the largest d of the tensor, as
-    gradients are. For d is taken the least of all steps.
+    gradients are. For d is taken the least of all steps since the first gradient.
     """
     rates = sum(step.learning_rate for step in expected.steps)
     here, there, rooms = found.kind(PARAMETERS), expected.kind(PARAMETERS), expected.kind(ROOM)

@@ -165,10 +165,8 @@ class StepRecorder:
             for group in getattr(single.optimizer, "param_groups", ()):
                 correction = 1.0 - group["betas"][1] ** steps
                 for main in group["params"]:
-                    moment = single.optimizer.state[main]["exp_avg_sq"]
-                    room = (moment / correction).sqrt() + group["eps"]
-                    before = self._room.get(main)
-                    self._room[main] = room if before is None else torch.minimum(before, room)
+                    moment = single.optimizer.state[main]["exp_avg_sq"] / correction
+                    self._room[main] = least_room(self._room.get(main), moment, eps=group["eps"])
 
     def _write_state(self) -> None:
         kinds: dict[str, Callable[[nn.Parameter, States], Tensor]] = {
@@ -197,6 +195,19 @@ class StepRecorder:
         with TensorFileWriter(self._folder, plan) as writer:
             for _, source, tensor in whole.collect(lambda _: 0):
                 writer.add(source.name, tensor)
+
+
+def least_room(before: Tensor | None, moment: Tensor, *, eps: float) -> Tensor:
+    """The least of what Adam has divided by, of any shape; ``moment`` is the corrected second one.
+
+    Where no gradient has come yet, Adam moves nothing, whatever it divides by: that is eps alone,
+    and counts only as long as nothing else does. An expert without tokens in a step is such a
+    place.
+    """
+    room = moment.sqrt() + eps
+    if before is None:
+        return room
+    return torch.where(before > eps, torch.minimum(before, room), room)
 
 
 def module_of(bundle: Bundle) -> str:

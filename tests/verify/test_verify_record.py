@@ -8,7 +8,7 @@ from loongplug.models.hf_mapping import Bundle, Row, Source
 from loongplug.platform import current_platform
 from loongplug.platform.upstream_seams import setup_table
 from loongplug.training.forward_step import ForwardStep
-from loongplug.verify.record import module_of
+from loongplug.verify.record import least_room, module_of
 from loongplug.verify.replicas import digest
 from loongplug.verify.state import single_optimizers
 from loongplug.verify.weights import random_tensor
@@ -108,3 +108,16 @@ def test_random_weights_are_nowhere_at_0_or_1_and_differ_from_each_other():
         assert abs(random_tensor(source, seed=0).std().item() - 0.25) < 0.03  # 1 / sqrt(16 inputs)
     assert not torch.equal(random_tensor(norm, seed=0), random_tensor(norm, seed=1))
     assert torch.equal(random_tensor(norm, seed=1), random_tensor(norm, seed=1))
+
+
+def test_a_step_before_the_first_gradient_does_not_count_as_room():
+    """A late expert's rounding would be measured against nothing, and its real errors as well."""
+    steps = torch.tensor([[0.0, 0.0, 4.0, 9.0], [0.0, 1.0, 1.0, 16.0], [0.0, 4.0, 0.0, 1.0]])
+    room = None
+    for moment in steps:
+        room = least_room(room, moment, eps=1e-8)
+    assert room.tolist() == pytest.approx([1e-8, 1.0, 1e-8, 1.0])
+    ours = torch.optim.Adam([weight := torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    weight.grad = torch.tensor([0.0, 1.0])
+    ours.step()
+    assert weight[0] == 1.0  # nothing moves where no gradient has come
