@@ -1,16 +1,18 @@
 """From command lines to checked arguments."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import yaml
-from command_lines import TOKENS, command_line
+from command_lines import TOKENS, command_line, write_tokenizer
 
+from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import families
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.config import compose_model
-from loongplug.training.flags import read_command_line, requested_device
+from loongplug.training.flags import read_command_line, requested_device, without_flags
 from loongplug.training.rules.unsupported import UNSUPPORTED
 from loongplug.training.run import run
 
@@ -29,6 +31,23 @@ def refusal(argv: list[str]) -> str:
 
 def parse(folder: Path, *more: str) -> ParsedArguments:
     return parse_arguments(command_line(folder, *more))
+
+
+def test_a_folder_alone_says_what_model_and_tokenizer_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    composed = compose_model(model_name="qwen3_vl_tiny")
+    names = dict(zip(composed.family.special_tokens, TOKENS.values(), strict=True))
+    model = dataclasses.replace(composed.config, **names)
+    hf_config(composed.family.load_hugging_face(model)).save_pretrained(folder)
+    write_tokenizer(folder)
+    named = command_line(tmp_path)
+    start = [*without_flags(named, {"model_name", "tokenizer_model"}), "--load-hf", str(folder)]
+    parsed = parse_arguments(start)
+    assert parsed.model == model
+    assert parsed.args.tokenizer_model == str(folder)
+    assert parsed.args.num_layers == model.foundation.num_layers
+    other = parse_arguments([*start, "--tokenizer-model", str(tmp_path / "tokenizer")]).args
+    assert other.tokenizer_model == str(tmp_path / "tokenizer")
 
 
 # What Megatron gets.
