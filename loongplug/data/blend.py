@@ -162,6 +162,11 @@ class Blend:
 Rows = Source | Blend
 
 
+def sources_of(rows: Rows) -> tuple[Source, ...]:
+    """The files and datasets that the rows come from."""
+    return rows.sources if isinstance(rows, Blend) else (rows,)
+
+
 def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:
     """Refuse weights by which the other sources come round until nobody waits for the end."""
     rows = scale * sum(weights)

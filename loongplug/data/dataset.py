@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
-from loongplug.data.blend import Blend, Rows, Source
+from loongplug.data.blend import Rows, Source, sources_of
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
@@ -129,7 +129,7 @@ class ChatDataset:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
-        return self.rows.sources if isinstance(self.rows, Blend) else (self.rows,)
+        return sources_of(self.rows)
 
     def share_cache(self, processes: int) -> None:
         """Keep only so much that this many processes together keep what one would."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.blend import Blend, Rows, Source
+from loongplug.data.blend import Blend, Rows, Source, sources_of
 from loongplug.data.energon import EnergonRows
 from loongplug.data.fingerprint import processor_digest, source_digest
 from loongplug.data.kept_files import places
@@ -84,7 +84,7 @@ def sample_lengths(
         ValueError: an index is damaged, or of other rows or settings; with the command that makes
             it anew.
     """
-    sources = rows.sources if isinstance(rows, Blend) else (rows,)
+    sources = sources_of(rows)
     found = [kept_sizes(source, settings) for source in sources]
     tokens = [sizes.tokens for sizes in found if sizes is not None]
     if len(tokens) < len(sources):

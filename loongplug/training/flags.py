@@ -233,6 +233,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-text",
         "special tokens that are written in the text of rows are special tokens; else text",
     )
+    value(
+        "--epochs",
+        "N",
+        "train until each row of the data has come N times, in place of --train-iters",
+        type=int,
+    )
     subject("which parameters are trained")
     values(
         "--freeze-parameters",
