@@ -120,6 +120,27 @@ def bench_data(
         )
 
 
+@bench.command("indexed")
+def bench_indexed(
+    samples: Annotated[int, typer.Option(help="The demo's rows, an epoch.", min=1)] = 4_000,
+    dp_size: Annotated[int, typer.Option(help="Data parallel ranks.", min=1)] = 2,
+    seq_length: Annotated[int, typer.Option(help="Tokens of a pack.")] = 1024,
+    rounds: Rounds = 5,
+    json_path: Json = None,
+) -> None:
+    """Measure what text costs one rank with packing, with an index of lengths and without."""
+    with user_errors():
+        from micro.indexed import run
+
+        run(
+            samples=samples,
+            dp_size=dp_size,
+            seq_length=seq_length,
+            rounds=rounds,
+            json_path=json_path,
+        )
+
+
 @bench.command("convert", context_settings=HANDS_ON)
 def bench_convert(
     context: typer.Context,

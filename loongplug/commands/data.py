@@ -25,7 +25,7 @@ from loongplug.commands.options import (
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
-data = typer.Typer(help="Check training data and look at samples.", no_args_is_help=True)
+data = typer.Typer(help="Check training data, index them, look at samples.", no_args_is_help=True)
 
 
 @data.command("check")
@@ -71,6 +71,49 @@ def data_check(
             processes=processes,
         )
     raise typer.Exit(1 if bad else 0)
+
+
+@data.command("index")
+def data_index(
+    files: Files,
+    tokenizer_model: TokenizerModel,
+    training_phase: Phase = "sft",
+    media_root: MediaRoot = None,
+    confine_media: ConfineMedia = False,
+    video_fps: VideoFps = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    video_min_pixels: VideoMinPixels = None,
+    video_max_pixels: VideoMaxPixels = None,
+    max_row_mib: MaxRowMib = MAX_ROW_MIB,
+    special_tokens_in_text: SpecialTokensInText = False,
+    processes: Processes = None,
+) -> None:
+    """Keep how long each row's sample is, so that with --packing each rank reads only its own.
+
+    The index lies beside each file, and training finds it there. Rows that cannot be used are
+    printed, with file and line.
+    """
+    with user_errors():
+        from loongplug.data.index import index as run
+
+        run(
+            files,
+            tokenizer_model=tokenizer_model,
+            training_phase=phase_named(training_phase),
+            access=RowAccess(
+                media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
+            ),
+            video_fps=video_fps,
+            pixel_limits=PixelLimits(
+                min_pixels=min_pixels,
+                max_pixels=max_pixels,
+                video_min_pixels=video_min_pixels,
+                video_max_pixels=video_max_pixels,
+            ),
+            special_tokens_in_text=special_tokens_in_text,
+            processes=processes,
+        )
 
 
 @data.command("inspect")

@@ -147,11 +147,24 @@ class Blend:
         source, row = self._find(index)
         return source.media_root(row)
 
+    def spread(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+        """Of values by row for each source, those of the blend's rows, [rows]."""
+        found = np.zeros(len(self), dtype=np.int32)
+        for number, of_source in enumerate(values):
+            here = self._source == number
+            found[here] = of_source[self._row[here]]
+        return found
+
     def _find(self, index: int) -> tuple[Source, int]:
         return self.sources[self._source[index]], int(self._row[index])
 
 
 Rows = Source | Blend
+
+
+def sources_of(rows: Rows) -> tuple[Source, ...]:
+    """The files and datasets that the rows come from."""
+    return rows.sources if isinstance(rows, Blend) else (rows,)
 
 
 def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
-from loongplug.data.blend import Blend, Rows, Source
+from loongplug.data.blend import Rows, Source, sources_of
 from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
@@ -98,12 +98,12 @@ class ChatDataset:
         self.seq_length = seq_length
         self.training_phase = training_phase
         self.videos = VideoProcessor(processor, video_style, fps=video_fps)
-        self._rows = JsonlIndex(rows) if isinstance(rows, str | Path) else rows
+        self.rows = JsonlIndex(rows) if isinstance(rows, str | Path) else rows
         self._cache_bytes = cache_bytes
         self._cache: ByteBoundedCache[int, Sample] = ByteBoundedCache(cache_bytes)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
         """Raises BadSampleError with the row's place for a row that cannot be used."""
@@ -122,47 +122,32 @@ class ChatDataset:
             except BadSampleError as error:
                 parts.append(Sample.blank(error.sample))
             except Exception as error:  # no fault of the row, but it helps to know which
-                where = self._rows.where(index)
+                where = self.rows.where(index)
                 raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         return parts
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
-        return self._rows.sources if isinstance(self._rows, Blend) else (self._rows,)
+        return sources_of(self.rows)
 
     def share_cache(self, processes: int) -> None:
         """Keep only so much that this many processes together keep what one would."""
         self._cache = ByteBoundedCache(self._cache_bytes // processes)
 
     def _make(self, index: int) -> Sample:
-        where, processor = self._rows.where(index), self.processor
-        with bad_as("row"):
-            conversation = parse_conversation(self._rows.read(index), where=where)
-        with bad_as("media"):
-            media = tuple(
-                open_medium(medium, videos=self.videos, where=where)
-                for medium in conversation.media(self._rows.media_root(index))
-            )
-            grids = tuple(
-                medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
-            )
-        tokens = tokenize_sample(
-            conversation,
-            processor,
-            media=media,
-            grids=grids,
-            videos=self.videos,
-            phase=self.training_phase,
+        made = tokenize_row(
+            self.rows, index, self.processor, videos=self.videos, phase=self.training_phase
         )
-        require_length(len(tokens.ids), where=where, seq_length=self.seq_length)
+        where, ids = self.rows.where(index), made.tokens.ids
+        require_length(len(ids), where=where, seq_length=self.seq_length)
         return Sample(
-            input_ids=tokens.ids,
-            labels=_followed(tokens.ids, last=tokens.ids[-1], dtype=np.int64),
-            loss_mask=_followed(tokens.trained, last=0, dtype=np.float32),
-            position_ids=self._positions(tokens.ids, media, grids),
-            media=media,
-            grids=grids,
+            input_ids=ids,
+            labels=_followed(ids, last=ids[-1], dtype=np.int64),
+            loss_mask=_followed(made.tokens.trained, last=0, dtype=np.float32),
+            position_ids=self._positions(ids, made.media, made.grids),
+            media=made.media,
+            grids=made.grids,
             where=where,
         )
 
@@ -185,6 +170,36 @@ class ChatDataset:
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """A row's tokens, however many, and its images and videos, of which headers were read."""
+
+    tokens: Tokens
+    media: tuple[Medium, ...]  # in the order of their tokens
+    grids: tuple[Grid, ...]  # of each medium
+
+
+def tokenize_row(
+    rows: Rows, index: int, processor: Processor, *, videos: VideoProcessor, phase: TrainingPhase
+) -> TokenizedRow:
+    """What training would make of a row; BadSampleError for one that cannot be used."""
+    where = rows.where(index)
+    with bad_as("row"):
+        conversation = parse_conversation(rows.read(index), where=where)
+    with bad_as("media"):
+        media = tuple(
+            open_medium(medium, videos=videos, where=where)
+            for medium in conversation.media(rows.media_root(index))
+        )
+        grids = tuple(
+            medium_grid(medium, processor, videos=videos, where=where) for medium in media
+        )
+    tokens = tokenize_sample(
+        conversation, processor, media=media, grids=grids, videos=videos, phase=phase
+    )
+    return TokenizedRow(tokens, media, grids)
 
 
 def tokenize_sample(

@@ -73,6 +73,7 @@ class EnergonRows:
         Raises ValueError where the package is missing, and for a folder that is not prepared.
         """
         self.folder = folder
+        self.split = split
         self._access = access
         shards, excluded = _shards(folder, split=split)
         self.shards = tuple(folder / name for name, _ in shards)

@@ -74,18 +74,24 @@ def fingerprint(
     """
     return {
         "rows": {
-            f"file {number}": _of_source(source) for number, source in enumerate(sources, start=1)
+            f"file {number}": source_digest(source)
+            for number, source in enumerate(sources, start=1)
         },
-        "processor": {
-            name: content_digest(processor.folder / name)
-            for name in _PROCESSOR_FILES
-            if (processor.folder / name).is_file()
-        },
+        "processor": processor_digest(processor.folder),
         "settings": settings,
     }
 
 
-def _of_source(source: Source) -> dict[str, Any]:
+def processor_digest(folder: Path) -> dict[str, str]:
+    """The content of what turns rows into tokens and patches: tokenizer, template, processors."""
+    return {
+        name: content_digest(folder / name)
+        for name in _PROCESSOR_FILES
+        if (folder / name).is_file()
+    }
+
+
+def source_digest(source: Source) -> dict[str, Any]:
     """Size and content; of an energon dataset, those of its shards, and its lists of them."""
     if isinstance(source, ArrowRows):
         return {

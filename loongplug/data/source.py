@@ -4,10 +4,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.planned_packs import OwnPacks
 from loongplug.data.positions import Grid
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.text_stream import PackedTexts, ResumePoint, padded_texts
@@ -96,7 +100,9 @@ class LocalSource:
 
     With ``look_ahead``, rows are packs (see :class:`~loongplug.data.packing.PackPlanner`), and
     whatever counts samples here counts packs: a microbatch is one of them. Where ``resume`` is not
-    given, packs are planned from the first sample on, however many are consumed.
+    given, packs are planned from the first sample on, however many are consumed. With ``lengths``,
+    the tokens of each sample by an index, they are planned from these: text is made of the samples
+    in this rank's packs alone.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class LocalSource:
         consumed_samples: int = 0,
         restart_after: int | None = None,
         look_ahead: int | None = None,
+        lengths: NDArray[np.int32] | None = None,
         resume: ResumePoint | None = None,
         bad_samples: BadSamples | None = None,
         workers: WorkerSettings = IN_PROCESS,
@@ -136,30 +143,30 @@ class LocalSource:
         # What processes keep is theirs alone: together they keep what one would.
         share = max(1, workers.processes)
         dataset.share_cache(share)
-        self._texts: Background[list[int], list[Sample]] | PackedTexts
+        self._texts: Background[list[int], list[Sample]] | PackedTexts | OwnPacks
+        common: dict[str, Any] = {
+            "dp_rank": dp_rank,
+            "dp_size": dp_size,
+            "seed": seed,
+            "restart_after": restart_after,
+            "workers": workers,
+        }
+        packed: dict[str, Any] = {
+            "look_ahead": look_ahead,
+            "consumed_packs": consumed_samples,
+            "resume": resume,
+        }
         if look_ahead is None:
             self._texts = padded_texts(
                 dataset,
                 micro_batch_size=micro_batch_size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                seed=seed,
                 consumed_samples=consumed_samples,
-                restart_after=restart_after,
-                workers=workers,
+                **common,
             )
+        elif lengths is None:
+            self._texts = PackedTexts(dataset, **packed, **common)
         else:
-            self._texts = PackedTexts(
-                dataset,
-                look_ahead=look_ahead,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                seed=seed,
-                consumed_packs=consumed_samples,
-                restart_after=restart_after,
-                resume=resume,
-                workers=workers,
-            )
+            self._texts = OwnPacks(dataset, lengths=lengths, **packed, **common)
         load = UnitLoader(
             dataset.processor, videos=dataset.videos, cache_bytes=_MEDIA_CACHE_BYTES // share
         )
@@ -233,5 +240,5 @@ class LocalSource:
         samples = tuple(next(self._texts))
         media = MediaBatch.of(self._index, samples)
         self._index += 1
-        begins = self._texts.before if isinstance(self._texts, PackedTexts) else None
+        begins = None if isinstance(self._texts, Background) else self._texts.before
         return samples, media, begins

@@ -74,6 +74,16 @@ class StepSizes:
             yield count
             consumed += count * each
 
+    def steps(self, samples: int, *, each: int) -> int:
+        """The fewest steps that take so many samples; ``each`` as of :meth:`microbatches`."""
+        consumed = steps = 0
+        for (_, size), (end, _) in pairwise((*self.sizes, (samples, 0))):
+            taken = size - size % each
+            count = max(0, -(-(min(end, samples) - consumed) // taken))
+            consumed += count * taken
+            steps += count
+        return steps
+
     def samples(self, steps: int) -> int:
         """How many the first ``steps`` steps of a run take.
 

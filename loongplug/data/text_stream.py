@@ -66,8 +66,8 @@ class PackedTexts(Iterator[list[Sample]]):
     """The samples of one pack after the other; a microbatch is a pack.
 
     All ranks plan all packs, so that every rank reads the text of all samples, whichever packs it
-    trains on. Without a place to resume at, the stream is planned from its first sample on. No
-    collectives.
+    trains on; :class:`~loongplug.data.planned_packs.OwnPacks` does not. Without a place to resume
+    at, the stream is planned from its first sample on. No collectives.
     """
 
     def __init__(

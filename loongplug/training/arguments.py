@@ -75,13 +75,21 @@ def parse_arguments(
     problems = _contradictions(line, architecture)
     for name, argument in architecture.items():
         setattr(args, name, argument.value)
-    apply_defaults(
-        args,
-        given=line.flags,
-        backend=platform.backend,
-        adapted_experts=adapts_experts(composed.config),
-    )
-    problems += violated_rules(args, composed.config, training=training, verified=verified)
+
+    def completed() -> list[str]:
+        """Set the defaults; what stands against a run with these arguments."""
+        apply_defaults(
+            args,
+            given=line.flags,
+            backend=platform.backend,
+            adapted_experts=adapts_experts(composed.config),
+        )
+        return violated_rules(args, composed.config, training=training, verified=verified)
+
+    problems += completed()
+    if not problems and training and args.epochs is not None:
+        settle_epochs(args, composed.config)
+        problems += completed()  # some of it goes by the number of iterations
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -106,6 +114,13 @@ def parse_arguments(
         options=line.options,
         overrides=line.overrides,
     )
+
+
+def settle_epochs(args: Namespace, model: Any) -> None:
+    """Say the run's length in iterations, which are what Megatron goes by."""
+    from loongplug.training.epochs import iterations_of_epochs  # it imports transformers
+
+    args.train_iters, args.epochs = iterations_of_epochs(args, model), None
 
 
 def complete(args: Namespace, *, device: str) -> None:

@@ -1,23 +1,26 @@
 """The data iterators that Megatron's training loop pulls microbatches from."""
 
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSamples
-from loongplug.data.blend import open_rows, parse_blend
+from loongplug.data.blend import parse_blend
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
 from loongplug.data.kept_files import said_by
+from loongplug.data.length_index import sample_lengths
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import VisionTokens, load_processor, require_fit
-from loongplug.data.rows import RowAccess
 from loongplug.data.source import Assignment, LocalSource, StepSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.workers import WorkerSettings
@@ -29,6 +32,7 @@ from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas, replica_group
 from loongplug.training.packing_place import note_packing_place, packing_place
+from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
 from loongplug.training.step_sizes import step_sizes
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
@@ -85,17 +89,7 @@ class DatasetProvider:
             if not files:
                 return None
             return ChatDataset(
-                open_rows(
-                    files,
-                    flag=flag,
-                    seed=args.seed,
-                    split=split,
-                    access=RowAccess(
-                        media_root=args.media_root,
-                        confine_media=args.confine_media,
-                        max_row_mib=args.max_row_mib,
-                    ),
-                ),
+                rows_of(args, files, flag=flag, split=split),
                 processor=processor,
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
@@ -103,14 +97,14 @@ class DatasetProvider:
                 video_fps=args.video_fps,
             )
 
-        train_files = args.data_path or args.train_data_path
+        train_files = training_files(args)
         evaluated = args.valid_data_path if args.eval_iters else None
         with said_by(args.rank == 0):
-            train = open_dataset(train_files, flag="--train-data-path", split="train")
+            train = open_dataset(train_files, flag=TRAINING, split="train")
             self._valid = open_dataset(evaluated, flag="--valid-data-path", split="val")
         assert train is not None, "the start-up rules ask for training data"
         self.train = train
-        blend = parse_blend(train_files, flag="--train-data-path")
+        blend = parse_blend(train_files, flag=TRAINING)
         settings = {
             "seed": args.seed,
             "seq_length": args.seq_length,
@@ -125,8 +119,26 @@ class DatasetProvider:
         self.valid_fingerprint = (
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
+
+        def indexed_lengths(dataset: ChatDataset | None) -> NDArray[np.int32] | None:
+            if dataset is None or not args.packing:
+                return None
+            settings = length_settings(args, model)
+            return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
+
+        self._lengths, self._valid_lengths = map(indexed_lengths, (train, self._valid))
         self._loaders: list[MicrobatchLoader] = []  # training and, where there is one, validation
         self.bad_samples = BadSamples(args.bad_sample)  # met in training
+
+    @property
+    def indexed(self) -> dict[str, str]:
+        """Digests of the lengths that an index tells of training and of validation data."""
+        found = {"training": self._lengths, "validation": self._valid_lengths}
+        return {
+            name: f"{zlib.crc32(lengths.tobytes()):08x}"
+            for name, lengths in found.items()
+            if lengths is not None
+        }
 
     def __call__(self, sample_counts: Any, vp_stage: int | None = None) -> Iterators:
         """Iterators for one chunk of this rank, from the consumed samples on.
@@ -157,6 +169,7 @@ class DatasetProvider:
             sizes=sizes,
             seed=args.seed,
             consumed_samples=args.consumed_train_samples,
+            lengths=self._lengths,
             resume=packing_place(args),
             bad_samples=self.bad_samples,
         )
@@ -168,6 +181,7 @@ class DatasetProvider:
                 micro_batch_size=args.eval_micro_batch_size,
                 sizes=StepSizes.constant(args.eval_global_batch_size),
                 seed=None,
+                lengths=self._valid_lengths,
                 restart_after=args.eval_iters * args.eval_global_batch_size,
                 bad_samples=valid_bad_samples,
             )

@@ -239,6 +239,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--special-tokens-in-text",
         "read special tokens in the text of rows as special tokens; default: as plain text",
     )
+    value(
+        "--epochs",
+        "N",
+        "train until each row of the data has come N times, in place of --train-iters",
+        type=int,
+    )
     subject("which parameters are trained")
     values(
         "--freeze-parameters",

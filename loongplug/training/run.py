@@ -139,8 +139,16 @@ def _run(
     datasets = DatasetProvider(args, parsed.model, engine=engine)
     # The first rank has the outputs by now: no rank changes a folder that is another run's.
     require_same_data(
-        args, {"training": datasets.fingerprint, "validation": datasets.valid_fingerprint}
+        args,
+        {
+            "training": datasets.fingerprint,
+            "validation": datasets.valid_fingerprint,
+            "indexed lengths": datasets.indexed,
+        },
     )
+    if datasets.indexed and args.rank == 0:
+        which = " and ".join(datasets.indexed)
+        print(f"Packs of {which} data are planned from their index of lengths.", flush=True)
     check_checkpoint_folders(args, parsed.model_yaml, data=datasets.fingerprint)
     hugging_face = parsed.family.load_hugging_face(parsed.model)
     table = adapter_table(parsed.model, hugging_face)

@@ -139,7 +139,7 @@ def test_ranks_without_images_build_the_same_text_and_decode_nothing(
         raise AssertionError("decoded an image")
 
     fresh = ChatDataset(
-        dataset._rows.path, processor=dataset.processor, seq_length=32, training_phase="sft"
+        dataset.rows.path, processor=dataset.processor, seq_length=32, training_phase="sft"
     )
     monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
     without = loader(fresh, seed=7, with_images=False)

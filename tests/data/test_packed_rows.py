@@ -1,19 +1,25 @@
 """Packs as the loader gives them: what a row holds, on which rank, and after a resume."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from local_loader import local_loader
 from micro.packing import plan
+from numpy.typing import NDArray
 
+from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, collate
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.order import SampleOrder
+from loongplug.data.packing import Pack
+from loongplug.data.planned_packs import PlannedPacks, packs_of_epochs
 from loongplug.data.processor import Processor
 from loongplug.data.text_stream import START, PackedTexts, ResumePoint
 from loongplug.data.workers import IN_PROCESS, WorkerSettings
@@ -90,7 +96,7 @@ def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -
 def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> None:
     """What follows it is another sample's."""
     pretrain = ChatDataset(
-        dataset._rows.path,
+        dataset.rows.path,
         processor=dataset.processor,
         seq_length=SEQ_LENGTH,
         training_phase="pretrain",
@@ -207,6 +213,121 @@ def test_a_noted_place_is_gone_on_from_without_reading_what_is_before(
 
 def dataset_order(count: int) -> list[int]:
     return SampleOrder(ROWS, seed=5).indices(range(count))
+
+
+def lengths_of(dataset: ChatDataset) -> NDArray[np.int32]:
+    """As an index has them."""
+    samples = dataset.text_parts(range(len(dataset)))
+    return np.array([len(sample) for sample in samples], dtype=np.int32)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"seed": None, "restart_after": 4}], ids=["run", "eval"])
+def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
+    dataset: ChatDataset, options: dict[str, Any], processes: int
+) -> None:
+    lengths, workers = lengths_of(dataset), WorkerSettings(processes=processes)
+    for rank in range(2):
+        ranks = {"dp_rank": rank, "dp_size": 2, "workers": workers, **options}
+        planned, read = loader(dataset, lengths=lengths, **ranks), loader(dataset, **ranks)
+        for _ in range(8):
+            assert planned.source.resume_point() == read.source.resume_point()
+            found, expected = next(planned), next(read)
+            assert found.segments == expected.segments
+            for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+                assert torch.equal(getattr(found, name), getattr(expected, name))
+            assert found.vision is not None
+            assert torch.equal(found.vision.pixels, expected.vision.pixels)
+        for each in (planned, read):
+            each.source.close()
+
+
+@pytest.mark.parametrize("noted", ["with", "without"])
+def test_a_run_with_an_index_resumes_in_the_middle_of_an_epoch(
+    dataset: ChatDataset, noted: str
+) -> None:
+    """With its own place, with that of a run without an index, and with none."""
+    expected, lengths = expected_packs(dataset), lengths_of(dataset)
+    before = loader(dataset, dp_size=2, **({"lengths": lengths} if noted == "with" else {}))
+    for _ in range(2):
+        next(before)
+    noted_place = before.source.resume_point()
+    assert noted_place is not None
+    plain = json.loads(json.dumps(noted_place.plain()))
+    for place in (ResumePoint.of_plain(plain), None):
+        options = {"lengths": lengths, "consumed_samples": 4, "dp_size": 3, "resume": place}
+        ranks = [loader(dataset, dp_rank=rank, **options) for rank in range(3)]
+        assert [contents(next(rank)) for _ in range(2) for rank in ranks] == expected[4:10]
+
+
+def test_with_an_index_a_rank_reads_its_own_packs_alone(
+    dataset: ChatDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    text_parts = ChatDataset.text_parts
+    monkeypatch.setattr(
+        ChatDataset, "text_parts", lambda self, i: reads.extend(i) or text_parts(self, i)
+    )
+    lengths = lengths_of(dataset)
+    counts = []
+    for options in ({"lengths": lengths}, {}):
+        for rank in range(2):
+            reads.clear()
+            packs = loader(dataset, dp_rank=rank, dp_size=2, **options)
+            own = sum(len(next(packs).segments or ()) for _ in range(12))
+            counts.append((len(reads), own))
+    (first, own), (second, other), *every = counts
+    assert (first, second) == (own, other)
+    assert abs(first - second) < 0.2 * (first + second)
+    assert all(read >= first + second for read, _ in every)
+
+
+def test_a_sample_that_is_not_as_long_as_its_index_says_ends_the_run(
+    dataset: ChatDataset,
+) -> None:
+    lengths = lengths_of(dataset)
+    lengths[5] += 1
+    packs = loader(dataset, lengths=lengths)
+    message = r"rows\.jsonl:6: the sample has \d+ tokens, but \d+ by the index .*data index`"
+    with pytest.raises(ValueError, match=message):
+        list(islice(packs, ROWS))
+
+
+def test_a_sample_that_cannot_be_used_any_more_leaves_its_room_empty(
+    dataset: ChatDataset,
+) -> None:
+    lengths = lengths_of(dataset)
+    (dataset.rows.path.parent / "32.png").unlink()
+    packs = loader(dataset, lengths=lengths, bad_samples=BadSamples("skip"))
+    gone = loader(dataset, lengths=lengths)
+    with pytest.raises(BadSampleError, match="no image file"):
+        list(islice(gone, ROWS))
+    pack = next(packs)
+    first = SampleOrder(ROWS, seed=5).indices(next(iter(planned_packs(dataset, lengths))))
+    assert pack.lengths == tuple(
+        0 if index % 3 and index < 9 else lengths[index] for index in first
+    )
+
+
+def planned_packs(dataset: ChatDataset, lengths: NDArray[np.int32]) -> Iterator[Pack]:
+    packs = PlannedPacks(
+        lengths, SampleOrder(ROWS, seed=5), seq_length=SEQ_LENGTH, look_ahead=LOOK_AHEAD
+    )
+    while True:
+        yield packs.next()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_packs_of_epochs_hold_all_their_samples_and_are_no_more(
+    dataset: ChatDataset, epochs: int
+) -> None:
+    lengths = lengths_of(dataset)
+    sizes = {"seq_length": SEQ_LENGTH, "look_ahead": LOOK_AHEAD, "seed": 5}
+    count = packs_of_epochs(lengths, **sizes, epochs=epochs)
+    packs = list(islice(planned_packs(dataset, lengths), count))
+    wanted = {*range(epochs * ROWS)}
+    assert wanted <= {position for pack in packs for position in pack}
+    assert not wanted <= {position for pack in packs[:-1] for position in pack}
 
 
 def test_evaluation_sees_the_same_packs_each_time(dataset: ChatDataset) -> None:

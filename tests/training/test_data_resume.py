@@ -6,7 +6,9 @@ import pytest
 from ranks import RankError, run_ranks
 
 from loongplug.data.dataset import ChatDataset
+from loongplug.data.index import index
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.rows import RowAccess
 from loongplug.training.run import run
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
@@ -79,6 +81,51 @@ def test_changed_data_are_refused_on_every_rank(flags, demo, tmp_path):
         run_ranks(seen, 4, flags=[*again, "--seed", "7"], timeout=120.0)
     again = [*again, "--seed", "7", "--finetune", "--save", str(tmp_path / "again")]
     assert len(run_ranks(seen, 4, flags=again, timeout=120.0)[0]) == 32
+
+
+def seen_and_made(rank: int, *, flags: list[str]) -> tuple[list[list[int]], int]:
+    """What the rank trains on, and of how many samples it makes the text parts for it."""
+    asked: list[int] = []
+    original = ChatDataset.text_parts
+
+    def text_parts(self: ChatDataset, indices: Sequence[int]):
+        asked.extend(indices)
+        return original(self, indices)
+
+    ChatDataset.text_parts = text_parts
+    return seen(rank, flags=flags), len(asked)
+
+
+@pytest.mark.slow
+def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, demo, tmp_path, capfd):
+    """Over an epoch; a run resumes with it where one without it was stopped."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text((demo / "train.jsonl").read_text())
+    flags = [*flags, "--train-data-path", str(data), "--media-root", str(demo)]
+    flags += ["--packing", "--packing-look-ahead", "8", "--micro-batch-size", "1"]
+    flags += ["--use-distributed-optimizer"]
+    save = ("--save", str(tmp_path / "run"), "--exit-interval", "2")
+
+    def train(*more: str):
+        return run_ranks(seen_and_made, 2, flags=[*flags, *more], timeout=120.0)
+
+    without = train(*save)
+    options = {"tokenizer_model": demo / "processor", "training_phase": "sft", "processes": 1}
+    index([str(data)], **options, access=RowAccess(media_root=demo))
+    at = flags.index("--train-iters")
+    flags[at : at + 2] = ["--epochs", "1"]  # which are as many: the learning rate's course is one
+    capfd.readouterr()
+    whole = train()
+    assert "Packs of training data are planned from their index" in capfd.readouterr().out
+    rest = train("--load", str(tmp_path / "run"))
+    for rank in range(2):
+        assert without[rank][0] + rest[rank][0] == whole[rank][0]
+    halves = [count for _, count in whole]
+    assert 64 <= sum(halves) < 90
+    assert max(halves) < 0.6 * sum(halves)
+    data.write_text(data.read_text() + "\n")
+    with pytest.raises(RankError, match=r"is of other rows or settings .*make it anew"):
+        train()
 
 
 def made(rank: int, *, flags: list[str]) -> int:

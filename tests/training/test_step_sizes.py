@@ -84,6 +84,20 @@ def test_a_run_resumed_anywhere_goes_on_with_the_steps_of_the_whole(
     assert sizes.at(consumed) == whole[before] * each
 
 
+@given(made=growing(), samples=st.integers(1, 2000))
+def test_the_fewest_steps_that_take_so_many_samples(
+    made: tuple[StepSizes, int], samples: int
+) -> None:
+    sizes, each = made
+    steps = sizes.steps(samples, each=each)
+    assert sizes.samples(steps - 1) < samples <= sizes.samples(steps)
+
+
+def test_what_is_no_whole_microbatch_is_not_among_the_samples_of_a_step() -> None:
+    assert StepSizes.constant(7).steps(12, each=3) == 2
+    assert StepSizes.constant(7).steps(13, each=3) == 3
+
+
 @pytest.mark.parametrize(("start", "increment", "samples", "end"), [(4, 2, 30, 14), (3, 3, 7, 24)])
 def test_a_ramp_has_equal_parts(start: int, increment: int, samples: int, end: int) -> None:
     sizes = StepSizes.ramp(start=start, increment=increment, samples=samples, end=end)

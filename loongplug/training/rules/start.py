@@ -26,19 +26,28 @@ _COUNTS = (
     *("--context-parallel-size", "--expert-model-parallel-size"),
     *("--expert-tensor-parallel-size", "--seq-length", "--packing-look-ahead"),
     *("--max-row-mib", "--micro-batch-size", "--global-batch-size"),
-    *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters"),
+    *("--eval-micro-batch-size", "--eval-global-batch-size", "--train-iters", "--epochs"),
     *("--save-interval", "--log-interval", "--eval-interval", "--keep-checkpoints"),
 )
 
 
 @rule(reason="a run is not defined without them", cure="add them")
 def required_flags(args: Namespace, model: Any) -> str | None:
-    """`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or `--train-iters` is
-    missing
+    """`--training-phase`, `--seq-length`, `--micro-batch-size`, `--lr` or both of `--train-iters`
+    and `--epochs` are missing
     """
-    needed = ("--training-phase", "--seq-length", "--micro-batch-size", "--lr", "--train-iters")
+    needed = ["--training-phase", "--seq-length", "--micro-batch-size", "--lr"]
+    if args.epochs is None:
+        needed.append("--train-iters")
     missing = [flag for flag in needed if value_of(args, flag) is None]
     return f"{', '.join(missing)} not given" if missing else None
+
+
+@rule(reason="both say when the run ends", cure="give one of the two")
+def run_length(args: Namespace, model: Any) -> str | None:
+    """`--epochs` with `--train-iters`"""
+    both = args.epochs is not None and args.train_iters is not None
+    return f"--epochs {args.epochs} with --train-iters {args.train_iters}" if both else None
 
 
 @rule(reason="they count things", cure="give 1 or more")

@@ -10,12 +10,14 @@ CASES: Cases = {
             {name: None}
             for name in ("training_phase", "seq_length", "micro_batch_size", "lr", "train_iters")
         ],
-        [{"global_batch_size": None}],
+        [{"global_batch_size": None}, {"train_iters": None, "epochs": 2}],
     ),
+    "run-length": ([{"epochs": 2}], [{"train_iters": None, "epochs": 2}]),
     "positive-numbers": (
         [
             {"seq_length": 0},
             {"train_iters": 0},
+            {"train_iters": None, "epochs": 0},
             {"packing_look_ahead": 0},
             {"tensor_model_parallel_size": -1},
         ],

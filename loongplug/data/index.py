@@ -1,0 +1,128 @@
+"""What ``loongplug data index`` does: tokenize every row once, and keep how long its sample is."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from loongplug.consoles import table_console
+from loongplug.data.bad_samples import BadSample, BadSampleError
+from loongplug.data.blend import Source, open_source, parse_blend
+from loongplug.data.dataset import tokenize_row
+from loongplug.data.length_index import LengthSettings, keep_sizes, path_of
+from loongplug.data.lengths import length_table
+from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
+from loongplug.data.positions import Grid
+from loongplug.data.processor import Processor, load_processor
+from loongplug.data.row_sizes import RowSizes, read_sizes
+from loongplug.data.rows import ANY_ROW, RowAccess
+from loongplug.data.template import TrainingPhase
+from loongplug.data.video import VideoProcessor, video_style_of
+from loongplug.data.workers import map_rows
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """How large a row's sample is; nothing, with the reason, for a row that cannot be used."""
+
+    tokens: int = 0
+    grids: tuple[Grid, ...] = ()
+    bad: BadSample | None = None
+
+
+def index(
+    data: Sequence[str],
+    *,
+    tokenizer_model: Path,
+    training_phase: TrainingPhase,
+    access: RowAccess = ANY_ROW,
+    video_fps: float | None = None,
+    special_tokens_in_text: bool = False,
+    pixel_limits: PixelLimits = FOLDERS_LIMITS,
+    processes: int | None = None,
+) -> list[Path]:
+    """Make the index of each of the files, in place of one that it has; gives where they are.
+
+    ``data`` is written as for ``--data-path``; weights play no part. Of energon datasets, the split
+    ``train`` is read. Rows that cannot be used go to standard output, a line each; the progress and
+    the sum to standard error.
+
+    Raises:
+        ValueError: one sentence on what is wrong with the folder, the files or the options.
+    """
+    console = table_console(stderr=True)
+    paths = parse_blend(data, flag="FILES").paths
+    sources = [open_source(path, split="train", access=access) for path in dict.fromkeys(paths)]
+    processor = load_processor(
+        tokenizer_model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+    )
+    videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
+    settings = LengthSettings(
+        folder=tokenizer_model,
+        training_phase=training_phase,
+        timestamps=videos.style.timestamps,
+        video_fps=video_fps,
+        special_tokens_in_text=special_tokens_in_text,
+        pixel_limits=pixel_limits,
+        access=access,
+    )
+    kept = []
+    for source in sources:
+        started, made_of = time.monotonic(), settings.made_of(source)
+        measured = map_rows(
+            _measure(source, processor, videos=videos, phase=training_phase),
+            len(source),
+            processes=processes,
+            console=console,
+            title="indexing rows",
+        )
+        sizes = RowSizes.of(_printed(measured))
+        if settings.made_of(source) != made_of:
+            raise ValueError(f"{path_of(source)} changed while it was read: index it anew.")
+        place = keep_sizes(source, sizes, made_of=made_of)
+        _say(place, seconds=time.monotonic() - started, processor=processor, console=console)
+        kept.append(place)
+    return kept
+
+
+def _measure(
+    source: Source, processor: Processor, *, videos: VideoProcessor, phase: TrainingPhase
+) -> Callable[[int], MeasuredRow]:
+    """What measures a row, in whatever process."""
+
+    def measure(row: int) -> MeasuredRow:
+        try:
+            made = tokenize_row(source, row, processor, videos=videos, phase=phase)
+        except BadSampleError as error:
+            return MeasuredRow(bad=error.sample)
+        return MeasuredRow(len(made.tokens.ids), made.grids)
+
+    return measure
+
+
+def _printed(rows: Iterable[MeasuredRow]) -> Iterator[tuple[int, tuple[Grid, ...]]]:
+    """Tokens and grids of the rows; prints what is wrong with one."""
+    for row in rows:
+        if row.bad is not None:
+            # Names of files may be bytes that are no text, which could not be printed.
+            print(row.bad.message.encode(errors="backslashreplace").decode(), flush=True)
+        yield row.tokens, row.grids
+
+
+def _say(place: Path, *, seconds: float, processor: Processor, console: Console) -> None:
+    """What the file has."""
+    _, sizes = read_sizes(place)
+    usable = sizes.tokens > 0
+    bad = len(usable) - int(np.count_nonzero(usable))
+    console.print(
+        f"{place}: {len(usable)} rows in {seconds:.1f} s, "
+        + (f"{bad} of which cannot be used." if bad else "all of which can be used."),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if bad < len(usable):
+        visual = sizes.visual_tokens(merge=processor.spatial_merge_size)
+        console.print(length_table(sizes.tokens[usable].tolist(), visual[usable].tolist()))

@@ -1,0 +1,96 @@
+"""Tokens and patch grids of each row of a data file, in a file that is memory-mapped."""
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loongplug.data.kept_files import put_whole
+from loongplug.data.positions import Grid
+
+# The file: these words of 64 bits, the note as JSON, then the arrays of numbers of 32 bits. The
+# checksum is that of all behind the header.
+_HEADER = ("magic", "version", "rows", "media", "note_bytes", "checksum")
+_HEADER_BYTES = 8 * len(_HEADER)
+_MAGIC = int.from_bytes(b"loonglen", "little")
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """How large the samples are that rows become."""
+
+    tokens: NDArray[np.int32]  # [rows]; 0: the row cannot be used
+    media: NDArray[np.int32]  # [rows]: images and videos of each
+    grids: NDArray[np.int32]  # [images and videos of all rows, 3], in the order of the rows
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, Sequence[Grid]]]) -> Self:
+        """Of each row's tokens and grids, taken one after the other."""
+        tokens, media, grids = array("i"), array("i"), array("i")
+        for length, each in rows:
+            tokens.append(length)
+            media.append(len(each))
+            for grid in each:
+                grids.extend(grid)
+        return cls(
+            np.array(tokens, dtype=np.int32),
+            np.array(media, dtype=np.int32),
+            np.array(grids, dtype=np.int32).reshape(-1, 3),
+        )
+
+    def visual_tokens(self, *, merge: int) -> NDArray[np.int64]:
+        """How many of each row's tokens are visual, [rows]; ``merge`` x ``merge`` patches a one."""
+        ends = np.cumsum(self.media, dtype=np.int64)
+        patches = np.cumsum(np.append(0, self.grids.astype(np.int64).prod(axis=1)))
+        found: NDArray[np.int64] = (patches[ends] - patches[ends - self.media]) // merge**2
+        return found
+
+
+def write_sizes(place: Path, sizes: RowSizes, note: Mapping[str, Any]) -> None:
+    """Put the file in its place at once, with a ``note`` on what it was made of, as plain data."""
+    text = json.dumps(note).encode()
+    text += b" " * (-len(text) % 8)
+    content = b"".join((text, sizes.tokens.tobytes(), sizes.media.tobytes(), sizes.grids.tobytes()))
+    rows, media = len(sizes.tokens), len(sizes.grids)
+    header = (_MAGIC, _VERSION, rows, media, len(text), zlib.crc32(content))
+    assert len(header) == len(_HEADER)
+    with put_whole(place) as whole:
+        whole.write_bytes(np.array(header, dtype=np.int64).tobytes() + content)
+
+
+def read_sizes(place: Path) -> tuple[Any, RowSizes]:
+    """The note and the sizes, memory-mapped; ValueError with what is wrong with the file."""
+    try:
+        content = np.memmap(place, dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # of an empty file
+        raise ValueError("is cut off") from error
+    if len(content) < _HEADER_BYTES:
+        raise ValueError("is cut off")
+    magic, version, rows, media, note_bytes, checksum = (
+        content[:_HEADER_BYTES].view(np.int64).tolist()
+    )
+    if magic != _MAGIC:
+        raise ValueError("is no index of lengths")
+    if version != _VERSION:
+        raise ValueError("is of another version of LoongPlug")
+    numbers = _HEADER_BYTES + note_bytes
+    counts = (rows, rows, 3 * media)
+    if min(rows, media, note_bytes) < 0 or len(content) != numbers + 4 * sum(counts):
+        raise ValueError("is cut off")
+    if checksum != zlib.crc32(content[_HEADER_BYTES:]):
+        raise ValueError("is damaged")
+    try:
+        note = json.loads(content[_HEADER_BYTES:numbers].tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError("is damaged") from error
+    tokens, of_rows, grids, _ = np.split(content[numbers:].view(np.int32), np.cumsum(counts))
+    return note, RowSizes(tokens, of_rows, grids.reshape(-1, 3))

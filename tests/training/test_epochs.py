@@ -1,0 +1,102 @@
+"""``--epochs``: how many iterations it stands for, and what is refused."""
+
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from command_lines import command_line
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.index import index
+from loongplug.data.processor import load_processor
+from loongplug.data.rows import RowAccess
+from loongplug.data.text_stream import PackedTexts
+from loongplug.data.workers import IN_PROCESS
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.rows import rows_of, training_files
+
+pytestmark = pytest.mark.quick
+
+ROWS = 30
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> list[str]:
+    """Flags of a run on 30 rows, without its length."""
+    made = command_line(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n" * ROWS)
+    at = made.index("--train-iters")
+    return [*made[:at], *made[at + 2 :]]
+
+
+def parsed(line: list[str], *more: str) -> Namespace:
+    return parse_arguments([*line, *more]).args
+
+
+def test_the_last_step_is_filled_up_so_that_no_row_is_left_out(line: list[str]) -> None:
+    for epochs, expected in (("1", 4), ("2", 8), ("4", 15)):  # of 30 rows in steps of 8
+        args = parsed(line, "--epochs", epochs)
+        assert (args.train_iters, args.epochs) == (expected, None)
+    args = parsed(line, "--epochs", "2", "--save", "/run")
+    assert args.save_interval == 8
+
+
+def test_an_epoch_is_one_of_the_blend(line: list[str], tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text("{}\n" * 3)
+    files = ("0.5", str(tmp_path / "train.jsonl"), "0.5", str(tmp_path / "few.jsonl"))
+    blend = ("--train-data-path", *files)
+    assert parsed(line, "--epochs", "2", *blend).train_iters == 2 * 60 // 8
+
+
+def test_sizes_that_grow_count_as_they_are(line: list[str]) -> None:
+    args = parsed(line, "--epochs", "1", "--rampup-batch-size", "4", "2", "20")
+    assert args.train_iters == 6  # of 4, 4, 4, 6, 6 and 8
+
+
+def test_rules_that_go_by_the_iterations_see_them(line: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"--lr-warmup-iters 4 does not end before iteration 4"):
+        parsed(line, "--epochs", "1", "--lr-warmup-iters", "4")
+    with pytest.raises(ValueError, match=r"--epochs 1 with --train-iters 9: both say when"):
+        parsed(line, "--epochs", "1", "--train-iters", "9")
+    with pytest.raises(ValueError, match=r"gone\.jsonl not found") as raised:
+        parsed(line, "--epochs", "1", "--train-data-path", "gone.jsonl")
+    assert len(str(raised.value).splitlines()) == 1  # it is not opened, too
+
+
+def test_packs_are_counted_by_the_index(flags: list[str], demo: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text((demo / "train.jsonl").read_text())
+    packing = ("--packing", "--packing-look-ahead", "16", "--micro-batch-size", "1")
+    run = (*packing, "--train-data-path", str(data), "--media-root", str(demo))
+    at = flags.index("--train-iters")
+    line = [*flags[:at], *flags[at + 2 :], *run, "--global-batch-size", "4", "--epochs", "2"]
+    with pytest.raises(ValueError, match="--epochs 2 with --packing counts packs") as raised:
+        parsed(line)
+    assert f"`loongplug data index {data} --tokenizer-model " in str(raised.value)
+    folder, access = demo / "processor", RowAccess(media_root=demo)
+    index([str(data)], tokenizer_model=folder, training_phase="sft", access=access, processes=1)
+    args = parsed(line)
+    dataset = ChatDataset(
+        rows_of(args, training_files(args), flag="", split="train"),
+        processor=load_processor(folder),
+        seq_length=80,
+        training_phase="sft",
+    )
+    packs = PackedTexts(
+        dataset,
+        look_ahead=16,
+        dp_rank=0,
+        dp_size=1,
+        seed=args.seed,
+        consumed_packs=0,
+        restart_after=None,
+        resume=None,
+        workers=IN_PROCESS,
+    )
+    seen: Counter[str] = Counter()
+    count = 0
+    while len(seen) < 64 or min(seen.values()) < 2:
+        seen.update(sample.where for sample in next(packs))
+        count += 1
+    assert args.train_iters == -(-count // 4)
