@@ -20,7 +20,8 @@ Json = Annotated[Path | None, typer.Option("--json", help="Also write the figure
 Files = Annotated[
     list[str],
     typer.Argument(
-        help="JSONL or Parquet files and saved datasets, as for --data-path: p1 p2 or w1 p1 w2 p2."
+        help="JSONL or Parquet files, also of s3://, and saved datasets, as for --data-path: p1 p2"
+        " or w1 p1 w2 p2."
     ),
 ]
 TokenizerModel = Annotated[
@@ -28,7 +29,7 @@ TokenizerModel = Annotated[
 ]
 Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
 MediaRoot = Annotated[
-    Path | None,
+    str | None,
     typer.Option(help="What paths of media are relative to; else the data file's folder."),
 ]
 ConfineMedia = Annotated[

@@ -16,6 +16,7 @@ from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import medium_grid, open_medium, placeholder
 from loongplug.data.media_files import InlineFile, MediaFile
+from loongplug.data.object_store import StoreError
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
 from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
@@ -121,6 +122,8 @@ class ChatDataset:
                 parts.append(self[index])
             except BadSampleError as error:
                 parts.append(Sample.blank(error.sample))
+            except StoreError as error:
+                raise ValueError(f"{self._rows.where(index)}: {error}") from error
             except Exception as error:  # no fault of the row, but it helps to know which
                 where = self._rows.where(index)
                 raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
