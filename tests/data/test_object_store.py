@@ -35,6 +35,7 @@ from loongplug.data.object_store import (
 )
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW, RowAccess
+from loongplug.data.units import MediaBatch, UnitLoader
 from loongplug.data.video_files import decode_frames, video_header
 from loongplug.data.workers import Background, WorkerSettings
 
@@ -230,8 +231,11 @@ def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
             data[index]
         assert caught.value.sample.kind == "media"
         assert "\n" not in str(caught.value)
-    assert len(data[5].media) == 1
+    batch = MediaBatch.of(0, [data[5]])
+    load = UnitLoader(processor, videos=data.videos)
     s3.stop()
+    with pytest.raises(StoreError):  # and not a sample whose pixels are bad
+        load(batch)
     fresh = dataset(write_rows(row("Read", "1", images=urls[-1:])), processor=processor)
     with pytest.raises(StoreError, match=r"s3://bucket/a\.png cannot be read \(.*onnect") as down:
         fresh[0]
