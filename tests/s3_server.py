@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ class S3:
     stop: Callable[[], None]
     asked: list[tuple[str, str, int]] = field(default_factory=list)  # method, path, bytes sent
     bucket: str = "bucket"
+    pause: float = 0.0  # seconds before each answer
+    most_at_once: int = 0  # requests that waited for their answers
 
     def put(self, key: str, content: bytes | Path) -> str:
         """Write an object and give its URL."""
@@ -67,7 +70,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3]:
         cached.cache_clear()
     client = boto3.client("s3")
     found = S3(client, server.stop)
-    server._server.app = _noted(server._server.app, found.asked)
+    server._server.app = _noted(server._server.app, found)
     client.create_bucket(Bucket=found.bucket)
     yield found
     server.stop()
@@ -77,15 +80,20 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3]:
     s3_backends.reset()  # all servers of a process have the same buckets
 
 
-def _noted(app: Any, asked: list[tuple[str, str, int]]) -> Any:
-    lock = threading.Lock()
+def _noted(app: Any, s3: S3) -> Any:
+    lock, waiting = threading.Lock(), 0
 
     def noting(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        sent = list(app(environ, start_response))
+        nonlocal waiting
         with lock:
-            asked.append(
-                (environ["REQUEST_METHOD"], environ["PATH_INFO"], sum(len(part) for part in sent))
-            )
+            waiting += 1
+            s3.most_at_once = max(s3.most_at_once, waiting)
+        time.sleep(s3.pause)
+        sent = list(app(environ, start_response))
+        size = sum(len(part) for part in sent)
+        with lock:
+            waiting -= 1
+            s3.asked.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], size))
         return sent
 
     return noting

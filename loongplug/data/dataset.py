@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, open_medium, placeholder
+from loongplug.data.media import each_of, medium_grid, open_medium, placeholder
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.object_store import StoreError
 from loongplug.data.positions import Grid, mrope_position_ids
@@ -147,9 +148,8 @@ class ChatDataset:
                 open_medium(medium, videos=self.videos, where=where)
                 for medium in conversation.media(self._rows.media_root(index))
             )
-            grids = tuple(
-                medium_grid(medium, processor, videos=self.videos, where=where) for medium in media
-            )
+            grid_of = partial(medium_grid, processor=processor, videos=self.videos, where=where)
+            grids = tuple(each_of(grid_of, media))
         tokens = tokenize_sample(
             conversation,
             processor,

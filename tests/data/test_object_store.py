@@ -217,6 +217,25 @@ def test_videos_are_read_by_pieces_and_then_kept(s3: S3, tmp_path: Path) -> None
     assert len(s3.fetched("a.mp4")) == before
 
 
+def test_images_of_a_sample_are_asked_for_at_one_time(
+    s3: S3, write_rows: Callable[..., Path], row: Row, processor: Processor
+) -> None:
+    urls = tuple(s3.put(f"{n}.png", picture(32, 32, seed=n)) for n in range(12))
+    rows = write_rows(row("Read", "1", images=urls), row("Read", "1", images=(*urls[:1], "gone")))
+    data = dataset(rows, processor=processor)
+    assert s3.most_at_once == 1
+    s3.pause = 0.3
+    assert len(data[0].grids) == 12
+    assert s3.most_at_once > 3
+    with pytest.raises(BadSampleError, match="gone"):
+        data[1]
+    s3.pause = 0.0
+    found = pixels(data, 0).reshape(12, -1)
+    for url, each in zip(urls, found, strict=True):
+        alone = dataset(write_rows(row("Read", "1", images=(url,))), processor=processor)
+        assert (pixels(alone, 0).reshape(-1) == each).all()
+
+
 def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
     s3: S3, write_rows: Callable[..., Path], row: Row, processor: Processor
 ) -> None:
