@@ -23,6 +23,7 @@ from loongplug.commands.options import (
     Warmup,
     user_errors,
 )
+from loongplug.data.object_store import file_named
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
 
@@ -96,7 +97,7 @@ def evaluate(
         Path,
         typer.Option(help="A folder that --save-hf (Hugging Face), --save or --save-lora wrote."),
     ],
-    data: Annotated[Path, typer.Option(help="A data file with questions and their answers.")],
+    data: Annotated[str, typer.Option(help="A data file with questions and their answers.")],
     base: Annotated[
         Path | None,
         typer.Option(help="The model under adapters. Default: the one that their config names."),
@@ -146,7 +147,7 @@ def evaluate(
         ) as folder:
             run(
                 folder,
-                data,
+                file_named(data),
                 access=RowAccess(
                     media_root=media_root, confine_media=confine_media, max_row_mib=max_row_mib
                 ),

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     apply_upstream_replacements(_PLATFORM)
 
 
-pytest_plugins = ["demo_fixtures", "shared_files"]
+pytest_plugins = ["demo_fixtures", "s3_server", "shared_files"]
 
 
 SLOW_SECONDS = 1200.0  # of several whole runs, each of which has a bound of its own

@@ -86,7 +86,7 @@ def test_eval_options(calls: _Calls) -> None:
     )
     assert _run("eval", "--model", "hf", "--data", "d", *options.split())[0] == 0
     assert calls[0][1] == {
-        "access": RowAccess(media_root=Path("m"), confine_media=True),
+        "access": RowAccess(media_root="m", confine_media=True),
         "batch_size": 2,
         "max_new_tokens": 3,
         "limit": 4,

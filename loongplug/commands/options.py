@@ -20,7 +20,8 @@ Json = Annotated[Path | None, typer.Option("--json", help="Also write the figure
 Files = Annotated[
     list[str],
     typer.Argument(
-        help="JSONL or Parquet files and saved datasets: p1 p2, or with weights w1 p1 w2 p2."
+        help="JSONL or Parquet files, also of s3://, and saved datasets: p1 p2, or with weights"
+        " w1 p1 w2 p2."
     ),
 ]
 TokenizerModel = Annotated[
@@ -28,7 +29,7 @@ TokenizerModel = Annotated[
 ]
 Phase = Annotated[str, typer.Option(help="pretrain or sft.")]
 MediaRoot = Annotated[
-    Path | None,
+    str | None,
     typer.Option(help="Relative paths of media start here. Default: the data file's folder."),
 ]
 ConfineMedia = Annotated[

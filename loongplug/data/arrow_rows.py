@@ -5,16 +5,15 @@ A saved dataset is Arrow already. A Parquet file is compressed in groups of thou
 of which a shuffled run would decompress for one row: it is converted once, and the result is kept.
 """
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loongplug.data.kept_files import LOG, places, put_whole, version
+from loongplug.data.kept_files import LOG, alone, places, put_whole, version
 from loongplug.data.media_files import InlineFile, MediaRoot
+from loongplug.data.object_store import RemoteFile
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
 _PARQUET = b"PAR1"
@@ -43,13 +42,16 @@ class ArrowRows:
     ``bytes`` and ``path``. Forked processes share the maps.
     """
 
-    def __init__(self, path: Path, *, access: RowAccess = ANY_ROW) -> None:
+    def __init__(
+        self, path: Path, *, access: RowAccess = ANY_ROW, copy_of: RemoteFile | None = None
+    ) -> None:
         """ValueError where pyarrow is missing, and for what cannot be read."""
         _require_pyarrow(path)
         self.path = path
         self._access = access
         self.files, parquet = _files(path)  # those that the rows are of, in their order
-        self._media_root = access.media_of(self.files[0])
+        self._names = self.files if copy_of is None else [copy_of]
+        self._media_root = access.media_of(copy_of or self.files[0])
         self._batches: list[Any] = []
         firsts, rows = [], 0  # of each batch, in the whole
         self._file_of_batch: list[int] = []
@@ -72,7 +74,7 @@ class ArrowRows:
     def where(self, index: int) -> str:
         """``file:row`` of a row, from 1, for messages."""
         number = self._file_of_batch[self._batch_of(index)]
-        return f"{self.files[number]}:{index - self._file_starts[number] + 1}"
+        return f"{self._names[number]}:{index - self._file_starts[number] + 1}"
 
     def media_root(self, index: int) -> MediaRoot:
         """What relative paths in the row start at."""
@@ -151,7 +153,7 @@ def _mapped_parquet(path: Path) -> list[Any]:
     """The rows of a Parquet file as memory-mapped batches; converts the file unless it was."""
     before = version(path)
     refusals = []
-    with _alone(path):  # of the processes of a machine one converts, the others wait
+    with alone(path):  # of the processes of a machine one converts, the others wait
         for place in places(path, suffix=".arrow"):
             with suppress(ValueError):  # made again where it is damaged or of another file
                 if place.is_file():
@@ -166,15 +168,6 @@ def _mapped_parquet(path: Path) -> list[Any]:
         f"{path} is converted to Arrow once, and nowhere can the result be kept"
         f" ({'; '.join(refusals)}): make room, or set XDG_CACHE_HOME to a folder that has some."
     )
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While no other process is, where the file system knows locks; else all do the same work."""
-    with path.open("rb") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(path: Path, place: Path, before: tuple[int, int]) -> None:

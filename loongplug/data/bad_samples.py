@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from loongplug.data.object_store import StoreError
+
 # row: no JSON, or no known schema. media: a file is missing, or its header says that it cannot be
 # used. text: the chat template, its image tokens. length: longer than a sequence. pixels: the
 # header is right, but what follows is damaged.
@@ -37,9 +39,11 @@ class BadSampleError(ValueError):
 
 @contextmanager
 def bad_as(kind: BadKind) -> Iterator[None]:
-    """Makes a ValueError within a BadSampleError of this kind."""
+    """Makes a ValueError within a BadSampleError of this kind, but for one of no sample's fault."""
     try:
         yield
+    except StoreError:
+        raise
     except ValueError as error:
         raise BadSampleError(BadSample(kind, str(error))) from error
 

@@ -13,6 +13,7 @@ from loongplug.data.arrow_rows import ArrowRows, is_arrow
 from loongplug.data.energon import EnergonRows, is_energon
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media_files import MediaRoot
+from loongplug.data.object_store import RemoteFile, data_copy, file_named
 from loongplug.data.rows import ANY_ROW, RowAccess
 
 Source = JsonlIndex | EnergonRows | ArrowRows
@@ -24,7 +25,7 @@ _MOST_ROWS = 2**28  # of a mixture by weights, whose order takes some 3 GB then
 class BlendSpec:
     """Files and, where they were given, their weights."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path | RemoteFile, ...]
     weights: tuple[float, ...] | None
 
 
@@ -35,7 +36,7 @@ def parse_blend(values: Sequence[str], *, flag: str) -> BlendSpec:
     """
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):
-        return BlendSpec(tuple(Path(value) for value in values), None)
+        return BlendSpec(tuple(file_named(value) for value in values), None)
     weights, names = numbers[::2], values[1::2]
     if len(values) % 2 or None in weights or any(n is not None for n in numbers[1::2]):
         raise ValueError(
@@ -48,7 +49,7 @@ def parse_blend(values: Sequence[str], *, flag: str) -> BlendSpec:
             raise ValueError(
                 f"{flag}: weight {weight:g} is not above 0: leave its file out, or raise it."
             )
-    return BlendSpec(tuple(Path(name) for name in names), tuple(checked))
+    return BlendSpec(tuple(file_named(name) for name in names), tuple(checked))
 
 
 def _number(value: str) -> float | None:
@@ -83,11 +84,19 @@ def open_rows(
         raise ValueError(f"{flag} {' '.join(values)}: {error}") from error
 
 
-def open_source(path: Path, *, access: RowAccess, split: str | None = None) -> Source:
+def open_source(path: Path | RemoteFile, *, access: RowAccess, split: str | None = None) -> Source:
     """The rows of a JSONL or Parquet file, or of a folder: Parquet, saved dataset, or energon's.
 
-    Media of the last are in its shards, so nothing is left to be confined.
+    Media of the last are in its shards, so nothing is left to be confined. Of an object store,
+    files alone are read, from copies.
     """
+    if isinstance(path, RemoteFile):
+        copy = data_copy(path)
+        try:
+            kind = ArrowRows if is_arrow(copy) else JsonlIndex
+            return kind(copy, access=access, copy_of=path)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(copy), str(path))) from error
     if is_energon(path):
         return EnergonRows(path, split=split, access=access)
     if is_arrow(path):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from loongplug.data.media_files import InlineFile, MediaFile, MediaRoot
+from loongplug.data.media_files import InlineFile, MediaFile, MediaRoot, media_named
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,12 @@ class Conversation:
         found: list[MediaFile | Video | VideoFile] = []
         for part in (part for message in self.messages for part in message.parts):
             if isinstance(part, ImagePart):
-                found.append(root / part.name if isinstance(part.name, str) else part.name)
+                name = part.name
+                found.append(media_named(name, root) if isinstance(name, str) else name)
             elif isinstance(part, VideoPart) and isinstance(part.source, str):
-                found.append(VideoFile(root / part.source, part.fps))
+                found.append(VideoFile(media_named(part.source, root), part.fps))
             elif isinstance(part, VideoPart):
                 assert part.fps is not None, "the schema asks for it"
-                found.append(Video(tuple(root / frame for frame in part.source), part.fps))
+                frames = tuple(media_named(frame, root) for frame in part.source)
+                found.append(Video(frames, part.fps))
         return tuple(found)

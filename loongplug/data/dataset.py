@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
-from loongplug.data.media import medium_grid, open_medium, placeholder
+from loongplug.data.media import each_of, medium_grid, open_medium, placeholder
 from loongplug.data.media_files import InlineFile, MediaFile
+from loongplug.data.object_store import StoreError
 from loongplug.data.positions import Grid, mrope_position_ids
 from loongplug.data.processor import Processor
 from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
@@ -121,6 +123,8 @@ class ChatDataset:
                 parts.append(self[index])
             except BadSampleError as error:
                 parts.append(Sample.blank(error.sample))
+            except StoreError as error:
+                raise ValueError(f"{self.rows.where(index)}: {error}") from error
             except Exception as error:  # no fault of the row, but it helps to know which
                 where = self.rows.where(index)
                 raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
@@ -193,9 +197,8 @@ def tokenize_row(
             open_medium(medium, videos=videos, where=where)
             for medium in conversation.media(rows.media_root(index))
         )
-        grids = tuple(
-            medium_grid(medium, processor, videos=videos, where=where) for medium in media
-        )
+        grid_of = partial(medium_grid, processor=processor, videos=videos, where=where)
+        grids = tuple(each_of(grid_of, media))
     tokens = tokenize_sample(
         conversation, processor, media=media, grids=grids, videos=videos, phase=phase
     )

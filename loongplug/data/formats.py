@@ -32,7 +32,7 @@ PLAIN_ROLE = "text"  # of the one message of a row without roles
 # With the line break that is written between a marker and the text.
 _MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER})\n?")
 _ROLES = {"human": "user", "gpt": "assistant"}
-_REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
+_REMOTE = re.compile(r"(?!s3://)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 
 
 def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
@@ -228,13 +228,13 @@ def _video(source: Any, *, fps: float | None, where: str) -> VideoPart:
 
 
 def _local(path: str | Url, *, where: str) -> str:
-    """The path of a file here; nothing is downloaded in training."""
+    """The path of a file here, or the URL of one on S3; nothing else is downloaded."""
     text = path.url if isinstance(path, Url) else path
     text = text.removeprefix("file://")
     if _REMOTE.match(text):
         raise ValueError(
-            f"{where}: {text[:60]} is not a file here, and nothing is downloaded: save it and give"
-            " its path."
+            f"{where}: {text[:60]} is not a file here, and nothing is downloaded but s3://: save it"
+            " and give its path."
         )
     if not text:
         raise ValueError(f"{where}: the path of an image or a video is empty.")

@@ -17,6 +17,7 @@ from loongplug.data.media_files import (
     opened_media,
     unreadable,
 )
+from loongplug.data.object_store import RemoteFile, StoreError, remote_version
 from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -42,7 +43,7 @@ def image_size(path: MediaFile, *, where: str) -> tuple[int, int]:
     """Height and width of the image once it is upright; reads the file's header only."""
     if (plain := plain_size(path)) is not None:
         return plain
-    with _opened(path, where=where) as image:
+    with _opened(path, where=where, header=True) as image:
         width, height = image.size
         if _orientation(image) in _TURNS_THAT_SWAP_SIDES:
             width, height = height, width
@@ -77,7 +78,7 @@ def decode_image(path: MediaFile, *, where: str) -> Image.Image:
 
 # A file as it is now, with the time of its last change and its size: equal to itself later only
 # while nothing has written to it.
-FileVersion = tuple[MediaFile | bytes, int, int]  # of one within a row, a digest
+FileVersion = tuple[MediaFile | bytes, int | str, int]  # of one within a row, a digest
 
 
 def file_version(path: MediaFile, *, where: str) -> FileVersion:
@@ -85,6 +86,9 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
     if isinstance(path, InlineFile):
         return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:
+        if isinstance(path, RemoteFile):
+            remote = remote_version(path)
+            return path, remote.tag, remote.size
         state = file_on_disk(path).stat()
     except OSError as error:
         raise unreadable("image", path, error, where=where) from error
@@ -92,9 +96,9 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
 
 
 @contextmanager
-def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
+def _opened(path: MediaFile, *, where: str, header: bool = False) -> Iterator[Image.Image]:
     """The image, its pixels still to be read; what Pillow raises then says ``where``, too."""
-    with opened_media("image", path, where=where) as source:
+    with opened_media("image", path, where=where, header=header) as source:
         try:
             with Image.open(source, formats=FORMATS) as image:
                 depth = _unknown_range(image)
@@ -109,6 +113,8 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[Image.Image]:
             raise ValueError(
                 f"{where}: image {path} has too many pixels ({error}): make it smaller."
             ) from error
+        except StoreError:
+            raise
         # Decoders raise any kind for damaged files: SyntaxError, struct.error, MemoryError.
         except Exception as error:
             reason = str(error) or type(error).__name__

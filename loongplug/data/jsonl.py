@@ -7,6 +7,7 @@ from typing import Any
 from loongplug.data.json_array import is_array
 from loongplug.data.line_index import line_index
 from loongplug.data.media_files import MediaRoot
+from loongplug.data.object_store import RemoteFile
 from loongplug.data.rows import ANY_ROW, RowAccess, parse_row_json
 
 # How files begin that people take for rows.
@@ -29,11 +30,14 @@ class JsonlIndex:
     processes never share a file position.
     """
 
-    def __init__(self, path: str | Path, *, access: RowAccess = ANY_ROW) -> None:
+    def __init__(
+        self, path: str | Path, *, access: RowAccess = ANY_ROW, copy_of: RemoteFile | None = None
+    ) -> None:
         self.path = Path(path)
         self._name = str(path)
         self._access = access
-        self._media_root = access.media_of(self.path)
+        self._shown = copy_of or self.path
+        self._media_root = access.media_of(self._shown)
         if not self.path.is_file():
             raise ValueError(f"No data file at {self.path}: expected a JSONL file.")
         _require_text(self.path)
@@ -48,7 +52,7 @@ class JsonlIndex:
     def where(self, index: int) -> str:
         """``path:line`` of a row, for messages; many rows of an array may be in one line."""
         row = f" row {index + 1}" if self._array else ""
-        return f"{self.path}:{self._index.lines[index]}{row}"
+        return f"{self._shown}:{self._index.lines[index]}{row}"
 
     def media_root(self, index: int) -> MediaRoot:
         """What relative paths in the row start at."""

@@ -1,11 +1,12 @@
 """What is made of a data file once and kept: beside it, or in the user's cache folder."""
 
+import fcntl
 import hashlib
 import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
@@ -19,9 +20,26 @@ def version(path: Path) -> tuple[int, int]:
 
 def places(path: Path, *, suffix: str) -> list[Path]:
     """Where what is made of the file may be kept, the first place that can be written."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
-    return [path.with_name(f"{path.name}{suffix}"), Path(root) / "loongplug" / f"{name}{suffix}"]
+    return [path.with_name(f"{path.name}{suffix}"), user_cache() / f"{name}{suffix}"]
+
+
+def user_cache() -> Path:
+    """The folder of what is kept for this user; it need not be there."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "loongplug"
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While no other process is, where the file system knows locks; else all do the same work."""
+    handle = os.open(path, os.O_RDONLY)  # a file or a folder
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """The images and videos of samples: what stands for them in the text, and their pixels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from loongplug.data.cache import ByteBoundedCache
@@ -10,10 +13,25 @@ from loongplug.data.conversation import Medium, Video, VideoClip, VideoFile
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
 from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import VisionInput
+from loongplug.data.object_store import RemoteFile
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.template import Placeholder
 from loongplug.data.video import VideoProcessor, patch_times
+
+_AT_ONCE = 16  # files of an object store that are asked for at a time
+
+
+def each_of[Result](function: Callable[[Medium], Result], media: Sequence[Medium]) -> list[Result]:
+    """What ``function`` makes of each, in order, and the first error that it raises in that order.
+
+    Images of an object store are asked for at one time, as each of them takes little but waiting.
+    """
+    images = all(isinstance(medium, MediaFile) for medium in media)
+    if len(media) > 1 and images and any(isinstance(medium, RemoteFile) for medium in media):
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(function, media))
+    return [function(medium) for medium in media]
 
 
 def open_medium(
@@ -76,7 +94,7 @@ class MediaLoader:
                 pixels=torch.zeros(0, self._processor.patch_dim),
                 grid_thw=torch.zeros(0, 3, dtype=torch.int64),
             )
-        versions = [_version(medium, where=where) for medium in media]
+        versions = each_of(partial(_version, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
         missing = {
             version: medium
@@ -93,11 +111,11 @@ class MediaLoader:
         self, media: dict["_Version", Medium], *, where: str
     ) -> dict["_Version", "_Patches"]:
         self.decoded += len(media)
-        images = {
-            version: decode_image(medium, where=where)
-            for version, medium in media.items()
-            if isinstance(medium, MediaFile)
+        files = {
+            version: medium for version, medium in media.items() if isinstance(medium, MediaFile)
         }
+        decoded = each_of(partial(_decoded, where=where), list(files.values()))
+        images = dict(zip(files, decoded, strict=True))
         processed: dict[_Version, _Patches] = {}
         if images:
             features = self._processor.image_processor(
@@ -120,6 +138,11 @@ _Version = FileVersion | tuple[FileVersion | int, ...]
 
 
 _Patches = tuple[Tensor, Grid]  # [patches, patch_dim] float32
+
+
+def _decoded(medium: Medium, *, where: str) -> Image.Image:
+    assert isinstance(medium, MediaFile)
+    return decode_image(medium, where=where)
 
 
 def _version(medium: Medium, *, where: str) -> _Version:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from loongplug.data.object_store import RemoteFile, is_remote, open_remote, remote_head
+
 
 @dataclass(frozen=True)
 class TarMember:
@@ -61,7 +63,7 @@ class InlineFile:
         return f"of {len(self.content)} bytes in the row"
 
 
-MediaFile = Path | TarMember | ConfinedFile | InlineFile
+MediaFile = Path | TarMember | ConfinedFile | InlineFile | RemoteFile
 
 
 class MediaRoot(Protocol):
@@ -79,9 +81,34 @@ class ConfinedFolder:
         self._folder = folder
         self._real = os.path.realpath(folder)
 
-    def __truediv__(self, name: str, /) -> ConfinedFile:
+    def __truediv__(self, name: str, /) -> ConfinedFile | RemoteFile:
         """The file of this name; where it lies is asked when it is opened."""
+        if is_remote(name):
+            return RemoteFile.named(name, folder=self._real)
         return ConfinedFile(self._folder / name, self._real)
+
+
+class RemoteFolder:
+    """A folder on an object store at which the names of media start."""
+
+    def __init__(self, url: str, *, confined: bool) -> None:
+        self._url = RemoteFile.named(url.rstrip("/")).url
+        self._confined = confined
+
+    def __truediv__(self, name: str, /) -> MediaFile:
+        """The file of this name there; of an absolute path the file here, unless it is confined."""
+        if name.startswith("/"):
+            return ConfinedFile(Path(name), self._url) if self._confined else Path(name)
+        url = name if is_remote(name) else f"{self._url}/{name}"
+        return RemoteFile.named(url, folder=self._url if self._confined else None)
+
+
+def media_named(name: str, root: MediaRoot) -> MediaFile:
+    """The file that a row names, whose relative names start at ``root``.
+
+    A folder here knows no URLs; other roots say themselves what becomes of them.
+    """
+    return RemoteFile.named(name) if isinstance(root, Path) and is_remote(name) else root / name
 
 
 def read_head(file: MediaFile, count: int) -> bytes:
@@ -89,6 +116,8 @@ def read_head(file: MediaFile, count: int) -> bytes:
     start = 0
     if isinstance(file, InlineFile):
         return file.content[:count]
+    if isinstance(file, RemoteFile):
+        return remote_head(file, count)
     if isinstance(file, TarMember):
         start, count = file.offset, min(count, file.size)
     handle = _open(file)
@@ -99,15 +128,18 @@ def read_head(file: MediaFile, count: int) -> bytes:
 
 
 def file_on_disk(file: MediaFile) -> Path:
-    """The file itself, or the archive that it is in; of one within a row there is none."""
-    assert not isinstance(file, InlineFile)
+    """The file itself, or the archive that it is in; of one within a row or far away is none."""
+    assert not isinstance(file, InlineFile | RemoteFile)
     if isinstance(file, TarMember):
         return file.archive
     return file.path if isinstance(file, ConfinedFile) else file
 
 
-def open_media_file(file: MediaFile) -> BinaryIO:
+def open_media_file(file: MediaFile, *, header: bool = False) -> BinaryIO:
     """The file's bytes, to be closed by the caller; of a member, no others can be reached.
+
+    Of a file on an object store the whole is fetched and kept, unless the ``header`` is all that
+    will be read.
 
     Raises OSError, also for what is not a plain file, and for a confined file that lies elsewhere.
     """
@@ -115,13 +147,15 @@ def open_media_file(file: MediaFile) -> BinaryIO:
         return io.BytesIO(file.content)
     if isinstance(file, TarMember):
         return io.BufferedReader(_MemberReader(file))
+    if isinstance(file, RemoteFile):
+        return open_remote(file, keep=not header)
     return os.fdopen(_open(file), "rb")
 
 
-def opened_media(kind: str, file: MediaFile, *, where: str) -> BinaryIO:
+def opened_media(kind: str, file: MediaFile, *, where: str, header: bool = False) -> BinaryIO:
     """The file's bytes as of open_media_file; ValueError with ``where`` if it cannot be opened."""
     try:
-        return open_media_file(file)
+        return open_media_file(file, header=header)
     except OSError as error:
         raise unreadable(kind, file, error, where=where) from error
 

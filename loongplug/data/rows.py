@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loongplug.data.media_files import ConfinedFolder, MediaRoot
+from loongplug.data.media_files import ConfinedFolder, MediaRoot, RemoteFolder
+from loongplug.data.object_store import RemoteFile, is_remote
 
 MAX_ROW_MIB = 64  # --max-row-mib; to tokenize a text takes 200 to 250 times its size in memory
 
@@ -24,9 +25,12 @@ class RowAccess:
     confine_media: bool = False
     max_row_mib: int = MAX_ROW_MIB
 
-    def media_of(self, file: Path) -> MediaRoot:
+    def media_of(self, file: Path | RemoteFile) -> MediaRoot:
         """What relative paths in the rows of this file start at."""
-        folder = file.parent if self.media_root is None else Path(self.media_root)
+        folder = file.parent if self.media_root is None else self.media_root
+        if is_remote(folder):
+            return RemoteFolder(str(folder), confined=self.confine_media)
+        folder = Path(folder)
         return ConfinedFolder(folder) if self.confine_media else folder
 
     def require_size(self, size: int, *, where: str) -> None:

@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loongplug.data.conversation import VideoClip
-from loongplug.data.media_files import MediaFile, TarMember, opened_media
+from loongplug.data.media_files import MediaFile, opened_media
+from loongplug.data.object_store import StoreError
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
 # All containers that are opened, by FFmpeg's names. Its playlists, patterns of names and scripts
@@ -34,7 +36,7 @@ def video_header(path: MediaFile, *, where: str) -> VideoHeader:
     Where the container does not say how many frames there are, their packets are counted; none
     is decoded. Raises ValueError with ``where`` for a file that is missing, damaged or no video.
     """
-    with _opened(path, where=where) as (container, stream):
+    with _opened(path, where=where, header=True) as (container, stream):
         fps = float(stream.average_rate or 0)
         pixels = stream.codec_context.width * stream.codec_context.height
         if pixels > _MOST_PIXELS:
@@ -80,7 +82,7 @@ def _upright(frame: Any) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
+def _opened(path: MediaFile, *, where: str, header: bool = False) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream; what goes wrong inside says ``where``, too."""
     try:
         import av
@@ -89,15 +91,19 @@ def _opened(path: MediaFile, *, where: str) -> Iterator[tuple[Any, Any]]:
             f"{where}: {path} is a video file, and PyAV, which reads them, is not installed: pip"
             " install 'loongplug[video]', or give the video's frames as image files."
         ) from error
-    with opened_media("video", path, where=where) as file:
+    with opened_media("video", path, where=where, header=header) as file:
         # By its descriptor, which PyAV reads quicker than through Python; never by its name, which
         # may be an address to FFmpeg, and a link to another file by now.
-        source = file if isinstance(path, TarMember) else f"/proc/self/fd/{file.fileno()}"
+        # Members of archives, and files that are fetched piece by piece, have none.
+        raw = getattr(file, "raw", None)
+        source = f"/proc/self/fd/{file.fileno()}" if isinstance(raw, FileIO) else file
         try:
             with av.open(source, container_options=_OPEN_OPTIONS) as container:
                 if not container.streams.video:
                     raise ValueError("it has no video stream")
                 yield container, container.streams.video[0]
+        except StoreError:
+            raise
         # Of damaged files, decoders raise any kind, MemoryError among them.
         except Exception as error:
             # FFmpeg's own words, without the descriptor.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.consoles import table_console
+from loongplug.data.object_store import RemoteFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import Processor, load_processor, require_fit
 from loongplug.data.rows import ANY_ROW, RowAccess
@@ -27,7 +28,7 @@ from loongplug.platform import choose_device
 
 def evaluate(
     model: Path,
-    data: Path,
+    data: Path | RemoteFile,
     *,
     access: RowAccess = ANY_ROW,
     batch_size: int,

@@ -10,6 +10,7 @@ from loongplug.data.blend import open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.media import medium_grid, open_medium, placeholder
+from loongplug.data.object_store import RemoteFile
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import tokenize_prompt
@@ -31,7 +32,7 @@ class Question:
 
 
 def read_questions(
-    data: Path,
+    data: Path | RemoteFile,
     processor: Processor,
     *,
     limit: int | None,

@@ -9,6 +9,7 @@ from typing import Any
 
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
+from loongplug.data.object_store import is_remote
 from loongplug.data.schemas import LEAST_FPS
 from loongplug.training.rules.rule import rule, value_of
 
@@ -39,11 +40,12 @@ def data_given(args: Namespace, model: Any) -> str | None:
 def data_exists(args: Namespace, model: Any) -> str | None:
     """a data path or a `--media-root` that does not exist"""
     missing = [] if args.media_root is None else [args.media_root]
-    missing = [folder for folder in missing if not Path(folder).is_dir()]
+    missing = [each for each in missing if not is_remote(each) and not Path(each).is_dir()]
     for flag, values in _data_flags(args):
         with contextlib.suppress(ValueError):  # data_given tells of those
             paths = parse_blend(values, flag=flag).paths
-            missing += [str(path) for path in paths if not path.exists()]
+            # Of files on object stores it is known once they are opened.
+            missing += [str(path) for path in paths if isinstance(path, Path) and not path.exists()]
     return f"{', '.join(missing)} not found" if missing else None
 
 
@@ -63,7 +65,8 @@ def energon(args: Namespace, model: Any) -> str | None:
     folders: list[Path] = []
     for flag, values in _data_flags(args):
         with contextlib.suppress(ValueError):  # data_given tells of those
-            folders += [path for path in parse_blend(values, flag=flag).paths if path.is_dir()]
+            paths = parse_blend(values, flag=flag).paths
+            folders += [path for path in paths if isinstance(path, Path) and path.is_dir()]
     if folders and not wanted:
         return f"folder {folders[0]} without --dataloader-type energon"
     bare = [str(folder) for folder in folders if not is_energon(folder)]

@@ -26,7 +26,11 @@ CASES: Cases = {
             {"train_data_path": ["1", __file__, "2", "/nope"]},
             {"media_root": "/nope"},
         ],
-        [{"train_data_path": ["1", __file__, "2", __file__], "media_root": "/"}],
+        [
+            {"train_data_path": ["1", __file__, "2", __file__], "media_root": "/"},
+            # Whether these are there is known once they are opened.
+            {"train_data_path": ["s3://bucket/a.jsonl"], "media_root": "s3://bucket/images"},
+        ],
     ),
     "energon": (
         [

@@ -1,0 +1,300 @@
+"""Files on object stores: what their URLs name, and their bytes, of which copies are kept here.
+
+Read-only, by s3fs, which the extra ``s3`` installs. A URL is never handed to a library that would
+choose a protocol by it: whatever it says, it is a bucket and a key of S3.
+"""
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from loongplug.data.kept_files import LOG, alone, put_whole, user_cache
+
+SCHEME = "s3://"
+
+_BUFFER = 256 * 2**10  # bytes of one request, where a file is read piece by piece
+_CHUNK = 64 * 2**20  # bytes of one request, where a file is copied
+_LEFT_FREE = 0.1  # of the disk: media are kept until no more is free
+_BUCKET = re.compile(r"[a-zA-Z0-9._-]{1,255}")
+_SAID_LATER = "403"  # what S3 answers where it is asked for no content, and cannot say why
+
+
+class StoreError(ValueError):
+    """The store cannot be asked, which says nothing of the file: it is no sample's fault.
+
+    Ranks may differ in it, so it ends a run whatever becomes of bad samples.
+    """
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file on S3; with ``folder``, one that is opened only if it lies in there."""
+
+    url: str
+    folder: str | None = None
+
+    @classmethod
+    def named(cls, url: str, *, folder: str | None = None) -> "RemoteFile":
+        """The file of this URL, whose steps ``.`` and ``..`` are taken as in a path."""
+        steps: list[str] = []
+        for step in url.removeprefix(SCHEME).split("/"):
+            if step == ".." and len(steps) > 1 and steps[-1] != "..":  # the bucket stays
+                steps.pop()
+            elif step != ".":
+                steps.append(step)
+        return cls(SCHEME + "/".join(steps), folder)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def parent(self) -> str:
+        """The URL of the folder that it lies in."""
+        return self.url.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class RemoteVersion:
+    """What the store says of a file as it is now; another one once the file is written again."""
+
+    size: int  # bytes
+    tag: str
+
+
+def is_remote(name: str | Path) -> bool:
+    """Whether this names something on an object store."""
+    return isinstance(name, str) and name.startswith(SCHEME)
+
+
+def file_named(name: str | Path) -> Path | RemoteFile:
+    """The file of this path or URL."""
+    return RemoteFile.named(str(name)) if is_remote(name) else Path(name)
+
+
+def remote_head(file: RemoteFile, count: int) -> bytes:
+    """At most ``count`` bytes from the beginning, by one request; errors as of open_remote."""
+    with _asking(file) as store:
+        found: bytes = store.cat_file(file.url, start=0, end=count)
+    return found
+
+
+def remote_version(file: RemoteFile) -> RemoteVersion:
+    """The version that the store has now; errors as of open_remote."""
+    with _asking(file) as store:
+        return _version(store.info(file.url, refresh=True))
+
+
+def open_remote(file: RemoteFile, *, keep: bool) -> BinaryIO:
+    """The file's bytes as they are now, to be closed by the caller.
+
+    From the copy that was kept of this version, if there is one. Else with ``keep`` a copy is
+    made, unless the disk has little room left, and without it pieces are read as they are asked
+    for.
+
+    Raises:
+        OSError: there is no such file, it may not be read, or it lies elsewhere.
+        StoreError: the store cannot be asked.
+    """
+    opened, version = _opened(file)
+    place = _place(file, version)
+    try:
+        if _is_kept(place, version):
+            return place.open("rb")
+        if keep and _has_room(place.parent, version.size):
+            _copy(file, opened, place)
+            return place.open("rb")
+    except OSError as error:  # the next best is to keep nothing
+        reason = error.strerror or type(error).__name__
+        _say_once(f"Files of {SCHEME} are not kept: {reason}.")
+    return io.BufferedReader(_RemoteReader(file, opened), _BUFFER)
+
+
+def data_copy(file: RemoteFile) -> Path:
+    """A copy of a data file as it is now, kept; of the processes of a machine one makes it.
+
+    Raises:
+        ValueError: it cannot be read, or not be kept.
+    """
+    try:
+        opened, version = _opened(file)
+        place = _place(file, version)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"No data file at {file}: expected {SCHEME}BUCKET/KEY of one file; folders are not"
+            " read from there."
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
+    try:
+        with alone(place.parent):
+            if not _is_kept(place, version):
+                size = version.size / 2**20
+                LOG.warning("%s is copied once, %.1f MiB, to %s.", file, size, place)
+                _copy(file, opened, place)
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be copied to {place.parent} ({error}): that takes"
+            f" {version.size / 2**20:.1f} MiB once; XDG_CACHE_HOME sets another folder."
+        ) from error
+    return place
+
+
+def _opened(file: RemoteFile) -> tuple[Any, RemoteVersion]:
+    """The file to be read from by ranges of this version alone."""
+    with _asking(file) as store:
+        opened = store.open(file.url, "rb", cache_type="none")
+        return opened, _version(opened.details)
+
+
+def _version(details: dict[str, Any]) -> RemoteVersion:
+    if details["type"] != "file":
+        raise FileNotFoundError(f"{details['name']} is a folder")
+    tag = f"{details.get('ETag')} {details.get('LastModified')}"
+    return RemoteVersion(size=int(details["size"]), tag=tag)
+
+
+def _place(file: RemoteFile, version: RemoteVersion) -> Path:
+    """Where this version is kept; makes the folder, for this user alone: buckets are private."""
+    words = "\n".join((file.url, str(version.size), version.tag))
+    name = sha256(words.encode()).hexdigest()[:32]
+    folder = user_cache() / "s3" / name[:2]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.chmod(0o700)
+    except OSError as error:
+        _say_once(f"Files of {SCHEME} cannot be kept in {folder}: {error.strerror}.")
+    # The end of the name tells people what it is, and readers what is in it.
+    return folder / f"{name}-{file.url.rpartition('/')[2][-40:]}"
+
+
+def _is_kept(place: Path, version: RemoteVersion) -> bool:
+    return place.is_file() and place.stat().st_size == version.size
+
+
+def _has_room(folder: Path, size: int) -> bool:
+    disk = shutil.disk_usage(folder)
+    if disk.free - size >= _LEFT_FREE * disk.total:
+        return True
+    _say_once(
+        f"The disk of {folder.parent} has little room left: more images and videos of {SCHEME} are"
+        " read anew each time."
+    )
+    return False
+
+
+@cache  # once in a process, however many files there are
+def _say_once(message: str) -> None:
+    LOG.warning("%s", message)
+
+
+def _copy(file: RemoteFile, opened: Any, place: Path) -> None:
+    """Put the file there whole; OSError of the disk, or where the file is another one by now."""
+    with put_whole(place) as whole, whole.open("wb") as copy:
+        while True:
+            with _asking(file):
+                piece = opened.read(_CHUNK)
+            if not piece:
+                break
+            copy.write(piece)
+
+
+class _RemoteReader(io.RawIOBase):
+    """A file on a store that is read by ranges, whose errors are those of open_remote."""
+
+    def __init__(self, file: RemoteFile, opened: Any) -> None:
+        super().__init__()
+        self._file = file
+        self._opened = opened
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        try:
+            return int(self._opened.seek(offset, whence))
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        with _asking(self._file):
+            found = self._opened.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
+@contextmanager
+def _asking(file: RemoteFile) -> Iterator[Any]:
+    """The store, whose errors within become those of open_remote."""
+    bucket, _, key = file.url.removeprefix(SCHEME).partition("/")
+    if not _BUCKET.fullmatch(bucket) or not key or ".." in key.split("/"):
+        raise OSError(f"it is no {SCHEME}BUCKET/KEY")
+    if file.folder is not None and not file.url.startswith(f"{file.folder}/"):
+        raise OSError(f"it is {file}, and --confine-media takes only what lies in {file.folder}")
+    store = _store(os.getpid())
+    try:
+        yield store
+    except Exception as error:
+        raise _as_told(file, error, store) from error
+
+
+def _as_told(file: RemoteFile, error: Exception, store: Any) -> Exception:
+    """An OSError for what the store says of this file, a StoreError for all else."""
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(str(error))
+    code = _code(error)
+    if code == _SAID_LATER:
+        try:
+            store.cat_file(file.url, start=0, end=1)
+        except Exception as later:
+            code, error = _code(later), later
+    reason = str(error) or type(error).__name__
+    if code in _OF_THE_FILE or type(error).__name__ == "FileExpired":
+        return OSError(f"{reason} ({code})" if code else reason)
+    return StoreError(
+        f"{file} cannot be read ({type(error).__name__}: {reason}): look at the network, at"
+        " AWS_ENDPOINT_URL, and at the credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and"
+        " AWS_SECRET_ACCESS_KEY)."
+    )
+
+
+# What S3 answers of a file or a bucket that is named, to whoever asks with these credentials.
+_OF_THE_FILE = frozenset(
+    (
+        "AccessDenied",
+        "AllAccessDisabled",
+        "InvalidObjectState",  # archived
+        "InvalidRange",  # of an empty file
+        "KeyTooLongError",
+        "PreconditionFailed",  # it changed since it was opened: FileExpired where s3fs sees it
+    )
+)
+
+
+def _code(error: BaseException) -> str | None:
+    """S3's own word for what is wrong, which s3fs keeps behind its exception."""
+    answer = getattr(error.__cause__ or error, "response", None)
+    return str(answer["Error"].get("Code")) if isinstance(answer, dict) else None
+
+
+@cache  # a forked process has its own: it has neither the thread nor the connections of the first
+def _store(process: int) -> Any:
+    """S3 as the environment and its files of credentials say; no listing is remembered."""
+    try:
+        from s3fs import S3FileSystem
+    except ImportError as error:
+        raise StoreError(
+            f"Files of {SCHEME} are read by s3fs, which is not installed: pip install"
+            " 'loongplug[s3]'."
+        ) from error
+    return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
