@@ -231,12 +231,16 @@ def estimate(
     device_memory: Annotated[
         float | None, typer.Option(help="GB of one device: does the run fit?")
     ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="More flags, in quotes; given again, a table with a row for each."),
+    ] = None,
     json_path: Json = None,
 ) -> None:
     """Print what the ranks of a run will hold in memory, before it is launched.
 
-    Takes train.py's flags. Needs no GPU and makes no weights. Ends with exit code 1 when the run
-    does not fit.
+    Takes train.py's flags. Needs no GPU and makes no weights. Where the run does not fit, it says
+    which changes make it fit, and ends with exit code 1; of several layouts, where none fits.
     """
     with user_errors():
         from loongplug.estimate.command import estimate as run
@@ -245,6 +249,7 @@ def estimate(
             run(
                 context.args,
                 ranks=ranks,
+                layouts=layout or (),
                 visual_tokens=visual_tokens,
                 device_memory=device_memory,
                 json_path=json_path,
