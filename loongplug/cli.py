@@ -25,6 +25,7 @@ from loongplug.commands.options import (
 )
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
+from loongplug.evaluate import MAX_NEW_TOKENS
 
 app = typer.Typer(
     name="loongplug",
@@ -102,7 +103,7 @@ def evaluate(
     media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
     batch_size: Annotated[int, typer.Option(help="Questions answered at once.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = MAX_NEW_TOKENS,
     limit: Annotated[int | None, typer.Option(help="Only the first so many questions.")] = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,

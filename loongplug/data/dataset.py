@@ -127,6 +127,11 @@ class ChatDataset:
         return parts
 
     @property
+    def rows(self) -> Rows:
+        """The rows, as they were read."""
+        return self._rows
+
+    @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
         return self._rows.sources if isinstance(self._rows, Blend) else (self._rows,)
@@ -160,15 +165,16 @@ class ChatDataset:
             input_ids=tokens.ids,
             labels=_followed(tokens.ids, last=tokens.ids[-1], dtype=np.int64),
             loss_mask=_followed(tokens.trained, last=0, dtype=np.float32),
-            position_ids=self._positions(tokens.ids, media, grids),
+            position_ids=self.positions(tokens.ids, media, grids),
             media=media,
             grids=grids,
             where=where,
         )
 
-    def _positions(
+    def positions(
         self, ids: NDArray[np.int64], media: Sequence[Medium], grids: Sequence[Grid]
     ) -> NDArray[np.int64]:
+        """Of tokens [n] with these images and videos: time, height, width, [3, n] int64."""
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
         time_steps = [
