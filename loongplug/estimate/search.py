@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loongplug.estimate.changes import Change
 
 ENOUGH = 3  # ways to choose among
-SECONDS = 60.0  # of processor time; after so many no further estimate begins
+SECONDS = 120.0  # of processor time; after so many no further estimate begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Found:
 
 
 class Search:
-    """Tries ``changes`` of a run that needs so many bytes, one by one and then together.
+    """Tries ``changes`` of a run that needs so many bytes, together and then one by one.
 
     ``estimate`` gives what the fullest rank needs with some of them, None where they are refused;
     ``fits`` says whether so many bytes do.
@@ -61,16 +61,17 @@ class Search:
         self._in_time = True
 
     def found(self) -> Found:
-        """Single changes that make it fit; where none does, several together."""
-        ways: list[Way] = []
-        for change in self._changes:
+        """The cheapest changes that are enough together, then single ones that are enough."""
+        together = self._together()
+        ways = [] if together is None else [together]
+        # What is not enough with all that is cheaper is not enough alone.
+        first = 0 if together is None else self._changes.index(together.changes[-1])
+        for change in self._changes[first:] if ways else ():
             way = self._tried((change,))
-            if way is not None and self._fits(way.needs):
+            if way is not None and self._fits(way.needs) and way not in ways:
                 ways.append(way)
             if len(ways) == ENOUGH:
                 break
-        if not ways and (together := self._together()) is not None:
-            ways.append(together)
         tried = [way for way in self._known.values() if way is not None]
         least = min(tried, key=lambda way: way.needs, default=None)
         return Found(ways=tuple(ways), least=least, tried=len(tried), in_time=self._in_time)
@@ -90,7 +91,7 @@ class Search:
 
     def _without_needless(self, way: Way) -> Way:
         """Less the changes that it fits without, the dearest of them first."""
-        for change in reversed(way.changes):
+        for change in reversed(way.changes[:-1]):  # it did not fit before the last one
             fewer = self._tried(tuple(each for each in way.changes if each is not change))
             if fewer is not None and self._fits(fewer.needs):
                 way = fewer

@@ -66,6 +66,7 @@ def test_several_changes_are_put_together_without_the_needless():
     (way,) = together.ways
     assert (str(way), way.needs) == ("--b 1 --c", 50)
     assert "--a --b 1 --c" in asked  # the others of a kind take its place
+    assert [str(way) for way in found(room=85)[0].ways] == ["--a --b 2", "--b 1", "--c"]
 
 
 def test_where_nothing_fits_the_least_is_told():
