@@ -62,7 +62,7 @@ def estimate(
     fits = fits_in(needs, device_memory=device_memory)
     print(
         f"{f'{smallest.name} ' if layouts else ''}{'fits' if fits else 'does not fit'}: the "
-        f"fullest rank needs {needs / GB:.2f} of {USABLE * device_memory:.4g} GB; "
+        f"fullest rank needs {needs / GB:.4g} of {USABLE * device_memory:.4g} GB; "
         f"{1 - USABLE:.0%} of the device's {device_memory:g} GB are kept free for its own libraries"
     )
     if fits:
@@ -121,12 +121,12 @@ def _print_what_to_change(found: "Found", *, name: str) -> None:
     from loongplug.estimate.search import SECONDS
 
     for way in found.ways:
-        print(f"{name} fits with {way}: {way.needs / GB:.2f} GB")
+        print(f"{name} fits with {way}: {way.needs / GB:.4g} GB")
     if not found.ways:
         least = found.least
         print(
             f"none of {found.tried} changes that were estimated makes it fit"
-            + (f"; the least is {least.needs / GB:.2f} GB, with {least}" if least else "")
+            + (f"; the least is {least.needs / GB:.4g} GB, with {least}" if least else "")
             + ": take more ranks or a shorter --seq-length, or train less of the model"
         )
     if not found.in_time:

@@ -93,8 +93,10 @@ def parsed_for(
     from loongplug.training.flags import read_command_line, without_flags
     from loongplug.verify.plan import first_rank
 
-    read_command_line(flags)  # refuses what is no flag before it is taken apart
-    if stand_ins is not None:
+    # Either refuses what is no flag before it is taken apart.
+    if stand_ins is None:
+        read_command_line(flags)
+    else:
         from loongplug.estimate.stand_in_data import with_stand_ins
 
         flags = with_stand_ins(flags, stand_ins)
