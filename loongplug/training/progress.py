@@ -250,9 +250,10 @@ class TrainingProgress:
         """
         tokens = torch.stack(self.counter.valid_tokens).sum() if self.counter.valid_tokens else 0
         self.counter.valid_tokens.clear()
-        right, asked = answered if answered is not None and self.counts_tokens else (0, 0)
         all_loss, counted, right, asked = self._sum(
-            loss.item() if self.has_loss and loss is not None else 0.0, float(tokens), right, asked
+            loss.item() if self.has_loss and loss is not None else 0.0,
+            float(tokens),
+            *(answered if answered is not None and self.counts_tokens else (0, 0)),
         )
         self.valid_loss = all_loss if counted else None
         said = (

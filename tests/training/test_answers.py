@@ -15,7 +15,7 @@ from loongplug.evaluate.questions import read_questions
 from loongplug.training.answers import Answers
 from loongplug.training.run import run
 
-QUESTIONS = 5
+QUESTIONS = 3
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
@@ -68,25 +68,42 @@ def said_by_eval(folder, data):
 @pytest.mark.parametrize(
     ("layout", "ranks", "replicas"),
     [
-        (
+        pytest.param(
             (
                 *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"),
                 *("--num-virtual-stages-per-pipeline-rank", "2"),
             ),
             4,
             2,
+            id="virtual-stages",
         ),
-        ((*TP2_PP2, "--sequence-parallel", "--enable-full-hetero-dp"), 4, 1),
-        (
+        pytest.param(
+            (
+                *(*TP2_PP2, "--sequence-parallel", "--enable-full-hetero-dp"),
+                *("--use-vit-dp-balance", "--full-hetero-dp-cpu-offload"),
+            ),
+            4,
+            1,
+            id="full-separation",
+        ),
+        pytest.param(
             (
                 *("--tensor-model-parallel-size", "2", "--enable-encoder-hetero-dp"),
                 *("--packing", "--micro-batch-size", "1"),
             ),
             2,
             1,
+            id="hetero-dp-packed",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            ("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
+            2,
+            2,
+            id="experts",
+            marks=pytest.mark.sweep,
         ),
     ],
-    ids=["virtual-stages", "full-separation", "hetero-dp-packed"],
 )
 def test_answers_are_those_of_eval_on_the_exported_weights(
     evaluated, demo, tmp_path, layout, ranks, replicas
@@ -99,22 +116,34 @@ def test_answers_are_those_of_eval_on_the_exported_weights(
     assert metrics["valid_exact_match"] == sum(right) / QUESTIONS
 
 
+def exit_code(rank: int, *, flags: list[str]):
+    """How a run ends that is stopped."""
+    try:
+        run(flags)
+    except SystemExit as ended:
+        return ended.code
+
+
 def test_training_s_numbers_are_those_without(evaluated, tmp_path):
-    """Losses and weights to the last bit, so random states and the order of the data too."""
-    found = []
-    for generates in (False, True):
-        folder = tmp_path / str(generates)
-        folder.mkdir()
-        losses, _, _ = trained(
-            evaluated,
-            *("--pipeline-model-parallel-size", "2", "--enable-full-hetero-dp"),
-            *("--hidden-dropout", "0.1"),
-            ranks=2,
-            folder=folder,
-            generates=generates,
-        )
-        found.append((losses, load_file(folder / "hf" / "model.safetensors")))
-    (losses, weights), (same_losses, same_weights) = found
-    assert losses == same_losses
-    assert weights.keys() == same_weights.keys()
-    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    """To the last bit, with a resume behind an evaluation: losses and weights.
+
+    So random states and the order of the data too.
+    """
+    layout = [
+        *("--pipeline-model-parallel-size", "2", "--enable-full-hetero-dp"),
+        *("--hidden-dropout", "0.1", "--eval-interval", "2"),
+    ]
+    whole, answering = tmp_path / "whole", tmp_path / "answering"
+    whole.mkdir()
+    answering.mkdir()
+    losses, _, _ = trained(evaluated, *layout, ranks=2, folder=whole, generates=False)
+    layout += ["--save", str(answering / "save")]
+    stop = [*evaluated, *layout, "--eval-generate", str(QUESTIONS), "--exit-interval", "2"]
+    assert run_ranks(exit_code, 2, flags=stop, timeout=480.0) == [0, 0]
+    load = ["--load", str(answering / "save")]
+    resumed, _, _ = trained(evaluated, *layout, *load, ranks=2, folder=answering)
+    assert resumed == losses[2:]
+    weights = load_file(whole / "hf" / "model.safetensors")
+    same = load_file(answering / "hf" / "model.safetensors")
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
