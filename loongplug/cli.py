@@ -26,6 +26,7 @@ from loongplug.commands.options import (
 from loongplug.data.object_store import file_named
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.rows import MAX_ROW_MIB, RowAccess
+from loongplug.evaluate import MAX_NEW_TOKENS
 
 app = typer.Typer(
     name="loongplug",
@@ -108,7 +109,9 @@ def evaluate(
     media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
     batch_size: Annotated[int, typer.Option(help="Questions to answer at once.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="The longest answer, in tokens.")
+    ] = MAX_NEW_TOKENS,
     limit: Annotated[int | None, typer.Option(help="Answer only the first N questions.")] = None,
     max_row_mib: MaxRowMib = MAX_ROW_MIB,
     special_tokens_in_text: SpecialTokensInText = False,
@@ -240,12 +243,16 @@ def estimate(
     device_memory: Annotated[
         float | None, typer.Option(help="GB of one device: does the run fit?")
     ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="More flags, in quotes; given again, a table with a row for each."),
+    ] = None,
     json_path: Json = None,
 ) -> None:
     """Print what the ranks of a run will hold in memory, before it is launched.
 
-    Takes train.py's flags. Needs no GPU and makes no weights. Ends with exit code 1 when the run
-    does not fit.
+    Takes train.py's flags. Needs no GPU and makes no weights. Where the run does not fit, it says
+    which changes make it fit, and ends with exit code 1; of several layouts, where none fits.
     """
     with user_errors():
         from loongplug.estimate.command import estimate as run
@@ -254,6 +261,7 @@ def estimate(
             run(
                 context.args,
                 ranks=ranks,
+                layouts=layout or (),
                 visual_tokens=visual_tokens,
                 device_memory=device_memory,
                 json_path=json_path,

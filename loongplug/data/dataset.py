@@ -131,6 +131,11 @@ class ChatDataset:
         return parts
 
     @property
+    def rows(self) -> Rows:
+        """The rows, as they were read."""
+        return self._rows
+
+    @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
         return sources_of(self.rows)
@@ -149,15 +154,16 @@ class ChatDataset:
             input_ids=ids,
             labels=_followed(ids, last=ids[-1], dtype=np.int64),
             loss_mask=_followed(made.tokens.trained, last=0, dtype=np.float32),
-            position_ids=self._positions(ids, made.media, made.grids),
+            position_ids=self.positions(ids, made.media, made.grids),
             media=made.media,
             grids=made.grids,
             where=where,
         )
 
-    def _positions(
+    def positions(
         self, ids: NDArray[np.int64], media: Sequence[Medium], grids: Sequence[Grid]
     ) -> NDArray[np.int64]:
+        """Of tokens [n] with these images and videos: time, height, width, [3, n] int64."""
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
         time_steps = [

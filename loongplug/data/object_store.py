@@ -238,7 +238,7 @@ def _asking(file: RemoteFile) -> Iterator[Any]:
     """The store, whose errors within become those of open_remote."""
     bucket, _, key = file.url.removeprefix(SCHEME).partition("/")
     if not _BUCKET.fullmatch(bucket) or not key or ".." in key.split("/"):
-        raise OSError(f"it is no {SCHEME}BUCKET/KEY")
+        raise OSError(f"it is not {SCHEME}BUCKET/KEY")
     if file.folder is not None and not file.url.startswith(f"{file.folder}/"):
         raise OSError(f"it is {file}, and --confine-media takes only what lies in {file.folder}")
     store = _store(os.getpid())

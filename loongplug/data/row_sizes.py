@@ -79,7 +79,7 @@ def read_sizes(place: Path) -> tuple[Any, RowSizes]:
         content[:_HEADER_BYTES].view(np.int64).tolist()
     )
     if magic != _MAGIC:
-        raise ValueError("is no index of lengths")
+        raise ValueError("is not an index of lengths")
     if version != _VERSION:
         raise ValueError("is of another version of LoongPlug")
     numbers = _HEADER_BYTES + note_bytes

@@ -10,6 +10,7 @@ from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
 from loongplug.estimate.step import Step
+from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.models.entries import only_encoder
 from loongplug.training.arguments import ParsedArguments
@@ -55,22 +56,36 @@ def estimate(
     """
     stages = parsed.args.pipeline_model_parallel_size
     found = []
+    encoder_costs: dict[UnitSize, Cost] = {}  # all stages that encode have the same encoder
     for stage in range(stages):
         on_stage(stage, stages)
         with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
-            found.append(_fullest(rank, parsed, units, stepping=stepping))
+            found.append(
+                _fullest(rank, parsed, units, stepping=stepping, encoder_costs=encoder_costs)
+            )
     return found
 
 
 def _fullest(
-    rank: EstimatedRank, parsed: ParsedArguments, units: Sequence[UnitSize], *, stepping: Stepping
+    rank: EstimatedRank,
+    parsed: ParsedArguments,
+    units: Sequence[UnitSize],
+    *,
+    stepping: Stepping,
+    encoder_costs: dict[UnitSize, Cost],
 ) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     args = parsed.args
     states = rank_state(rank.chunks, args, stepping=stepping)
     state = sum(states.values(), State())
     encoder = only_encoder(parsed.model.entries())
-    step = Step(rank, parsed, units, encoder_state=states[encoder.name])
+    step = Step(
+        rank,
+        parsed,
+        units,
+        encoder_state=states[encoder.name],
+        encoder_costs=encoder_costs,
+    )
     found = []
     for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
         ledger = Ledger()

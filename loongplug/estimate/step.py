@@ -37,7 +37,9 @@ class Step:
         units: Sequence[UnitSize],
         *,
         encoder_state: State,
+        encoder_costs: dict[UnitSize, Cost],
     ) -> None:
+        """``encoder_costs`` has units that were traced before, on a stage with the same encoder."""
         self._rank = rank
         self._args = args = parsed.args
         self._model: Any = parsed.model
@@ -62,10 +64,13 @@ class Step:
         apart = rank.engine.steps
         tracer = Tracer(args, self._model, largest, features_train=self._trains if apart else None)
         blank_cost = largest_cost = Cost()
+        for unit in (blank, largest) if apart else (blank,):
+            if self.has_encoder and unit not in encoder_costs:
+                encoder_costs[unit] = Tracer(args, self._model, unit).encoder(first)
         if self.has_encoder:
-            blank_cost = Tracer(args, self._model, blank).encoder(first)
+            blank_cost = encoder_costs[blank]
         if self.has_encoder and apart:
-            largest_cost = tracer.encoder(first)
+            largest_cost = encoder_costs[largest]
         self.host = self._buffers = 0
         depend = self._pipeline.overlaps or args.offload_tensors
         self._around = self._whole(tracer) if depend else self._one_by_one(tracer)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loongplug.data.blend import open_source
+from loongplug.data.blend import Rows, open_source
 from loongplug.data.conversation import Conversation, Medium
 from loongplug.data.formats import parse_conversation
 from loongplug.data.media import medium_grid, open_medium, placeholder
@@ -44,8 +44,14 @@ def read_questions(
     Raises:
         ValueError: no file, no rows, or a row that cannot be asked, with its place.
     """
-    rows = open_source(data, access=access)
     videos = VideoProcessor(processor, video_style)
+    return questions_of(open_source(data, access=access), processor, videos=videos, limit=limit)
+
+
+def questions_of(
+    rows: Rows, processor: Processor, *, videos: VideoProcessor, limit: int | None
+) -> list[Question]:
+    """As :func:`read_questions`, of rows that are open."""
     questions: list[Question] = []
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
         row, where = rows.read(index), rows.where(index)

@@ -24,14 +24,17 @@ from loongplug.data.processor import VisionTokens, load_processor, require_fit
 from loongplug.data.source import Assignment, LocalSource, StepSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.workers import WorkerSettings
+from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import balance_of
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.layers.router import balances_by
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
+from loongplug.training.answers import Asked
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas, replica_group
 from loongplug.training.packing_place import note_packing_place, packing_place
+from loongplug.training.question_source import QuestionSource, end_tokens, questions_in
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
 from loongplug.training.step_sizes import step_sizes
 
@@ -116,6 +119,11 @@ class DatasetProvider:
             **limits.given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
+        self.questions = (
+            []
+            if self._valid is None or args.eval_generate is None
+            else questions_in(self._valid, limit=args.eval_generate)
+        )
         self.valid_fingerprint = (
             fingerprint(self._valid.sources, processor, **settings) if self._valid else {}
         )
@@ -150,6 +158,41 @@ class DatasetProvider:
             self._start()
         train, *valid = (loader.chunk(chunk) for loader in self._loaders)
         return train, valid[0] if valid else None, None
+
+    def asked(self) -> Asked:
+        """What ``--eval-generate`` asks this rank's model replica."""
+        assert self._valid is not None, "a rule asks for validation data"
+        args, processor = self._args, self._valid.processor
+        tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        longest = max(len(each.input_ids) for each in self.questions)
+        length = -(-(longest + MAX_NEW_TOKENS) // tp) * tp
+        virtual = args.virtual_pipeline_model_parallel_size is not None
+        replicas = self._engine.place.edge.replicas
+        source = QuestionSource(
+            self.questions,
+            self._valid,
+            room=MAX_NEW_TOKENS,
+            micro_batch_size=args.eval_micro_batch_size,
+            # The interleaved schedule runs them in groups.
+            multiple=(
+                args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+                if virtual
+                else 1
+            ),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            assignment=self._assignment(),
+            loads=loaded_replicas(replicas, rank=dist.get_rank()),
+            bad_samples=BadSamples(args.bad_sample),
+        )
+        return Asked(
+            loader=self._loader(source, news=None, channel=2, seq_length=length, packed=False),
+            questions=source.questions,
+            microbatches=source.microbatches,
+            length=length,
+            room=MAX_NEW_TOKENS,
+            ends=end_tokens(processor),
+        )
 
     def close(self) -> None:
         """End the background processes."""
@@ -189,15 +232,12 @@ class DatasetProvider:
 
     def _source(self, dataset: ChatDataset, **options: Any) -> LocalSource:
         """The steps of this rank's model replica; ``options`` are training's or validation's."""
-        args, balance = self._args, self._balance
-        replicas = self._engine.place.edge.replicas
+        args, replicas = self._args, self._engine.place.edge.replicas
         return LocalSource(
             dataset,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
-            assignment=Assignment(
-                replicas=len(replicas), by_cost=None if balance is None else balance.assign
-            ),
+            assignment=self._assignment(),
             loads=loaded_replicas(replicas, rank=dist.get_rank()),
             look_ahead=args.packing_look_ahead if args.packing else None,
             workers=WorkerSettings(
@@ -206,20 +246,29 @@ class DatasetProvider:
             **options,
         )
 
+    def _assignment(self) -> Assignment:
+        replicas, balance = self._engine.place.edge.replicas, self._balance
+        return Assignment(
+            replicas=len(replicas), by_cost=None if balance is None else balance.assign
+        )
+
     def _loader(
         self,
         source: StepSource,
         *,
         news: dist.ProcessGroup | None,
         channel: int,
+        seq_length: int | None = None,
+        packed: bool | None = None,
         on_made: Callable[[], None] | None = None,
     ) -> MicrobatchLoader:
+        """``seq_length`` and ``packed``: the run's, unless others are given."""
         place, platform, processor = self._engine.place, current_platform(), self.train.processor
         return MicrobatchLoader(
             source,
             processor=processor,
-            seq_length=self._args.seq_length,
-            packed=self._args.packing,
+            seq_length=seq_length or self._args.seq_length,
+            packed=self._args.packing if packed is None else packed,
             deliver=ReplicaDelivery(
                 place.edge.replicas,
                 place.replica_group,

@@ -303,6 +303,13 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "keep only the newest N checkpoints and the one with the best validation loss",
         type=int,
     )
+    value(
+        "--eval-generate",
+        "N",
+        "at each evaluation, answer the first N rows of the validation data and log how many are"
+        " right",
+        type=int,
+    )
     value("--metrics-json", "FILE", "write the run's metrics to FILE")
     value(
         "--metrics-name",

@@ -28,10 +28,18 @@ class LogTap:
         make_progress: Callable[[], TrainingProgress],
         *,
         on_validation: Callable[[int, float], None] | None = None,
+        scored: Callable[[], tuple[int, int]] | None = None,
+        logged: Callable[[dict[str, float], int], None] = lambda scalars, iteration: None,
     ) -> None:
-        """``on_validation`` is called with the iteration and the loss of each, on every rank."""
+        """``on_validation`` is called with the iteration and the loss of each, on every rank.
+
+        ``scored`` answers this replica's validation questions: how many are right, of how many;
+        every rank enters. What comes of it is ``logged`` by name with the iteration.
+        """
         self._make_progress = make_progress
         self._on_validation = on_validation
+        self._scored = scored
+        self._logged = logged
         self.progress: TrainingProgress | None = None
 
     @contextlib.contextmanager
@@ -49,7 +57,11 @@ class LogTap:
 
     def _on_evaluation(self, losses: dict[str, Tensor]) -> None:
         if self.progress is not None:
-            self.progress.evaluated(losses.get("lm loss"))
+            answered = None if self._scored is None else self._scored()
+            self.progress.evaluated(losses.get("lm loss"), answered=answered)
+            match = self.progress.valid_exact_match
+            if match is not None:
+                self._logged({"exact match validation": match}, self.progress.iteration)
             loss = self.progress.valid_loss
             if self._on_validation is not None and loss is not None:
                 self._on_validation(self.progress.iteration, loss)

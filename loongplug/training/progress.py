@@ -179,6 +179,7 @@ class TrainingMetrics:
     train_seconds: float
     iterations: int
     valid_loss: float | None  # of the last evaluation
+    valid_exact_match: float | None  # of its answers; None where none were asked for
     bad_samples: dict[str, int]  # left out in training, by kind
 
 
@@ -211,6 +212,7 @@ class TrainingProgress:
     def __post_init__(self) -> None:
         self.bad_samples: dict[str, int] = {}  # of all replicas, by kind; none that is 0
         self.valid_loss: float | None = None  # of the last evaluation
+        self.valid_exact_match: float | None = None  # the share of its answers that are right
         self.reports: list[StepReport] = []
         self.iteration = 0
         self._losses: list[torch.Tensor] = []
@@ -238,15 +240,20 @@ class TrainingProgress:
         if iteration % self.interval == 0 or iteration == self.total or not self.reports:
             self._report(iteration, learning_rate=learning_rate, grad_norm=grad_norm)
 
-    def evaluated(self, loss: torch.Tensor | None) -> None:
+    def evaluated(
+        self, loss: torch.Tensor | None, *, answered: tuple[int, int] | None = None
+    ) -> None:
         """Take note of an evaluation; ``loss`` is set on the last stage. Every rank enters.
 
+        ``answered``: how many answers of this data parallel replica are right, and of how many.
         One without a trained token has no loss, and ends no run: the training is sound.
         """
         tokens = torch.stack(self.counter.valid_tokens).sum() if self.counter.valid_tokens else 0
         self.counter.valid_tokens.clear()
-        all_loss, counted = self._sum(
-            loss.item() if self.has_loss and loss is not None else 0.0, float(tokens)
+        all_loss, counted, right, asked = self._sum(
+            loss.item() if self.has_loss and loss is not None else 0.0,
+            float(tokens),
+            *(answered if answered is not None and self.counts_tokens else (0, 0)),
         )
         self.valid_loss = all_loss if counted else None
         said = (
@@ -254,6 +261,9 @@ class TrainingProgress:
             if self.valid_loss is None
             else f"{self.valid_loss:.4f}"
         )
+        if asked:
+            self.valid_exact_match = right / asked
+            said += f" | exact match {right / asked:.1%} of {asked:.0f} answers"
         if self.sink is not None:
             self.sink.say(f"iteration {self.iteration} | validation loss {said}")
 
@@ -338,6 +348,7 @@ def summarize(
     reports: Sequence[StepReport],
     *,
     valid_loss: float | None,
+    valid_exact_match: float | None = None,
     bad_samples: Mapping[str, int] | None = None,
 ) -> TrainingMetrics:
     """The figures of a run with at least one report.
@@ -354,6 +365,7 @@ def summarize(
         train_seconds=sum(step.seconds for step in reports),
         iterations=reports[-1].iteration,
         valid_loss=valid_loss,
+        valid_exact_match=valid_exact_match,
         bad_samples=dict(bad_samples or {}),
     )
 

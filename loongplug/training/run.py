@@ -37,6 +37,7 @@ from loongplug.platform.upstream_seams import (
     setup_table,
     stepped_schedules_table,
 )
+from loongplug.training.answers import Answers
 from loongplug.training.arguments import (
     ParsedArguments,
     parse_arguments,
@@ -180,6 +181,14 @@ def _run(
         on_loss=None if watch is None else watch.loss,
     )
     soundness = Soundness(args, forward_step)
+    answers = None
+    if args.eval_generate:
+        answers = Answers(
+            datasets.asked,
+            forward_step,
+            processor=datasets.train.processor,
+            device=lambda: platform.device,
+        )
     sizes = step_sizes(args)
     with (
         traced(
@@ -192,6 +201,7 @@ def _run(
             watch,
             mapping=mapping,
             soundness=soundness,
+            answers=answers,
         ),
         applied(rates_table(rates_of(sizes))) if sizes and sizes.vary else nullcontext(),
     ):
@@ -201,6 +211,7 @@ def _run(
             datasets,
             provider,
             forward_step=forward_step,
+            answers=answers,
             terminal=terminal,
             on_report=on_report,
             on_validation=kept.evaluated if kept is not None and args.rank == 0 else None,
@@ -217,6 +228,7 @@ def _pretrain(
     provider: ModelProvider,
     *,
     forward_step: ForwardStep,
+    answers: Answers | None,
     terminal: TextIO,
     on_report: Callable[[StepReport], None] | None,
     on_validation: Callable[[int, float], None] | None,
@@ -224,14 +236,17 @@ def _pretrain(
     """Megatron's own loop, with our progress beside it; what is wrong with the metrics' file."""
     from megatron.training.training import pretrain
 
-    def noted(step: StepReport) -> None:
+    def logged(scalars: dict[str, float], iteration: int) -> None:
         writer = get_tensorboard_writer()  # one rank has it
         if writer is not None:
-            for name, value in step.scalars().items():
-                writer.add_scalar(name, value, step.iteration)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
         wandb = get_wandb_writer()  # the same rank's
         if wandb is not None:
-            wandb.log(step.scalars(), step.iteration)
+            wandb.log(scalars, iteration)
+
+    def noted(step: StepReport) -> None:
+        logged(step.scalars(), step.iteration)
         if on_report is not None:
             on_report(step)
 
@@ -250,6 +265,8 @@ def _pretrain(
             peak_tflops=_peak_tflops(),
         ),
         on_validation=on_validation,
+        scored=None if answers is None else answers.scored,
+        logged=logged,
     )
     with tap.tapped(interval=args.log_interval):
         try:
@@ -272,7 +289,10 @@ def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueE
     if progress is None or not progress.reports or not args.metrics_json or args.rank != 0:
         return None
     figures = summarize(
-        progress.reports, valid_loss=progress.valid_loss, bad_samples=progress.bad_samples
+        progress.reports,
+        valid_loss=progress.valid_loss,
+        valid_exact_match=progress.valid_exact_match,
+        bad_samples=progress.bad_samples,
     )
     try:
         leave_metrics(Path(args.metrics_json), figures, name=args.metrics_name)
@@ -284,13 +304,20 @@ def _leave_metrics(args: Namespace, progress: TrainingProgress | None) -> ValueE
 
 
 def _told_what_was_built(
-    engine: Engine, watch: Watch | None, *, mapping: Mapping, soundness: Soundness
+    engine: Engine,
+    watch: Watch | None,
+    *,
+    mapping: Mapping,
+    soundness: Soundness,
+    answers: Answers | None,
 ) -> AbstractContextManager[None]:
     """``engine``, and the others behind it, get chunks and optimizer before the first step."""
 
     def built(chunks: list[Any], optimizer: Any) -> None:
         engine.built(chunks, optimizer)
         soundness.built(chunks, optimizer)
+        if answers is not None:
+            answers.built(chunks)
         if watch is not None:
             watch.built(chunks, optimizer, mapping=mapping)
 

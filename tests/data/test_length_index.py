@@ -180,7 +180,7 @@ def test_other_rows_or_another_processor_are_refused(
     [
         (lambda content: b"", "is cut off"),
         (lambda content: content[:20], "is cut off"),
-        (lambda content: b"x" * len(content), "is no index of lengths"),
+        (lambda content: b"x" * len(content), "is not an index of lengths"),
         (lambda content: content[:-4], "is cut off"),
         (lambda content: content + bytes(4), "is cut off"),
         (lambda content: content[:8] + b"\7" + content[9:], "is of another version"),

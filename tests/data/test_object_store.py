@@ -244,7 +244,7 @@ def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
     data = dataset(write_rows(*(row("Read", "1", images=(u,)) for u in urls)), processor=processor)
     for index, reason in enumerate(
         ("no image file at s3://bucket/gone.png", "no image file at s3://no-bucket/a.png")
-        + ("it is no s3://BUCKET/KEY",) * 3
+        + ("it is not s3://BUCKET/KEY",) * 3
     ):
         with pytest.raises(BadSampleError, match=reason) as caught:
             data[index]

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from measured import measure
 from ranks import run_ranks
 
-from loongplug.estimate.command import parsed_for, stepping_of
 from loongplug.estimate.estimate import estimate
+from loongplug.estimate.estimator import parsed_for, stepping_of
 from loongplug.estimate.ledger import (
     DECODER,
     ENCODER,

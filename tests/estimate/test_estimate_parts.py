@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from loongplug.cli import app
 from loongplug.data.demo_processor import write_processor
-from loongplug.estimate.command import _print, fits_in, stepping_of
 from loongplug.estimate.estimate import RankMemory
+from loongplug.estimate.estimator import Estimated, fits_in, stepping_of
 from loongplug.estimate.ledger import TRANSIENT, Ledger
 from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
 from loongplug.estimate.state import State, _Buffer, _trained, _work
+from loongplug.estimate.tables import print_stages
 from loongplug.estimate.tape import Tape
 
 pytestmark = pytest.mark.quick
@@ -212,7 +213,7 @@ def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
     found = RankMemory(
         stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
     )
-    _print([found], Namespace(args=args), patches=[4])
+    print_stages(Estimated(parsed=Namespace(args=args), patches=(4,), stages=(found,)))
     shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
     assert "total 2.00" in shown  # on the device
     assert "in the optimizer s step 1.50" in shown

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.utils import set_streams
 from ranks import run_ranks
 
 from loongplug.data.microbatch import Microbatch
-from loongplug.estimate.command import parsed_for
+from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
 from loongplug.models.deepstack import features_behind

@@ -144,10 +144,14 @@ def collect(rank: int) -> list[StepReport]:
             learning_rate=0.5 if rank == 1 else None,
         )
     counter.valid_tokens += [torch.tensor(rank), torch.tensor(1)] if rank >= 2 else []
-    progress.evaluated(torch.tensor(0.25) if rank >= 2 else None)
+    # All ranks of a replica know its answers: 3 of 5 and 1 of 3 are right.
+    answered = (3, 5) if rank in (0, 2) else (1, 3)
+    progress.evaluated(torch.tensor(0.25) if rank >= 2 else None, answered=answered)
     assert told == progress.reports
     assert progress.valid_loss == 0.25
-    assert rank > 0 or "iteration 5 | validation loss 0.2500" in stream.getvalue()
+    assert progress.valid_exact_match == 0.5
+    said = "iteration 5 | validation loss 0.2500 | exact match 50.0% of 8 answers\n"
+    assert rank > 0 or said in stream.getvalue()
     progress.evaluated(torch.tensor(float("nan")) if rank >= 2 else None)
     assert progress.valid_loss is None
     assert rank > 0 or "iteration 5 | validation loss none: no token of" in stream.getvalue()

@@ -30,11 +30,13 @@ def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_p
         [*flags, "--lr", "0.002", "--log-interval", "2", "--save", str(tmp_path)],
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1"),
         *("--eval-interval", "4", "--tensorboard-dir", str(tmp_path / "board")),
+        *("--eval-generate", "1"),
     )
     assert [line.split(" | ")[0] for line in shown] == [
         *("iteration 1/4", "iteration 2/4", "iteration 4/4", "iteration 4")
     ]
     assert shown[-1].count("validation loss") == 1  # and no second one of the last iteration
+    assert shown[-1].endswith("% of 1 answers")
     figures = [figure.strip("0123456789.,") for figure in shown[2].split(" | ")[1:]]
     assert figures == [
         *("loss ", "lr ", "grad norm ", " s/step", " tokens/s", " TFLOP/s per rank"),
@@ -46,6 +48,7 @@ def test_a_file_has_a_line_for_each_interval_with_all_figures(flags, demo, tmp_p
         events = board.Scalars(name)
         assert [event.step for event in events] == [1, 2, 4]
         assert all(event.value > 0 for event in events)
+    assert [event.step for event in board.Scalars("exact match validation")] == [4]
 
 
 def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):
@@ -55,6 +58,7 @@ def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):
         [*flags, "--log-interval", "2", "--save", str(tmp_path / "mine")],
         *("--wandb-project", "charts", "--train-iters", "2", "--eval-iters", "1"),
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-interval", "2"),
+        *("--eval-generate", "1"),
         WANDB_MODE="offline",
         WANDB_SILENT="true",
     )
@@ -63,7 +67,7 @@ def test_wandb_has_them_too_without_a_network(flags, demo, tmp_path):
     assert run_name == "mine"
     assert {"learning-rate", "grad-norm", "lm loss", "batch-size"} <= logged[2]  # Megatron's
     assert {"TFLOPs per rank", "tokens per second", "memory GiB", "fill rate"} <= logged[2]
-    assert "lm loss validation" in logged[2]
+    assert {"lm loss validation", "exact match validation"} <= logged[2]
     assert "TFLOPs per rank" in logged[1]
     assert list((tmp_path / "mine" / "tensorboard").iterdir())
 

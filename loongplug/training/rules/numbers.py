@@ -56,3 +56,24 @@ def evaluation(args: Namespace, model: Any) -> str | None:
     if args.eval_iters and not args.valid_data_path:
         return f"--eval-iters {args.eval_iters} without --valid-data-path"
     return None
+
+
+@rule(
+    reason="the rows are those of the validation data, and are answered when it is evaluated",
+    cure="give 1 or more with --valid-data-path FILE and --eval-iters above 0, or drop the flag",
+    training_only=True,
+)
+def eval_generate(args: Namespace, model: Any) -> str | None:
+    """`--eval-generate` below 1, or without `--valid-data-path` and `--eval-iters`"""
+    count = args.eval_generate
+    if count is None or (count >= 1 and args.valid_data_path and args.eval_iters):
+        return None
+    lacks = [
+        name
+        for name, given in (
+            ("--valid-data-path", args.valid_data_path),
+            ("--eval-iters", args.eval_iters),
+        )
+        if not given
+    ]
+    return f"--eval-generate {count}" + (f" without {' and '.join(lacks)}" if lacks else "")

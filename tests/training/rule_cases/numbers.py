@@ -33,4 +33,13 @@ CASES: Cases = {
         [{"eval_iters": 3}, {"eval_iters": -1}],
         [{"eval_iters": 3, "valid_data_path": [__file__]}],
     ),
+    "eval-generate": (
+        [
+            {"eval_generate": 5},
+            {"eval_generate": 0, "eval_iters": 3, "valid_data_path": [__file__]},
+            {"eval_generate": -1, "eval_iters": 3, "valid_data_path": [__file__]},
+            {"eval_generate": 5, "valid_data_path": [__file__]},
+        ],
+        [{"eval_generate": 5, "eval_iters": 3, "valid_data_path": [__file__]}],
+    ),
 }

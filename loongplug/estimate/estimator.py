@@ -1,0 +1,131 @@
+"""From the flags of a run to what the ranks of each of its stages hold."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loongplug.estimate.estimate import RankMemory
+    from loongplug.estimate.state import Stepping
+    from loongplug.training.arguments import ParsedArguments
+
+USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
+GB = 10**9
+# What the machine of the run has and this one may not; none of it changes what is counted.
+_OF_THE_MACHINE = frozenset(("device", "transformer_impl", "distributed_backend"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimated:
+    """A run's memory. ``patches`` are those of each microbatch of a replica's first step."""
+
+    parsed: "ParsedArguments"
+    patches: tuple[int, ...]
+    stages: "tuple[RankMemory, ...]"
+
+    @property
+    def fullest(self) -> "RankMemory":
+        """The rank that needs most."""
+        return max(self.stages, key=lambda each: each.total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """Estimates runs of so many ``ranks``.
+
+    ``visual_tokens`` of each sample stand in for the images of the data; the flags need name
+    neither data nor tokenizer then, for which there will be others in ``folder``. ``says`` is told
+    what is at work.
+    """
+
+    ranks: int
+    visual_tokens: int | None
+    folder: Path
+    says: Callable[[str], None]
+
+    def of(self, flags: Sequence[str], *, name: str) -> Estimated:
+        """The run of these flags, ``name`` to who watches.
+
+        Raises:
+            ValueError: the flags or ``visual_tokens`` cannot be used.
+        """
+        with _quiet():
+            stand_ins = None if self.visual_tokens is None else self.folder
+            parsed = parsed_for(flags, ranks=self.ranks, stand_ins=stand_ins)
+            from loongplug.estimate.estimate import estimate
+            from loongplug.estimate.units import units_of_data, units_of_size
+
+            units = (
+                units_of_data(parsed.args, parsed.model)
+                if self.visual_tokens is None
+                else units_of_size(parsed.args, parsed.model, visual_tokens=self.visual_tokens)
+            )
+            found = estimate(
+                parsed,
+                units,
+                stepping=stepping_of(flags),
+                on_stage=lambda stage, stages: self.says(f"{name}: stage {stage} of {stages}"),
+            )
+        return Estimated(
+            parsed=parsed, patches=tuple(unit.patches for unit in units), stages=tuple(found)
+        )
+
+
+def fits_in(nbytes: int, *, device_memory: float) -> bool:
+    """Whether a rank's bytes fit in the usable part of a device of so many GB."""
+    return nbytes <= USABLE * device_memory * GB
+
+
+def parsed_for(
+    flags: Sequence[str], *, ranks: int, stand_ins: Path | None = None
+) -> "ParsedArguments":
+    """The checked arguments of the first rank, for tensors that are on no device.
+
+    In the folder ``stand_ins`` there will be a tokenizer for flags that name none.
+    """
+    from loongplug.platform import activate
+
+    activate("cpu")
+    from loongplug.training.flags import read_command_line, without_flags
+    from loongplug.verify.plan import first_rank
+
+    # Either refuses what is no flag before it is taken apart.
+    if stand_ins is None:
+        read_command_line(flags)
+    else:
+        from loongplug.estimate.stand_in_data import with_stand_ins
+
+        flags = with_stand_ins(flags, stand_ins)
+    return first_rank([*without_flags(flags, _OF_THE_MACHINE), "--device", "cpu"], ranks=ranks)
+
+
+def stepping_of(flags: Sequence[str]) -> "Stepping":
+    """How the optimizer of a run with these flags works: torch's, unless they ask for another.
+
+    Needs the platform to be active.
+    """
+    from loongplug.training.flags import read_command_line
+
+    line = read_command_line(flags)
+    args = line.args
+    if "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine":
+        return "fused"
+    return "one by one" if args.device == "cpu" else "all at once"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Megatron says of models that it builds."""
+    logger = logging.getLogger("megatron")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

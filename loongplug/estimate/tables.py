@@ -1,0 +1,111 @@
+"""What is printed and written of an estimate."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from loongplug.consoles import table_console
+from loongplug.estimate.estimator import GB, USABLE, Estimated, fits_in
+
+_MB = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The flags of a layout, what it is called, and its run or why a start would refuse it."""
+
+    name: str
+    flags: str
+    run: Estimated | None
+    refused: str | None = None
+
+
+def print_stages(run: Estimated) -> None:
+    """A table of what the fullest rank of each stage holds."""
+    found, fullest = run.stages, run.fullest
+    names = list(dict.fromkeys(name for each in found for name in each.parts))
+    unit = _unit(fullest.total)
+    table = Table(
+        _UNITS[unit],
+        title=f"{_title(run)}, {len(run.patches)} microbatch(es) of up to "
+        f"{max(run.patches)} patches",
+        caption="* the fullest",
+    )
+    for each in found:
+        mark = " *" if each is fullest else ""
+        table.add_column(f"stage {each.stage}{mark}\n{each.role}", justify="right")
+    for name in names:
+        table.add_row(name, *(_shown(each.parts.get(name, 0), unit) for each in found))
+    table.add_section()
+    table.add_row("total", *(_shown(each.total, unit) for each in found))
+    table.add_row("at its fullest in", *(each.when for each in found))
+    table.add_row("in the optimizer's step", *(_shown(each.step, unit) for each in found))
+    if any(each.host for each in found):
+        table.add_row("named tensors on the host", *(_shown(each.host, unit) for each in found))
+    table_console().print(table)
+
+
+def print_layouts(layouts: Sequence[Layout], *, device_memory: float | None) -> None:
+    """A table with a row for each, then why some are refused."""
+    runs = [each.run for each in layouts if each.run is not None]
+    unit = _unit(max(run.fullest.total for run in runs))
+    table = Table("", "layout", "fullest", "at its fullest in", title=_title(runs[0]))
+    table.add_column(_UNITS[unit], justify="right")
+    table.add_column("optimizer's step", justify="right")
+    if device_memory is not None:
+        table.add_column(f"of {USABLE * device_memory:.4g} GB")
+    for each in layouts:
+        cells = ["refused"]
+        if each.run is not None:
+            most = each.run.fullest
+            cells = [f"stage {most.stage}", most.when, _shown(most.total, unit)]
+            cells.append(_shown(max(stage.step for stage in each.run.stages), unit))
+            if device_memory is not None:
+                fits = fits_in(most.total, device_memory=device_memory)
+                cells.append("fits" if fits else "does not fit")
+        table.add_row(each.name, each.flags, *cells)
+    table_console().print(table)
+    for each in layouts:
+        if each.refused is not None:
+            print(f"{each.name} is refused: {each.refused}")
+
+
+def write(path: Path, found: Estimated | Sequence[Layout]) -> None:
+    """The figures in bytes as JSON, of one run or of several layouts."""
+    content = (
+        {"stages": _rows(found)}
+        if isinstance(found, Estimated)
+        else {
+            "layouts": [
+                {"flags": each.flags, "refused": each.refused, "stages": _rows(each.run)}
+                for each in found
+            ]
+        }
+    )
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _rows(run: Estimated | None) -> list[dict[str, Any]]:
+    return [] if run is None else [{**asdict(each), "total": each.total} for each in run.stages]
+
+
+_UNITS = {GB: "GB", _MB: "MB"}
+
+
+def _unit(nbytes: int) -> int:
+    return GB if nbytes >= GB else _MB
+
+
+def _title(run: Estimated) -> str:
+    from loongplug.training.config import shown_name
+
+    args = run.parsed.args
+    return f"{shown_name(args)}, {args.world_size} rank(s)"
+
+
+def _shown(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.2f}" if nbytes else ""
