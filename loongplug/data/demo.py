@@ -172,8 +172,12 @@ def _write_picture(picture: _Picture, path: Path, *, of: NDArray[np.float64]) ->
         enlarged = enlarged.rotate(
             rng.uniform(-_MOST_TURN, _MOST_TURN),
             Image.Resampling.BILINEAR,
-            translate=[rng.randint(-_MOST_SHIFT, _MOST_SHIFT) for _ in range(2)],
+            translate=(_shift(rng), _shift(rng)),
         )
     sheet = Image.new("L", (width, height))
     sheet.paste(enlarged, (column * scan_width, row * scan_height))
     sheet.save(path)
+
+
+def _shift(rng: random.Random) -> int:
+    return rng.randint(-_MOST_SHIFT, _MOST_SHIFT)
