@@ -13,10 +13,26 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=12000, help="training samples (12000)")
     parser.add_argument("--test", type=int, default=500, help="held-out samples (500)")
     parser.add_argument("--seed", type=int, default=1234, help="same seed, same data (1234)")
+    parser.add_argument(
+        "--variants",
+        type=int,
+        default=1,
+        help="of each training scan: as it is, and turned and moved a little (1)",
+    )
+    parser.add_argument(
+        "--new-questions",
+        action="store_true",
+        help="another kind of question, in new_train.jsonl and new_test.jsonl",
+    )
     arguments = parser.parse_args()
     try:
         make_demo_data(
-            arguments.out, train=arguments.train, test=arguments.test, seed=arguments.seed
+            arguments.out,
+            train=arguments.train,
+            test=arguments.test,
+            seed=arguments.seed,
+            variants=arguments.variants,
+            new_questions=arguments.new_questions,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -15,7 +15,7 @@ class Task:
     """A kind of question, and its right answer for the digits it is about."""
 
     name: str
-    share: float  # of all samples
+    share: float  # of all samples of its file
     counts: tuple[int, ...]  # how many digits a sample may have, each as likely
     ask: str  # with the digits spelled out for {}
     answer: Callable[[Sequence[int]], str]
@@ -44,12 +44,18 @@ TASKS = (
     Task("spelled", 0.1, _UP_TO_SIX, "Write as digits: {}", _join, with_scans=False),
 )
 
+# What a model that has learned the others may be taught afterwards. The tokenizer does not know
+# "smallest": it is spelled.
+NEW_TASKS = (
+    Task("smallest", 1.0, (2, 3), "Which digit is the smallest?", lambda digits: str(min(digits))),
+)
 
-def choose_task(rng: random.Random) -> Task:
-    """One of the tasks by their shares."""
-    return rng.choices(TASKS, weights=[task.share for task in TASKS])[0]
+
+def choose_task(rng: random.Random, tasks: Sequence[Task]) -> Task:
+    """One of ``tasks`` by their shares."""
+    return rng.choices(tasks, weights=[task.share for task in tasks])[0]
 
 
 def task_texts() -> list[str]:
-    """Texts that together hold every word a question may have."""
+    """Texts that together hold every word a question of ``TASKS`` may have."""
     return [*(task.question((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]

@@ -1,5 +1,9 @@
-"""The demo data: what is in them, that answers are right, and that test scans are unseen."""
+"""The demo data: what is in them, that answers are right, and that test scans are unseen.
 
+Of both kinds of questions, in one folder.
+"""
+
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -12,18 +16,20 @@ from sklearn.datasets import load_digits
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.demo import make_demo_data
-from loongplug.data.demo_tasks import NUMBER_WORDS, TASKS
+from loongplug.data.demo_tasks import NEW_TASKS, NUMBER_WORDS, TASKS
 from loongplug.data.processor import load_processor
 
 Row = dict[str, Any]
 
 TRAIN, TEST = 600, 150
+FILES = ("train.jsonl", "test.jsonl", "new_train.jsonl", "new_test.jsonl")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     make_demo_data(folder, train=TRAIN, test=TEST, seed=5)
+    make_demo_data(folder, train=TRAIN, test=TEST, seed=5, new_questions=True)
     return folder
 
 
@@ -36,16 +42,22 @@ def parts(row: Row, kind: str) -> list[str]:
 
 
 def scan(image: str) -> tuple[int, int, int]:
-    """Scan, height and width of an image by its name."""
-    number, height, width = re.fullmatch(r"images/(\d+)-(\d+)x(\d+)\.png", image).groups()
+    """Scan, height and width of an image by its name, which may end with a variant."""
+    name = re.fullmatch(r"images/(\d+)-(\d+)x(\d+)(-[1-9])?\.png", image)
+    number, height, width = name.groups()[:3]
     return int(number), int(height), int(width)
 
 
 @pytest.mark.quick
 def test_test_scans_are_in_no_training_sample(demo: Path) -> None:
     seen, held_out = (
-        {scan(image)[0] for row in read(demo / name) for image in parts(row, "image")}
-        for name in ("train.jsonl", "test.jsonl")
+        {
+            scan(image)[0]
+            for name in (f"{split}.jsonl", f"new_{split}.jsonl")
+            for row in read(demo / name)
+            for image in parts(row, "image")
+        }
+        for split in ("train", "test")
     )
     assert len(held_out) > 150
     assert len(seen) > 500
@@ -57,7 +69,7 @@ def test_answers_are_right(demo: Path) -> None:
     """Worked out again from the scans' own labels, question by question."""
     labels = load_digits().target
     asked = set()
-    for row in read(demo / "train.jsonl") + read(demo / "test.jsonl"):
+    for row in (row for name in FILES for row in read(demo / name)):
         (question,) = parts(row, "text")
         digits = [str(labels[scan(image)[0]]) for image in parts(row, "image")]
         question, _, text = question.partition(": ")
@@ -66,6 +78,7 @@ def test_answers_are_right(demo: Path) -> None:
             "Read the digits.": "".join(digits),
             "Read the digits in reverse order.": "".join(reversed(digits)),
             "Which digit is the largest?": max(digits, default=""),
+            "Which digit is the smallest?": min(digits, default=""),
             "How many scans are there?": str(len(digits)),
             "Write as digits": "".join(
                 str(NUMBER_WORDS.index(word)) for word in words if word in NUMBER_WORDS
@@ -73,8 +86,27 @@ def test_answers_are_right(demo: Path) -> None:
         }[question]
         asked.add(row["task"])
         assert row["messages"][1] == {"role": "assistant", "content": expected}
-    assert asked == {task.name for task in TASKS}
-    assert sum(task.share for task in TASKS) == pytest.approx(1)
+    assert asked == {task.name for task in (*TASKS, *NEW_TASKS)}
+    for tasks in (TASKS, NEW_TASKS):
+        assert sum(task.share for task in tasks) == pytest.approx(1)
+
+
+@pytest.mark.quick
+def test_new_questions_are_of_another_kind(demo: Path) -> None:
+    kinds = [{row["task"] for row in read(demo / name)} for name in FILES]
+    assert kinds[0] == kinds[1] == {task.name for task in TASKS}
+    assert kinds[2] == kinds[3] == {task.name for task in NEW_TASKS}
+    assert not kinds[0] & kinds[2]
+    assert [len(read(demo / name)) for name in FILES] == [TRAIN, TEST, TRAIN, TEST]
+
+
+@pytest.mark.quick
+def test_rows_are_what_they_have_always_been(demo: Path) -> None:
+    """Figures and losses in the documentation are of these rows."""
+    rows = (demo / "train.jsonl").read_bytes() + (demo / "test.jsonl").read_bytes()
+    assert hashlib.sha256(rows).hexdigest() == (
+        "88ef6c1439a9100893f75d1ec28ed6cfebfa9a966e4e87b0051ffaf39dbdf024"
+    )
 
 
 @pytest.mark.quick
@@ -94,12 +126,7 @@ def test_samples_are_varied(demo: Path) -> None:
 def test_images_are_the_scans(demo: Path) -> None:
     scans = load_digits().images
     written = sorted((demo / "images").iterdir())
-    used = {
-        image
-        for name in ("train.jsonl", "test.jsonl")
-        for row in read(demo / name)
-        for image in parts(row, "image")
-    }
+    used = {image for name in FILES for row in read(demo / name) for image in parts(row, "image")}
     assert {f"images/{path.name}" for path in written} == used
     places = set()
     for path in written[::5]:
@@ -119,10 +146,33 @@ def test_images_are_the_scans(demo: Path) -> None:
     assert len(places) == 1 + 2 + 2 + 4  # the scan lies everywhere on the larger sheets
 
 
+@pytest.mark.quick
+def test_variants_are_of_training_scans_alone_and_differ_a_little(tmp_path: Path) -> None:
+    make_demo_data(tmp_path, train=300, test=20, variants=3)
+    assert all(
+        image.count("-") == 1
+        for row in read(tmp_path / "test.jsonl")
+        for image in parts(row, "image")
+    )
+    names = {image for row in read(tmp_path / "train.jsonl") for image in parts(row, "image")}
+    assert {name.count("-") == 2 and name[-5] for name in names} == {False, "1", "2"}
+    plain = {name for name in names if f"{name[:-4]}-1.png" in names}
+    assert len(plain) > 10
+    for name in plain:
+        as_it_is, turned = (
+            np.asarray(Image.open(tmp_path / each), dtype=float)
+            for each in (name, f"{name[:-4]}-1.png")
+        )
+        assert not np.array_equal(as_it_is, turned)
+        assert np.corrcoef(as_it_is.ravel(), turned.ravel())[0, 1] > 0.4
+
+
 def test_same_seed_same_files(demo: Path, tmp_path: Path) -> None:
-    make_demo_data(tmp_path / "same", train=TRAIN, test=TEST, seed=5)
-    make_demo_data(tmp_path / "other", train=TRAIN, test=TEST, seed=6)
-    for name in ("train.jsonl", "test.jsonl"):
+    for new_questions in (False, True):
+        more = {"train": TRAIN, "test": TEST, "new_questions": new_questions}
+        make_demo_data(tmp_path / "same", seed=5, **more)
+        make_demo_data(tmp_path / "other", seed=6, **more)
+    for name in FILES:
         text = (demo / name).read_text()
         assert (tmp_path / "same" / name).read_text() == text
         assert (tmp_path / "other" / name).read_text() != text
@@ -134,7 +184,7 @@ def test_same_seed_same_files(demo: Path, tmp_path: Path) -> None:
 
 def test_every_sample_loads_within_the_demos_sequence_length(demo: Path) -> None:
     processor = load_processor(demo / "processor")
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in FILES:
         dataset = ChatDataset(demo / name, processor=processor, seq_length=48, training_phase="sft")
         for index in range(len(dataset)):
             sample = dataset[index]
@@ -143,7 +193,10 @@ def test_every_sample_loads_within_the_demos_sequence_length(demo: Path) -> None
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["train", "test"])
-def test_no_samples_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"0 {name} samples asked for"):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("train", "train samples"), ("test", "test samples"), ("variants", "variants")],
+)
+def test_none_of_them_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"0 {what} asked for"):
         make_demo_data(tmp_path, **{name: 0})
