@@ -131,11 +131,6 @@ class ChatDataset:
         return parts
 
     @property
-    def rows(self) -> Rows:
-        """The rows, as they were read."""
-        return self._rows
-
-    @property
     def sources(self) -> tuple[Source, ...]:
         """The files and datasets that the rows come from."""
         return sources_of(self.rows)
