@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import process_time
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ def _seconds(
     """Processor seconds of the first rank, for its packs of the first epoch."""
     sizes = {"seed": _SEED, "look_ahead": LOOK_AHEAD}
     packs = packs_of_epochs(lengths, seq_length=dataset.seq_length, epochs=1, **sizes)
-    options = {
+    options: dict[str, Any] = {
         **sizes,
         "dp_rank": 0,
         "dp_size": dp_size,

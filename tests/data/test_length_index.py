@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from energon_folders import of_demo
 from typer.testing import CliRunner
 
 from loongplug.cli import app
@@ -21,7 +22,7 @@ from loongplug.data.index import index
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.length_index import LengthSettings, kept_sizes, sample_lengths
 from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import Processor
+from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import RowAccess
 
 pytestmark = pytest.mark.quick
@@ -120,6 +121,20 @@ def test_an_index_of_parquet(path: Path, processor: Processor, settings: LengthS
     )
     assert lengths is not None
     assert (lengths > 0).tolist() == [True] * 4 + [False]
+
+
+def test_of_an_energon_folder_the_split_that_is_trained_on(demo: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.energon")
+    folder = of_demo(demo, tmp_path / "shards", shards=2, validation=4)
+    settings = LengthSettings(folder=demo / "processor", training_phase="sft", timestamps=True)
+    make(folder, settings)
+    rows, held_out = (
+        open_rows([str(folder)], flag="", seed=1, split=split) for split in ("train", "val")
+    )
+    lengths = sample_lengths(rows, settings, seq_length=SEQ_LENGTH)
+    assert lengths is not None
+    assert lengths.tolist() == training(rows, load_processor(settings.folder))
+    assert sample_lengths(held_out, settings, seq_length=SEQ_LENGTH) is None
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
