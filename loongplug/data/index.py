@@ -81,7 +81,7 @@ def index(
         )
         sizes = RowSizes.of(_printed(measured))
         if settings.made_of(source) != made_of:
-            raise ValueError(f"{path_of(source)} changed while it was read: index it anew.")
+            raise ValueError(f"{path_of(source)} changed while it was read: index it again.")
         place = keep_sizes(source, sizes, made_of=made_of)
         _say(place, seconds=time.monotonic() - started, processor=processor, console=console)
         kept.append(place)

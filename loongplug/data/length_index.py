@@ -82,7 +82,7 @@ def sample_lengths(
 
     Raises:
         ValueError: an index is damaged, or of other rows or settings; with the command that makes
-            it anew.
+            it again.
     """
     sources = sources_of(rows)
     found = [kept_sizes(source, settings) for source in sources]
@@ -108,7 +108,7 @@ def kept_sizes(source: Source, settings: LengthSettings) -> RowSizes | None:
     if not problems:
         return None
     raise ValueError(
-        f"{problems[0]}: make it anew with `{settings.command(source)}`, or remove it to go on"
+        f"{problems[0]}: make it again with `{settings.command(source)}`, or remove it to go on"
         " without an index."
     )
 

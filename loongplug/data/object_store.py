@@ -185,7 +185,7 @@ def _has_room(folder: Path, size: int) -> bool:
         return True
     _say_once(
         f"The disk of {folder.parent} has little room left: more images and videos of {SCHEME} are"
-        " read anew each time."
+        " read again each time."
     )
     return False
 

@@ -33,7 +33,7 @@ class PlannedPacks:
         """``lengths``: tokens of each sample, by index. Goes on from ``place``.
 
         Of samples that are held back there, the lengths are taken from the index as well: it may
-        have been made anew since.
+        have been made again since.
         """
         self._lengths = lengths
         self._order = order
@@ -130,7 +130,7 @@ class OwnPacks(Iterator[list[Sample]]):
                 raise ValueError(
                     f"{sample.where}: the sample has {len(sample)} tokens, but {length} by the"
                     " index of lengths (0: it could not be used): its images or videos, or what"
-                    " reads them, have changed since. Make the index anew with"
+                    " reads them, have changed since. Make the index again with"
                     " `loongplug data index`, or remove it."
                 )
         return samples

@@ -184,7 +184,7 @@ def test_other_rows_or_another_processor_are_refused(
         kept_sizes(JsonlIndex(path), same)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[1:], lines[0]]))
-    with pytest.raises(ValueError, match=r"rows digest was .*: make it anew"):
+    with pytest.raises(ValueError, match=r"rows digest was .*: make it again"):
         kept_sizes(JsonlIndex(path), settings)
     Path(f"{path}.lengths").unlink()
     assert kept_sizes(JsonlIndex(path), settings) is None
@@ -212,7 +212,7 @@ def test_a_damaged_index_is_refused(
     place.write_bytes(damage(place.read_bytes()))
     with pytest.raises(ValueError, match=f"{place} {said}") as raised:
         kept_sizes(JsonlIndex(path), settings)
-    assert "make it anew with `loongplug data index" in str(raised.value)
+    assert "make it again with `loongplug data index" in str(raised.value)
     make(path, settings)
     assert kept_sizes(JsonlIndex(path), settings) is not None
 

@@ -124,7 +124,7 @@ def test_with_an_index_each_rank_makes_its_own_half_of_the_same_packs(flags, dem
     assert 64 <= sum(halves) < 90
     assert max(halves) < 0.6 * sum(halves)
     data.write_text(data.read_text() + "\n")
-    with pytest.raises(RankError, match=r"is of other rows or settings .*make it anew"):
+    with pytest.raises(RankError, match=r"is of other rows or settings .*make it again"):
         train()
 
 
