@@ -251,7 +251,8 @@ def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
     said = [turn for key in ("messages", "conversations") for turn in _dicts(row.get(key))]
     for number, place in enumerate([row, *said]):
         of_turn = f" of message {number}" if number else ""
-        for key in _REFUSED:
+        # Nearly all have none of them, which one look tells.
+        for key in () if _REFUSED.keys().isdisjoint(place) else _REFUSED:
             if not _is_empty(place.get(key)):
                 raise ValueError(
                     f"{where}: the key {key!r}{of_turn} has {_REFUSED[key]}: write what is meant"
@@ -267,8 +268,9 @@ def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
 
         for part in _dicts(place.get("content")) if number else ():
             kind = part.get("type")
-            others = [key for key in _OTHER_PATHS if part.get(key) is not None]
-            if kind in ("image", "video") and part.get(kind) is None and others:
+            if kind not in ("image", "video") or part.get(kind) is not None:
+                continue
+            if others := [key for key in _OTHER_PATHS if part.get(key) is not None]:
                 raise ValueError(
                     f"{where}: a part of type {kind}{of_turn} has its path under {others[0]!r}:"
                     f" write it under {kind!r}."
