@@ -104,7 +104,7 @@ def evaluate(
         typer.Option(help="The model under adapters. Default: the one that their config names."),
     ] = None,
     tokenizer_model: Annotated[
-        Path | None, typer.Option(help="The tokenizer and the processors of a checkpoint.")
+        Path | None, typer.Option(help="The folder with the tokenizer of a checkpoint.")
     ] = None,
     media_root: MediaRoot = None,
     confine_media: ConfineMedia = False,
@@ -180,7 +180,7 @@ def convert(
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint of any layout, or back.
 
-    Takes train.py's flags: --model-name NAME, --load-hf DIR or --load DIR, --save DIR or
+    Takes train.py's flags: --load-hf DIR or --load DIR, which says what model it is, --save DIR or
     --save-hf DIR, and those of the layout, such as --tensor-model-parallel-size.
     """
     with user_errors():

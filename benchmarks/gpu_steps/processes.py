@@ -2,8 +2,8 @@
 
 A step is a process with a process group of its own: at its limit all of it is killed. What
 computes within a step is a child of that process again, so that memory and Megatron's globals
-are new in every case. On a GPU, processes are started again (``spawn``): one that has touched CUDA
-must not fork, and the time to import is a part of what a user waits for. On the CPU they are
+are new in every case. On a GPU, processes are started as new ones (``spawn``): one that has touched
+CUDA must not fork, and the time to import is a part of what a user waits for. On the CPU they are
 forked from the driver, which has imported all of it by then and computes nothing.
 """
 

@@ -55,7 +55,7 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
     differences: list[str] = []
     for section, values in model.sections.items():
         for key, value in values.items():
-            if key in (*_WITHOUT_INFLUENCE, *model.unused[section]):
+            if key in (*_WITHOUT_INFLUENCE, *model.unused.get(section, ())):
                 continue
             other = getattr(getattr(found, section), key)
             if key == "rope_parameters":
@@ -152,6 +152,16 @@ def _fields(part: Part, section: Any) -> dict[str, Any]:
     for name, key in part.config_json.items():
         outer, _, inner = key.rpartition(".")
         value = getattr(section, outer).get(inner) if outer else getattr(section, inner, None)
+        if "${" in str(value):
+            raise ValueError(
+                f"{CONFIG_JSON} has {key} {value!r:.200}, which YAML would fill in: expected "
+                "plain values"
+            )
         if value is not None:
             fields[name] = value
-    return fields | (load(part.derived)(section) if part.derived else {})
+    try:
+        return fields | (load(part.derived)(section) if part.derived else {})
+    except (ArithmeticError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{CONFIG_JSON} has values that {part.derived} cannot use ({error}); correct them"
+        ) from error

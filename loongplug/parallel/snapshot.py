@@ -1,4 +1,4 @@
-"""What Megatron keeps per process, as one module sees it: saved, loaded, and made again.
+"""What Megatron keeps per process, as one module sees it: saved, loaded, and made new.
 
 A snapshot covers
 

@@ -139,7 +139,7 @@ def shown_name(args: Namespace) -> str:
     """What to call the model that a command line's flags name."""
     if args.model_name or args.config_file:
         return str(args.model_name or Path(args.config_file).stem)
-    return Path(args.load_hf or args.load).name
+    return Path(args.load_hf or args.load).absolute().name
 
 
 def _of_folder(
@@ -203,8 +203,8 @@ def _compose(
     root = data.get(_MODEL)
     if not isinstance(root, Mapping) or TARGET not in root:
         raise ValueError(
-            f"{file}: {_MODEL}.{TARGET} is missing; it names the model's config class, such as "
-            f"{dotted(next(iter(known.values())).config_class)}"
+            f"{shown or file}: {_MODEL}.{TARGET} is missing; it names the model's config class, "
+            f"such as {dotted(next(iter(known.values())).config_class)}"
         )
     filler = Filler(resolve=lambda target: _resolve(target, trusted_packages), origin=source.origin)
     try:
@@ -312,14 +312,17 @@ class _Composition:
         try:
             require_bounded_yaml(file)
             if "hydra" in (OmegaConf.to_container(OmegaConf.load(file)) or {}):
-                raise ValueError(f"{file}: hydra is not a key of a model file; remove it")
+                raise ValueError(
+                    f"{self._shown[file]}: hydra is not a key of a model file; remove it"
+                )
             with _hydra(self._folders[0]):
                 composed = compose(self._name, overrides=self._overrides)
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except MissingConfigException as error:
             raise ValueError(_missing_file(file, error)) from error
         except (HydraException, OmegaConfBaseException, YAMLError, UnicodeError, OSError) as error:
-            raise ValueError(f"{file} does not compose: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self._shown[file]} does not compose: {reason}") from error
         assert isinstance(data, dict)
         return data
 

@@ -267,7 +267,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     switch(
         "--use-vit-dp-balance",
-        "give the encoder's replicas images of equal cost in each step",
+        "give the encoder's replicas images of about equal cost in each step",
     )
     value(
         "--dp-balance-trigger-threshold-vit",
@@ -279,7 +279,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     away = "in host memory while the decoder works"
     switch(
         "--full-hetero-dp-cpu-offload",
-        f"full separation: features and their gradients are {away}, but for two microbatches",
+        f"full separation: features and their gradients are {away}, except for two microbatches",
     )
     switch(
         "--offload-encoder-activations",

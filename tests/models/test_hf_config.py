@@ -73,6 +73,7 @@ def test_a_name_or_a_file_counts_before_the_folder(tmp_path):
     assert compose_asked_for(given).family.name == "qwen2_5_vl"
     assert shown_name(given) == "qwen2_5_vl_tiny"
     assert shown_name(flags(load_hf="/models/Qwen2.5-VL-7B-Instruct")) == "Qwen2.5-VL-7B-Instruct"
+    assert shown_name(flags(load_hf=".")) == Path.cwd().name
 
 
 def test_a_checkpoint_knows_its_model(tmp_path):
@@ -100,6 +101,29 @@ def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=said):
             compose_model(hf_folder=tmp_path)
+
+
+def test_values_that_cannot_be_used_are_one_sentence_of_the_folder(tmp_path):
+    nothing = published_folder(tmp_path, "7b", num_attention_heads=0)
+    with pytest.raises(ValueError, match=r"^config\.json has values that .*head_size cannot use"):
+        compose_model(hf_folder=nothing)
+    for theta, said in (
+        (
+            "${oc.env:HOME}",
+            r"^config\.json has rope_parameters\.rope_theta '\$\{oc\.env:HOME\}', wh",
+        ),
+        ("???", rf"^{tmp_path}/config\.json does not compose: "),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compose_model(hf_folder=published_folder(tmp_path, "7b", rope_theta=theta))
+
+
+def test_a_note_without_its_model_is_named_by_its_own_file(tmp_path):
+    (tmp_path / ARCHITECTURE_FILE).write_text('{"model": {}}')
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path / ARCHITECTURE_FILE}: model\._target_ is mi"
+    ):
+        compose_asked_for(flags(load=str(tmp_path)))
 
 
 def test_what_the_parts_cannot_do_is_named(tmp_path):

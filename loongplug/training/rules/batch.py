@@ -50,7 +50,7 @@ def known_sizes(args: Namespace) -> StepSizes | None:
     reason="every data parallel rank runs the same number of microbatches", cure="give a multiple"
 )
 def global_batch(args: Namespace, model: Any) -> str | None:
-    """`--global-batch-size`, or a size on its way, is not a multiple of micro-batch size x dp"""
+    """`--global-batch-size`, or a size before it, is not a multiple of micro-batch size x dp"""
     sizes, each, dp = known_sizes(args), args.micro_batch_size, data_parallel_size(args)
     if args.decrease_batch_size_if_needed or sizes is None or not each or not dp:
         return None
@@ -66,8 +66,8 @@ def global_batch(args: Namespace, model: Any) -> str | None:
     cure="give a multiple",
 )
 def eval_batch(args: Namespace, model: Any) -> str | None:
-    """`--eval-global-batch-size` is not a multiple of `--eval-micro-batch-size` (without them: the
-    training's) x dp
+    """`--eval-global-batch-size` is not a multiple of `--eval-micro-batch-size` (default: those
+    of training) x dp
     """
     if known_sizes(args) is None and args.eval_global_batch_size is None:
         return None
