@@ -64,7 +64,7 @@ def parse_arguments(
     apply_upstream_replacements(platform)  # Megatron's checks ask for the device, too
     line = read_command_line(argv)
     args = line.args
-    composed = compose_asked_for(args, overrides=line.overrides)
+    composed = compose_asked_for(args, overrides=line.overrides, converts=not training)
     complete(args, device=platform.name)
     if args.print_config:
         if args.rank == 0:

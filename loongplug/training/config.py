@@ -112,12 +112,15 @@ def compose_model(
     return _compose(file, overrides=overrides, trusted_packages=trusted_packages)
 
 
-def compose_asked_for(args: Namespace, *, overrides: Sequence[str] = ()) -> ComposedModel:
+def compose_asked_for(
+    args: Namespace, *, overrides: Sequence[str] = (), converts: bool = False
+) -> ComposedModel:
     """:func:`compose_model` of what a command line's flags name.
 
-    A checkpoint that ``--load`` names knows its model, where nothing else says it.
+    With ``converts``, a checkpoint that ``--load`` names tells its model, for any layout, where
+    nothing else does.
     """
-    if args.load and not (args.model_name or args.config_file or args.load_hf):
+    if converts and args.load and not (args.model_name or args.config_file or args.load_hf):
         noted = read_architecture(Path(args.load))
         if noted is not None:
             return _of_data(

@@ -86,6 +86,8 @@ class _Planner:
             self._request.flags, steps=self._request.steps, drop_sources=self._tiny
         )
         flags += named
+        if self._tiny and (args.data_path or args.train_data_path):
+            flags += _folders_tokenizer(args)  # the folder itself is left aside
         flags += ["--device", self._device]
         if args.bf16:
             self._notes.append("fp32 instead of --bf16: rounding must not hide a difference")
@@ -255,6 +257,16 @@ def first_rank(flags: Sequence[str], *, ranks: int, verified: bool = False) -> "
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _folders_tokenizer(args: Namespace) -> list[str]:
+    """The tokenizer of ``--load-hf``, where none is named."""
+    from loongplug.training.defaults import default_tokenizer
+
+    if args.tokenizer_model is not None:
+        return []
+    default_tokenizer(args)
+    return [] if args.tokenizer_model is None else ["--tokenizer-model", args.tokenizer_model]
 
 
 def _without_dropout(model: Any) -> list[str]:

@@ -81,12 +81,14 @@ def test_a_checkpoint_knows_its_model(tmp_path):
         model_name="qwen3_vl_tiny", overrides=["model.image_encoder.tensor_model_parallel_size=2"]
     )
     (tmp_path / ARCHITECTURE_FILE).write_text(json.dumps(to_yaml_data(composed.config)))
-    found = compose_asked_for(flags(load=str(tmp_path))).config
+    found = compose_asked_for(flags(load=str(tmp_path)), converts=True).config
     assert found == compose_model(model_name="qwen3_vl_tiny").config  # of any layout
     with pytest.raises(
         ValueError, match="give one of --model-name NAME and --config-file PATH, or"
     ):
-        compose_asked_for(flags(load=str(tmp_path / "empty")))
+        compose_asked_for(flags(load=str(tmp_path / "empty")), converts=True)
+    with pytest.raises(ValueError, match="give one of --model-name"):  # its layout may be another
+        compose_asked_for(flags(load=str(tmp_path)))
 
 
 def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
@@ -123,7 +125,7 @@ def test_a_note_without_its_model_is_named_by_its_own_file(tmp_path):
     with pytest.raises(
         ValueError, match=rf"^{tmp_path / ARCHITECTURE_FILE}: model\._target_ is mi"
     ):
-        compose_asked_for(flags(load=str(tmp_path)))
+        compose_asked_for(flags(load=str(tmp_path)), converts=True)
 
 
 def test_what_the_parts_cannot_do_is_named(tmp_path):

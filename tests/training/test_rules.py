@@ -308,3 +308,12 @@ def test_a_conversion_is_asked_nothing_about_training(prepared: Run) -> None:
     args.train_data_path, args.video_fps, args.fp16 = None, 0.0, True
     found = (names(violated_rules(args, prepared[1], training=training)) for training in (1, 0))
     assert list(found) == [["data-given", "video-rate", "precision"], ["precision"]]
+
+
+def test_folders_of_rows_are_data_without_energon(prepared: Run, tmp_path: Path) -> None:
+    args, model = prepared
+    for folder, file in (("parquet", "a.parquet"), ("saved", "state.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+        given = Namespace(**{**vars(args), "train_data_path": [str(tmp_path / folder)]})
+        assert violated_rules(given, model) == []

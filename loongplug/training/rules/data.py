@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from loongplug.data.arrow_rows import is_arrow
 from loongplug.data.blend import parse_blend
 from loongplug.data.energon import is_energon
 from loongplug.data.object_store import is_remote
@@ -52,12 +53,12 @@ def data_exists(args: Namespace, model: Any) -> str | None:
 @rule(
     reason="that package reads such datasets' lists, and other folders are no data",
     cure="pip install 'loongplug[energon]', run energon prepare, and give "
-    "--dataloader-type energon; or name a JSONL file",
+    "--dataloader-type energon; or name a JSONL file, or a folder of Parquet files",
     training_only=True,
 )
 def energon(args: Namespace, model: Any) -> str | None:
-    """`--dataloader-type energon` without the package megatron-energon, and a folder as data path
-    without that flag or without what `energon prepare` writes into it
+    """`--dataloader-type energon` without the package megatron-energon; a folder as data path, but
+    for Parquet files and saved datasets, without that flag or without what `energon prepare` writes
     """
     wanted = args.dataloader_type == "energon"
     if wanted and importlib.util.find_spec("megatron.energon") is None:
@@ -66,11 +67,15 @@ def energon(args: Namespace, model: Any) -> str | None:
     for flag, values in _data_flags(args):
         with contextlib.suppress(ValueError):  # data_given tells of those
             paths = parse_blend(values, flag=flag).paths
-            folders += [path for path in paths if isinstance(path, Path) and path.is_dir()]
+            folders += [path for path in paths if isinstance(path, Path) and _is_other_folder(path)]
     if folders and not wanted:
         return f"folder {folders[0]} without --dataloader-type energon"
     bare = [str(folder) for folder in folders if not is_energon(folder)]
     return f"{', '.join(bare)} not prepared by energon" if bare else None
+
+
+def _is_other_folder(path: Path) -> bool:
+    return path.is_dir() and not is_arrow(path)
 
 
 @rule(
