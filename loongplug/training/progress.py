@@ -373,9 +373,13 @@ def summarize(
 def leave_metrics(path: Path, metrics: TrainingMetrics, *, name: str | None) -> None:
     """Write the figures as a JSON object to ``path``; an older run's give way.
 
-    With a ``name`` they go under it, beside what the file has.
+    With a ``name`` they go under it, beside what the file has. A run that asked for no answers has
+    no score of them.
     """
+    found = asdict(metrics)
+    if metrics.valid_exact_match is None:
+        del found["valid_exact_match"]
     if name is None:
-        write_metrics(path, asdict(metrics))
+        write_metrics(path, found)
     else:
-        merge_metrics(path, {name: asdict(metrics)})
+        merge_metrics(path, {name: found})

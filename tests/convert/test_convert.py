@@ -142,7 +142,7 @@ def overwrite(file: Path) -> None:
         (
             "__1_0.distcp",
             overwrite,
-            r"release/__1_0\.distcp cannot be read \(some of it is no .+\): copy or save the",
+            r"release/__1_0\.distcp cannot be read \(some of it is not a .+\): copy or save the",
         ),
         (".metadata", cut_off, r"\.metadata cannot be read \(.+\): copy or save the checkpoint"),
     ],
