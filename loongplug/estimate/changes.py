@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from loongplug.hetero.modes import mode_of
 from loongplug.models.entries import only_encoder
 from loongplug.training.arguments import ParsedArguments
 
@@ -52,7 +53,7 @@ def _free(parsed: ParsedArguments) -> Iterator[Change]:
         yield _switch("--use-distributed-optimizer")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         yield _switch("--sequence-parallel", kind=_TP)
-    if not (args.enable_encoder_hetero_dp or args.enable_full_hetero_dp):
+    if not mode_of(args).around_schedule:
         if args.pipeline_model_parallel_size > 1:
             yield _switch("--enable-full-hetero-dp")
         elif args.tensor_model_parallel_size > 1:
@@ -67,7 +68,7 @@ def _free(parsed: ParsedArguments) -> Iterator[Change]:
 def _copies(parsed: ParsedArguments) -> Iterator[Change]:
     """Offloads of full separation, which travel beside the computation."""
     args = parsed.args
-    if not args.enable_full_hetero_dp:
+    if not mode_of(args).on_every_stage:
         return
     for name in (
         "full_hetero_dp_cpu_offload",

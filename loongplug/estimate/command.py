@@ -125,7 +125,7 @@ def _print_what_to_change(found: "Found", *, name: str) -> None:
     if not found.ways:
         least = found.least
         print(
-            f"none of {found.tried} changes that were estimated makes it fit"
+            f"none of the {found.tried} ways that were estimated makes it fit"
             + (f"; the least is {least.needs / GB:.4g} GB, with {least}" if least else "")
             + ": take more ranks or a shorter --seq-length, or train less of the model"
         )
