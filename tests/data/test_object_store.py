@@ -309,7 +309,7 @@ def test_files_of_data_that_cannot_be_read_are_refused(s3: S3) -> None:
         ("s3://no-bucket/a.jsonl", "^No data file at s3://no-bucket/a.jsonl: expected"),
         ("s3://bucket/set", "^No data file at s3://bucket/set: .* folders are not"),
         ("s3://bucket/bad.json", r"^s3://bucket/bad\.json:1: an object that does not end"),
-        ("s3://simplecache::/a", "no s3://BUCKET/KEY"),
+        ("s3://simplecache::/a", "it is not s3://BUCKET/KEY"),
     ):
         with pytest.raises(ValueError, match=message):
             open_rows([url], flag="--data", seed=1)

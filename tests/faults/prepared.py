@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from loongplug.training import arguments, config, flags
+from loongplug.training import config, flags
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Prepared:
 
     def use(self) -> None:
         """In a rank, once: reading a command line changes the parser."""
-        compose = arguments.compose_model
+        compose = config.compose_model
 
         def made(**options: Any) -> config.ComposedModel:
             key = options["model_name"], options["overrides"]
             return self._models.get(key) or compose(**options)
 
-        arguments.compose_model = made
+        config.compose_model = made
         flags._build_parser = lambda: self._parser
