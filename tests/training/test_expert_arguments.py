@@ -65,6 +65,7 @@ def test_experts_are_grouped_where_transformer_engine_is(
     args = Namespace(
         device="cuda",
         num_experts=experts,
+        tokenizer_model="tokenizer",
         transformer_impl=impl,
         moe_grouped_gemm=False,
         valid_data_path=None,
