@@ -69,9 +69,9 @@ SECOND_PHASE=(
     --enable-encoder-hetero-dp
     --load "$RUN/checkpoints"
     --finetune
-    --train-iters 130
+    --train-iters 220
     --lr 1e-3
-    --eval-interval 130
+    --eval-interval 220
     --save "$RUN/sft"
     --save-hf "$RUN/hf"
     --metrics-name second_phase
