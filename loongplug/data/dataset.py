@@ -42,8 +42,8 @@ class Sample:
     bad: BadSample | None = None  # why the sample cannot be used, and so has no tokens
 
     @classmethod
-    def blank(cls, bad: BadSample) -> "Sample":
-        """What stands for a sample that cannot be used: no tokens."""
+    def blank(cls, bad: BadSample | None = None) -> "Sample":
+        """No tokens: what stands for a sample that cannot be used, or fills a microbatch up."""
         tokens = np.zeros(0, dtype=np.int64)
         return cls(
             input_ids=tokens,

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.order import SampleOrder
 from loongplug.data.packing import Pack, PackingState, PackPlanner
-from loongplug.data.text_stream import START, ResumePoint
+from loongplug.data.text_stream import START, ResumePoint, own_packs
 from loongplug.data.workers import Background, WorkerSettings
 
 
@@ -107,10 +106,10 @@ class OwnPacks(Iterator[list[Sample]]):
         self._lengths = lengths
         self._seq_length = dataset.seq_length
         self._look_ahead = look_ahead
-        self._dp_rank = dp_rank
         self._order = SampleOrder(len(dataset), seed=seed)
-        self._numbers = count(consumed_packs + dp_rank, dp_size)
-        self._restart_after = restart_after
+        self._numbers = own_packs(
+            consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size, restart_after=restart_after
+        )
         # Processes are given packs ahead of their use, so each has to bring its place with it.
         self._ahead: deque[_OwnPack] = deque()
         self._parts = Background(dataset.text_parts, self._own(resume or START), settings=workers)
@@ -142,11 +141,7 @@ class OwnPacks(Iterator[list[Sample]]):
     def _own(self, place: ResumePoint) -> Iterator[list[int]]:
         """The samples of this rank's packs, by index."""
         packs = self._planned(place)
-        for number in self._numbers:
-            if self._restart_after is not None:
-                number %= self._restart_after
-            # All ranks take one pack each at a time; this is the first of them.
-            first = number - self._dp_rank
+        for first, number in self._numbers:
             if first < packs.given:
                 packs = self._planned(START)
             while packs.given < first:

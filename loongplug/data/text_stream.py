@@ -62,6 +62,19 @@ def padded_texts(
     return Background(dataset.text_parts, indices, settings=workers)
 
 
+def own_packs(
+    *, consumed: int, dp_rank: int, dp_size: int, restart_after: int | None
+) -> Iterator[tuple[int, int]]:
+    """The numbers of a rank's packs from ``consumed`` packs on, without end.
+
+    All ranks take one pack each at a time: each number comes behind that of the first of them.
+    ``restart_after`` is in packs.
+    """
+    for number in count(consumed + dp_rank, dp_size):
+        own = number if restart_after is None else number % restart_after
+        yield own - dp_rank, own
+
+
 class PackedTexts(Iterator[list[Sample]]):
     """The samples of one pack after the other; a microbatch is a pack.
 
@@ -87,19 +100,15 @@ class PackedTexts(Iterator[list[Sample]]):
         self._dataset = dataset
         self._look_ahead = look_ahead
         self._order = SampleOrder(len(dataset), seed=seed)
-        self._numbers = count(consumed_packs + dp_rank, dp_size)
-        self._restart_after = restart_after
+        self._numbers = own_packs(
+            consumed=consumed_packs, dp_rank=dp_rank, dp_size=dp_size, restart_after=restart_after
+        )
         self._workers = workers
-        self._dp_rank = dp_rank
         self._start(resume or START)
 
     def __next__(self) -> list[Sample]:
         """The samples of this rank's next pack."""
-        number = next(self._numbers)
-        if self._restart_after is not None:
-            number %= self._restart_after
-        # All ranks take one pack each at a time; this is the first of them.
-        first = number - self._dp_rank
+        first, number = next(self._numbers)
         if first < self._given:
             self.close()
             self._start(START)

@@ -82,7 +82,7 @@ class QuestionSource:
         self._load = UnitLoader(dataset.processor, videos=dataset.videos, cache_bytes=0)
         self._samples = [_asking(each, dataset, room=room) for each in self.questions]
         left = self.microbatches * micro_batch_size - len(self._samples)
-        self._samples += [_BLANK] * left
+        self._samples += [Sample.blank()] * left
 
     def next_step(self) -> Iterator[PlannedMicrobatch]:
         """See :meth:`~loongplug.data.source.StepSource.next_step`."""
@@ -136,19 +136,3 @@ def _asking(question: Question, dataset: ChatDataset, *, room: int) -> Sample:
         grids=grids,
         where=question.where,
     )
-
-
-def _blank() -> Sample:
-    nothing = np.zeros(0, dtype=np.int64)
-    return Sample(
-        input_ids=nothing,
-        labels=nothing,
-        loss_mask=np.zeros(0, dtype=np.float32),
-        position_ids=np.zeros((3, 0), dtype=np.int64),
-        media=(),
-        grids=(),
-        where="",
-    )
-
-
-_BLANK = _blank()
