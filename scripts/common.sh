@@ -1,5 +1,5 @@
-# What the launch scripts share. A script sets MODEL (its --model-name), FOLDER (what MODEL_DIR is a folder
-# of) and PHASE, and sources this; then it adds what is its own to FLAGS, and ends with: launch "$@"
+# What the launch scripts share. A script sets MODEL (its --model-name, or nothing where the folder says
+# which model it is), FOLDER (what MODEL_DIR is a folder of) and PHASE, and sources this; then it adds what is its own to FLAGS, and ends with: launch "$@"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 MODEL_DIR="${MODEL_DIR:?set MODEL_DIR to the Hugging Face folder of $FOLDER}"
@@ -22,7 +22,6 @@ LAUNCH_ARGS=(
     --master_port "${MASTER_PORT:-29500}"
 )
 FLAGS=(
-    --model-name "$MODEL"
     --tokenizer-model "$MODEL_DIR"
     --load-hf "$MODEL_DIR"
     --use-distributed-optimizer
@@ -50,6 +49,9 @@ FLAGS=(
     --tensorboard-dir "$OUTPUT_DIR/tensorboard"
     --log-interval 1
 )
+if [[ -n "$MODEL" ]]; then
+    FLAGS+=(--model-name "$MODEL")
+fi
 if [[ -n "$VALID_DATA" ]]; then
     FLAGS+=(--valid-data-path "$VALID_DATA" --eval-interval 200 --eval-iters 10)
 fi

@@ -10,8 +10,8 @@ from torch import nn
 
 from loongplug.checkpoint.owned import owned_parameters
 from loongplug.checkpoint.same_state import saved_tensors
-from loongplug.checkpoint.tensor_folder import open_tensors
-from loongplug.models.hf_mapping import Mapping
+from loongplug.checkpoint.tensor_folder import open_tensors, present_name
+from loongplug.models.hf_model import HuggingFaceModel
 
 
 def usual_dtype(dtypes: dict[str, torch.dtype]) -> torch.dtype:
@@ -35,9 +35,11 @@ def checkpoint_dtypes(iteration_folder: Path) -> dict[str, torch.dtype]:
 
 
 def give_folder_dtypes(
-    model_chunks: Sequence[nn.Module], mapping: Mapping, dtypes: dict[str, torch.dtype]
+    model_chunks: Sequence[nn.Module], model: HuggingFaceModel, dtypes: dict[str, torch.dtype]
 ) -> None:
     """Empty parameters of the dtypes in a folder in the place of the chunks' own.
+
+    ``dtypes`` are by the names that the folder's files have.
 
     Raises:
         ValueError: tensors that share a parameter, or a kind of parameter in different layers,
@@ -45,6 +47,8 @@ def give_folder_dtypes(
     """
     wanted: dict[int, torch.dtype] = {}
     problems: list[str] = []
+    mapping, formerly = model.mapping, model.in_transformers.formerly
+    dtypes = {present_name(name, formerly): dtype for name, dtype in dtypes.items()}
     for bundle in mapping.bundles():
         for source in bundle.sources:
             dtype = dtypes.get(source.name)

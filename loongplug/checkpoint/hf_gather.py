@@ -80,15 +80,16 @@ class WholeTensors:
         self._device = next(model_chunks[0].parameters()).device
         holders, dtypes = all_holders(owned)
         self._holders, self._dtypes = holders, dtypes
-        self._pieces: dict[tuple[int, int | None], list[ParameterPiece]] = {}
+        self._pieces: dict[tuple[int, int | None, int | None], list[ParameterPiece]] = {}
         for piece in holders:
-            self._pieces.setdefault((piece.row, piece.layer), []).append(piece)
+            apart = piece.expert if mapping.rows[piece.row].experts_apart else None
+            self._pieces.setdefault((piece.row, piece.layer, apart), []).append(piece)
         self.bundles = [bundle for bundle in mapping.bundles() if self._of(bundle)]
         if what == "weight":
             _require_whole(mapping, holders)
 
     def _of(self, bundle: Bundle) -> list[ParameterPiece]:
-        return self._pieces.get((bundle.number, bundle.layer), [])
+        return self._pieces.get((bundle.number, bundle.layer, bundle.expert), [])
 
     def dtype(self, bundle: Bundle) -> torch.dtype:
         """The dtype of the bundle's tensors."""

@@ -57,7 +57,11 @@ def load_hf_weights(
         with together():
             # The published files and those that transformers writes differ in what is transposed;
             # it reads both.
-            opened = open_tensors(folder, turnable=mapping.transposed_sources())
+            opened = open_tensors(
+                folder,
+                turnable=mapping.transposed_sources(),
+                formerly=model.in_transformers.formerly,
+            )
             tensors = stack.enter_context(opened)
             owned = _checked(model_chunks, tensors, model=model)
         fill = partial(_fill, tensors=tensors, mapping=mapping, in_the_file=in_the_file)

@@ -21,6 +21,7 @@ _NOT_THE_WEIGHTS = (
     "dropout",
     "freeze",
     "initializer_range",
+    "layer_scale",  # at the start
     "lr_mult",
     "max_position_embeddings",
     "recompute",

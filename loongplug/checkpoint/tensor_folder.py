@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face folder, opened lazily and read slice by slice."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -81,6 +81,14 @@ class TensorFolder:
         return tensor.transpose(-1, -2) if turned else tensor
 
 
+def present_name(name: str, formerly: Sequence[tuple[str, str]]) -> str:
+    """``name`` with the beginning that stands for its former one, where it has that."""
+    for before, present in formerly:
+        if name.startswith(before):
+            return present + name.removeprefix(before)
+    return name
+
+
 def shape_problems(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
     """What is missing of the tensors that are expected, what is there beside them, or misshapen."""
     problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
@@ -107,13 +115,20 @@ def _swapped[T](axes: tuple[T, ...]) -> tuple[T, ...]:
 
 
 @contextmanager
-def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iterator[TensorFolder]:
+def open_tensors(
+    folder: Path,
+    *,
+    turnable: Mapping[str, Shape] = _NONE,
+    formerly: Sequence[tuple[str, str]] = (),
+) -> Iterator[TensorFolder]:
     """Open the safetensors files of ``folder`` for as long as the context lasts.
 
-    ``turnable`` as in :class:`TensorFolder`.
+    ``turnable`` as in :class:`TensorFolder`; ``formerly`` are beginnings of names that the files
+    may have in place of others: the tensors are known by the latter.
 
     Raises:
-        ValueError: there is no folder, no safetensors file in it, or a damaged one.
+        ValueError: there is no folder, no safetensors file in it, or a damaged one; or a tensor
+            stands in it by both names.
     """
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
@@ -132,8 +147,14 @@ def open_tensors(folder: Path, *, turnable: Mapping[str, Shape] = _NONE) -> Iter
                         f"{file} has a tensor {name}, which {INDEX_FILE} has in "
                         f"{places.get(name, 'no file')}: copy index and files again, together."
                     )
-                slices[name] = handle.get_slice(name)
-                files[name] = file
+                known_as = present_name(name, formerly)
+                if known_as in slices:
+                    raise ValueError(
+                        f"{folder} has {known_as} twice, once by the name that other versions of "
+                        "transformers give it: save the model again, or delete the older files."
+                    )
+                slices[known_as] = handle.get_slice(name)
+                files[known_as] = file
         yield TensorFolder(folder, slices, files=files, turnable=turnable)
 
 

@@ -100,7 +100,7 @@ def _convert(parsed: ParsedArguments, dtypes: dict[str, torch.dtype]) -> Convert
         weight_of: WeightOf = loaded_weight
         with _byte_progress(terminal, shown=args.rank == 0) as progress_of:
             if args.load_hf:
-                give_folder_dtypes(chunks, model.mapping, dtypes)
+                give_folder_dtypes(chunks, model, dtypes)
                 source = Path(args.load_hf)
                 load_hf_weights(
                     chunks,

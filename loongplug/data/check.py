@@ -55,7 +55,6 @@ class RowChecker:
         self._seq_length = seq_length
         self._phase = training_phase
         self._videos = VideoProcessor(processor, video_style_of(processor), fps=video_fps)
-        self._visual = (processor.image_token_id, processor.video_token_id)
         self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
     def check(self, rows: Source, index: int) -> CheckedRow:
@@ -98,7 +97,7 @@ class RowChecker:
             )
         except BadSampleError as error:
             return CheckedRow((error.sample,))
-        visual = int(np.isin(tokens.ids, self._visual).sum())
+        visual = int(np.isin(tokens.ids, self._processor.visual_token_ids).sum())
         try:
             require_length(len(tokens.ids), where=where, seq_length=self._seq_length)
         except BadSampleError as error:

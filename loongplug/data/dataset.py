@@ -18,7 +18,7 @@ from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import each_of, medium_grid, open_medium, placeholder
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.object_store import StoreError
-from loongplug.data.positions import Grid, mrope_position_ids
+from loongplug.data.positions import Grid, mrope_position_ids, plain_position_ids
 from loongplug.data.processor import Processor
 from loongplug.data.template import Tokens, TrainingPhase, shortest_sample, tokenize_conversation
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
@@ -76,8 +76,9 @@ class ChatDataset:
     """Rows (those of a JSONL file, or of a blend) as samples, by index, with a bounded cache.
 
     Reads image headers only: a sample's text, labels and positions come out the same on every
-    rank, whether that rank loads the images or not. ``video_style`` is the model family's,
-    ``video_fps`` how many frames to take per second of video files whose row does not say.
+    rank, whether that rank loads the images or not. ``video_style`` is the model family's, and
+    ``plain_positions`` whether it counts tokens alone. ``video_fps`` is how many frames to take per
+    second of video files whose row does not say.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ChatDataset:
         seq_length: int,
         training_phase: TrainingPhase,
         video_style: VideoStyle = TIMESTAMPS,
+        plain_positions: bool = False,
         video_fps: float | None = None,
         cache_bytes: int = 64 * 2**20,
     ) -> None:
@@ -99,6 +101,7 @@ class ChatDataset:
         self.processor = processor
         self.seq_length = seq_length
         self.training_phase = training_phase
+        self._plain_positions = plain_positions
         self.videos = VideoProcessor(processor, video_style, fps=video_fps)
         self.rows = JsonlIndex(rows) if isinstance(rows, str | Path) else rows
         self._cache_bytes = cache_bytes
@@ -159,6 +162,8 @@ class ChatDataset:
         self, ids: NDArray[np.int64], media: Sequence[Medium], grids: Sequence[Grid]
     ) -> NDArray[np.int64]:
         """Of tokens [n] with these images and videos: time, height, width, [3, n] int64."""
+        if self._plain_positions:
+            return plain_position_ids(len(ids))
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
         time_steps = [

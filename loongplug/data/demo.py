@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from rich.progress import Progress
 
-from loongplug.data.demo_processor import write_processor
+from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.demo_tasks import NEW_TASKS, TASKS, Task, choose_task
 
 TEST_SCANS = 297
@@ -82,6 +82,8 @@ def make_demo_data(
     }
     (out / "images").mkdir(parents=True, exist_ok=True)
     write_processor(out / "processor")
+    write_processor(out / "processor_llava", fixed=FixedImages())
+    write_processor(out / "processor_internvl", fixed=FixedImages(merge=2))
     written: set[_Picture] = set()
     with Progress(transient=True) as progress:
         for name, (members, number, each) in splits.items():

@@ -7,13 +7,24 @@ any other; it loses nothing but characters outside its alphabet.
 import json
 import re
 import string
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from loongplug.data.demo_tasks import task_texts
+from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 
 VOCAB_SIZE = 128  # the tokenizer fills less; the demo's model pads to this
@@ -27,10 +38,16 @@ _SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+_TILE_SPECIAL_TOKENS = (  # of InternVL's kind
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+)
+_PLAIN_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<image>")  # of LLaVA's kind
 _UNKNOWN = "<|unknown|>"
 _SPACE = "\u2581"  # how a space is written at the beginning of a word
 _ALPHABET = "\n" + _SPACE + string.digits + string.ascii_letters + ".,:?!'-+="
 _ROLES = ("system", "user", "assistant")
+_PLAIN_ROLES = ("USER", _SPACE + "USER", _SPACE + "ASSISTANT")
 _TIMESTAMPS = ("<", ">", _SPACE + "seconds")  # of a video's frames
 _WORD, _CHARACTER = -1.0, -10.0  # log probabilities: one word beats its characters
 
@@ -54,6 +71,31 @@ _CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+# What stands around an image's tokens, InternVL's processor writes.
+_TILE_TEMPLATE = _CHAT_TEMPLATE.replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\\n"
+).replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\\n")
+
+# Answers end without a token, as in LLaVA's folders, and images stand before the text.
+_PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{{- message.role | upper + ': ' -}}
+{%- if message.content is string -%}
+{{- message.content + ' ' -}}
+{%- else -%}
+{%- for part in message.content if part.type == 'image' -%}
+{{- '<image>\\n' -}}
+{%- endfor -%}
+{%- for part in message.content if part.type == 'text' -%}
+{{- part.text + ' ' -}}
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- 'ASSISTANT:' -}}
 {%- endif -%}
 """
 
@@ -84,26 +126,23 @@ _BLOCK_VIDEO_PROCESSOR: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class FixedImages:
+    """Images that all become one size: their sides, and those of a patch, in pixels.
+
+    Where blocks of patches are merged into a token, the folder is of InternVL's kind: a wide or
+    high image becomes two tiles, and one of the whole.
+    """
+
+    side: int = 32  # a digit of the demo is legible at half of it
+    patch_size: int = 8
+    merge: int = 1  # side of a token in patches
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The demo's tokenizer with its chat template; the same ids every time."""
-    vocab = [(token, 0.0) for token in (*_SPECIAL_TOKENS, _UNKNOWN)]
-    vocab += [(character, _CHARACTER) for character in _ALPHABET]
-    vocab += [(word, _WORD) for word in (*_words(), *_TIMESTAMPS)]
-    assert len(vocab) <= VOCAB_SIZE
-    assert len({token for token, _ in vocab}) == len(vocab)
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=len(_SPECIAL_TOKENS)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[\n0-9]"), "isolated"),
-            pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="never"),
-        ]
-    )
-    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="never")
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
-    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_tokenizer(_SPECIAL_TOKENS, _ROLES),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token=_UNKNOWN,
@@ -112,20 +151,121 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def write_processor(folder: Path, *, video_style: VideoStyle = TIMESTAMPS) -> None:
+def build_plain_tokenizer() -> PreTrainedTokenizerFast:
+    """One of LLaVA's kind: it begins each text with ``<s>``, and knows images by ``<image>``."""
+    tokenizer = _tokenizer(_PLAIN_SPECIAL_TOKENS, _PLAIN_ROLES)
+    begins = ("<s>", _PLAIN_SPECIAL_TOKENS.index("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[begins]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token=_UNKNOWN,
+        chat_template=_PLAIN_TEMPLATE,
+        model_max_length=32_768,
+    )
+
+
+def build_tile_tokenizer() -> PreTrainedTokenizerFast:
+    """One of InternVL's kind: it names the tokens of an image, and those around them."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer(_TILE_SPECIAL_TOKENS, _ROLES),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token=_UNKNOWN,
+        chat_template=_TILE_TEMPLATE,
+        model_max_length=32_768,
+        extra_special_tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    )
+
+
+def _tokenizer(special: Sequence[str], roles: Sequence[str]) -> Tokenizer:
+    vocab = [(token, 0.0) for token in (*special, _UNKNOWN)]
+    vocab += [(character, _CHARACTER) for character in _ALPHABET]
+    vocab += [(word, _WORD) for word in (*roles, *_words(), *_TIMESTAMPS)]
+    assert len(vocab) <= VOCAB_SIZE
+    assert len({token for token, _ in vocab}) == len(vocab)
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=len(special)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[\n0-9]"), "isolated"),
+            pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="never"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="never")
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    return tokenizer
+
+
+def write_processor(
+    folder: Path, *, video_style: VideoStyle = TIMESTAMPS, fixed: FixedImages | None = None
+) -> None:
     """Write tokenizer, chat template, image and video processor into ``folder``.
 
-    ``video_style`` is that of the model family that the folder is for.
+    ``video_style`` is that of the model family that the folder is for. With ``fixed``, the folder
+    is for a family of LLaVA's or InternVL's kind instead, which has images of one size and no
+    videos. One of InternVL's kind does not say how large patches are: the model does.
     """
-    video_processor = _VIDEO_PROCESSOR if video_style.timestamps else _BLOCK_VIDEO_PROCESSOR
-    image_processor = _IMAGE_PROCESSOR | {"processor_class": video_processor["processor_class"]}
     folder.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save_pretrained(str(folder))
-    for name, content in (
-        ("preprocessor_config.json", image_processor),
-        ("video_preprocessor_config.json", video_processor),
-    ):
+    if fixed is not None:
+        plain = fixed.merge == 1
+        tokenizer = build_plain_tokenizer() if plain else build_tile_tokenizer()
+        tokenizer.save_pretrained(str(folder))
+        files = _fixed_files(fixed) if plain else _tile_files(fixed)
+    else:
+        build_tokenizer().save_pretrained(str(folder))
+        video_processor = _VIDEO_PROCESSOR if video_style.timestamps else _BLOCK_VIDEO_PROCESSOR
+        image_processor = _IMAGE_PROCESSOR | {"processor_class": video_processor["processor_class"]}
+        files = {IMAGE_FILE: image_processor, VIDEO_FILE: video_processor}
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _fixed_files(fixed: FixedImages) -> dict[str, dict[str, Any]]:
+    image_processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "processor_class": "LlavaProcessor",
+        "size": {"height": fixed.side, "width": fixed.side},
+        "do_center_crop": False,
+        "image_mean": _PATCHES["image_mean"],
+        "image_std": _PATCHES["image_std"],
+    }
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "patch_size": fixed.patch_size,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
+    return {IMAGE_FILE: image_processor, COMBINED_FILE: processor}
+
+
+def _tile_files(fixed: FixedImages) -> dict[str, dict[str, Any]]:
+    image_processor = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "processor_class": "InternVLProcessor",
+        "size": {"height": fixed.side, "width": fixed.side},
+        "crop_to_patches": True,
+        "min_patches": 1,
+        "max_patches": 2,
+        "image_mean": _PATCHES["image_mean"],
+        "image_std": _PATCHES["image_std"],
+    }
+    processor = {
+        "processor_class": "InternVLProcessor",
+        "image_seq_length": (fixed.side // (fixed.patch_size * fixed.merge)) ** 2,
+    }
+    return {IMAGE_FILE: image_processor, COMBINED_FILE: processor}
 
 
 def _words() -> list[str]:
@@ -135,4 +275,4 @@ def _words() -> list[str]:
         for text in task_texts()
         for word in re.findall(r" ?[A-Za-z]{2,}", text)
     }
-    return [*_ROLES, *sorted(found)]
+    return sorted(found)

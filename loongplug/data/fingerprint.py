@@ -14,6 +14,7 @@ from typing import Any
 
 from loongplug.data.arrow_rows import ArrowRows
 from loongplug.data.blend import Source
+from loongplug.data.folder_files import separate_template
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.processor import Processor
 
@@ -84,11 +85,9 @@ def fingerprint(
 
 def processor_digest(folder: Path) -> dict[str, str]:
     """The content of what turns rows into tokens and patches: tokenizer, template, processors."""
-    return {
-        name: content_digest(folder / name)
-        for name in _PROCESSOR_FILES
-        if (folder / name).is_file()
-    }
+    files = [folder / name for name in _PROCESSOR_FILES]
+    files = [*filter(Path.is_file, files), *filter(None, [separate_template(folder)])]
+    return {file.name: content_digest(file) for file in files}
 
 
 def source_digest(source: Source) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from loongplug.data.media_files import (
     InlineFile,
@@ -53,19 +52,10 @@ def image_size(path: MediaFile, *, where: str) -> tuple[int, int]:
 def image_grid(path: MediaFile, processor: Processor, *, where: str) -> Grid:
     """The patch grid that the image processor will make of this file; reads its header only."""
     height, width = image_size(path, where=where)
-    size = processor.image_processor.size
-    patch = processor.patch_size
     try:
-        height, width = smart_resize(
-            height,
-            width,
-            factor=patch * processor.spatial_merge_size,
-            min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"],
-        )
+        return processor.images.grid(height, width)
     except ValueError as error:
         raise ValueError(f"{where}: image {path} cannot be used: {error}.") from error
-    return 1, height // patch, width // patch
 
 
 def decode_image(path: MediaFile, *, where: str) -> Image.Image:

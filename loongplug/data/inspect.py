@@ -141,10 +141,10 @@ def _describe_medium(medium: Medium, *, where: str) -> str:
 def _text(ids: NDArray[np.int64], processor: Processor) -> str:
     """The tokens' text on one line, runs of one visual token counted."""
     pieces = []
-    visual = np.isin(ids, [processor.image_token_id, processor.video_token_id])
+    visual = np.isin(ids, processor.visual_token_ids)
     changes = np.flatnonzero((np.diff(ids) != 0) & (visual[1:] | visual[:-1])) + 1
     for part in np.split(ids, changes):
-        if part[0] in (processor.image_token_id, processor.video_token_id):
+        if part[0] in processor.visual_token_ids:
             pieces.append(f"{processor.tokenizer.decode(part[:1])} x {len(part)}")
         else:
             pieces.append(processor.tokenizer.decode(part))

@@ -99,7 +99,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             ],
             pad_token_id=processor.pad_token_id,
             seq_length=self._seq_length,
-            visual_token_ids=(processor.image_token_id, processor.video_token_id),
+            visual_token_ids=processor.visual_token_ids,
             packed=self._packed,
             needs=self._needs,
             vision=vision,

@@ -37,7 +37,13 @@ def each_of[Result](function: Callable[[Medium], Result], media: Sequence[Medium
 def open_medium(
     medium: MediaFile | Video | VideoFile, *, videos: VideoProcessor, where: str
 ) -> Medium:
-    """What a row names, with the frames chosen that are taken of a video file; reads its header."""
+    """What a row names, with the frames chosen that are taken of a video file; reads its header.
+
+    Raises ValueError, with ``where``, for a video that cannot be used or that the model's family
+    does not take.
+    """
+    if not isinstance(medium, MediaFile):
+        videos.require(where=where)
     return videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
 
 
@@ -58,12 +64,16 @@ def placeholder(
     tokens = processor.tokens
     tokens_per_time = height * width // processor.spatial_merge_size**2
     if isinstance(medium, MediaFile):
-        return Placeholder(token=tokens.image, text=tokens.image, run=time * tokens_per_time)
+        start, end = processor.around_images
+        text = f"{start}{tokens.image}{end}"
+        return Placeholder(token=tokens.image, text=text, run=time * tokens_per_time)
+    assert tokens.video is not None, "open_medium refuses the row"
     if not videos.style.timestamps:
         return Placeholder(token=tokens.video, text=tokens.video, run=time * tokens_per_time)
     times = patch_times(medium.times, temporal_patch_size=processor.temporal_patch_size)
     pictures = [
-        f"<{seconds:.1f} seconds>{tokens.start}{tokens.video}{tokens.end}" for seconds in times
+        f"<{seconds:.1f} seconds>{tokens.start or ''}{tokens.video}{tokens.end or ''}"
+        for seconds in times
     ]
     return Placeholder(token=tokens.video, text="".join(pictures), run=tokens_per_time)
 
@@ -118,14 +128,8 @@ class MediaLoader:
         images = dict(zip(files, decoded, strict=True))
         processed: dict[_Version, _Patches] = {}
         if images:
-            features = self._processor.image_processor(
-                images=list(images.values()), return_tensors="pt"
-            )
-            grids = features["image_grid_thw"]
-            pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
-            for version, part, grid in zip(images, pixels, grids.tolist(), strict=True):
-                # A view would keep the whole call's pixels alive.
-                processed[version] = part.clone(), tuple(grid)
+            made = self._processor.images.patches(list(images.values()))
+            processed.update(zip(images, made, strict=True))
         for version, medium in media.items():
             if not isinstance(medium, MediaFile):
                 processed[version] = self._videos.patches(medium, where=where)

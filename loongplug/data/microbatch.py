@@ -16,8 +16,8 @@ class VisionInput:
 
     ``pixels`` are the processors' patches, [patches, channels * temporal * patch * patch]
     float32; ``grid_thw`` are the patch grids, [images and videos, 3] int64 on the host (time,
-    height, width in patches); an image's time is 1. A microbatch without either has zero rows
-    in both: it takes part in everything as a zero-length unit.
+    height, width in patches); an image's time is 1, or the number of its tiles. A microbatch
+    without either has zero rows in both: it takes part in everything as a zero-length unit.
     """
 
     pixels: Tensor

@@ -1,4 +1,4 @@
-"""The three position ids (time, height, width) of every token, as the Qwen-VL families count."""
+"""The three position ids (time, height, width) of every token, as model families count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ def mrope_position_ids(
     input_ids: NDArray[np.int64],
     *,
     image_token_id: int,
-    video_token_id: int,
+    video_token_id: int | None,
     image_grids: Sequence[Grid] = (),
     video_grids: Sequence[Grid] = (),
     video_time_steps: Sequence[float] | None = None,
     spatial_merge_size: int = 2,
 ) -> NDArray[np.int64]:
-    """Position ids [3, n] for the tokens [n] of one sample without padding.
+    """Position ids [3, n] for the tokens [n] of one sample without padding, as Qwen-VL's count.
 
     Text counts on in all three. A picture's tokens lie on their merged grid, which starts
     where the text before it ended, and what follows starts after the grid's longer side in
@@ -41,10 +41,12 @@ def mrope_position_ids(
             _Picture.merged(grid, spatial_merge_size, time_step=step)
             for grid, step in zip(video_grids, video_time_steps, strict=True)
         ]
-    pictures = {image_token_id: iter(images), video_token_id: iter(videos)}
+    pictures = {image_token_id: iter(images)}
+    if video_token_id is not None:
+        pictures[video_token_id] = iter(videos)
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
-    visual = np.flatnonzero((input_ids == image_token_id) | (input_ids == video_token_id))
+    visual = np.flatnonzero(np.isin(input_ids, list(pictures)))
     while (at := int(visual.searchsorted(token))) < len(visual):  # the next outside of pictures
         start = int(visual[at])
         positions[:, token:start] = np.arange(position, position + start - token)
@@ -71,6 +73,11 @@ def mrope_position_ids(
                 " each picture."
             )
     return positions
+
+
+def plain_position_ids(tokens: int) -> NDArray[np.int64]:
+    """Position ids [3, n] of a family that counts tokens alone: 0 to n - 1 in all three."""
+    return np.broadcast_to(np.arange(tokens), (3, tokens)).copy()
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,60 @@
 """The tokenizer and the image processor of a model, from one folder in Hugging Face format."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+from transformers import (
+    AutoTokenizer,
+    GotOcr2ImageProcessorPil,
+    PreTrainedTokenizerBase,
+    Qwen2VLImageProcessorPil,
+)
 
+from loongplug.data.folder_files import (
+    COMBINED_FILE,
+    IMAGE_FILE,
+    MODEL_FILE,
+    read_json,
+    separate_template,
+)
+from loongplug.data.image_patches import (
+    FixedPatches,
+    ImagePatches,
+    PatchSizes,
+    QwenPatches,
+    limited,
+    processor_kind,
+)
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.special_text import SpecialTexts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+IMAGE_PROCESSOR_FILES = (IMAGE_FILE, COMBINED_FILE)
+# The ids that models have by these names, too, where their family has such a token.
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """The texts of the tokens that mark images and videos or hold their places; Qwen's here."""
+    """The texts of the tokens that hold the places of images and videos, or mark them.
+
+    Those that a chat template writes; by default Qwen's. None: the family has no such token, and
+    without one for videos, no videos.
+    """
 
     image: str = "<|image_pad|>"
-    video: str = "<|video_pad|>"
-    start: str = "<|vision_start|>"
-    end: str = "<|vision_end|>"
+    video: str | None = "<|video_pad|>"
+    start: str | None = "<|vision_start|>"
+    end: str | None = "<|vision_end|>"
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Those that there are."""
+        each = (self.image, self.video, self.start, self.end)
+        return tuple(text for text in each if text is not None)
 
 
 QWEN_TOKENS = VisionTokens()
@@ -37,80 +69,206 @@ class Processor:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    image_processor: Qwen2VLImageProcessorPil
+    images: ImagePatches
     folder: Path
     tokens: VisionTokens
     special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
     image_token_id: int
-    video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
+    video_token_id: int | None
+    vision_start_token_id: int | None
+    vision_end_token_id: int | None
     end_token: str
     end_token_id: int
     pad_token_id: int
     vocab_size: int  # one more than the highest id; a model may pad beyond it
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
     pixel_limits: PixelLimits
-    patch_dim: int  # channels * temporal * patch * patch: the width of a row of pixels
+    # Written around what stands for an image where the chat template has its token alone, and
+    # their ids; InternVL's.
+    around_images: tuple[str, str] = ("", "")
+    around_image_ids: tuple[int, ...] = ()
 
     @property
-    def vision_token_ids(self) -> frozenset[int]:
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return self.images.patch_size
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a patch."""
+        return self.images.temporal_patch_size
+
+    @property
+    def spatial_merge_size(self) -> int:
+        """Side of a visual token in patches."""
+        return self.images.spatial_merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """The width of a row of pixels: channels * temporal * patch * patch."""
+        return self.images.patch_dim
+
+    @property
+    def visual_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that hold the places of images and videos."""
+        ids = (self.image_token_id, self.video_token_id)
+        return tuple(each for each in ids if each is not None)
+
+    @property
+    def untrained_token_ids(self) -> frozenset[int]:
         """Ids that only mark or hold the place of images and videos."""
-        marks = (self.vision_start_token_id, self.vision_end_token_id)
-        return frozenset((self.image_token_id, self.video_token_id, *marks))
+        marks = (self.vision_start_token_id, self.vision_end_token_id, *self.around_image_ids)
+        return frozenset((*self.visual_token_ids, *(each for each in marks if each is not None)))
 
 
 def load_processor(
     folder: str | Path,
     *,
-    tokens: VisionTokens = QWEN_TOKENS,
+    tokens: VisionTokens | None = None,
+    patch_sizes: PatchSizes | None = None,
     special_tokens_in_text: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
 ) -> Processor:
     """Load tokenizer, chat template and image processor from ``folder``, without any network.
 
-    ``tokens`` are those of the model's family. With ``special_tokens_in_text``, special tokens that
-    are written in a row's text are special tokens; else they are text. ``pixel_limits`` stand
-    above the folder's.
+    ``tokens`` are those of the model's family, ``patch_sizes`` the model's, which count where the
+    folder does not say its own; without them, all is as the folder says. With
+    ``special_tokens_in_text``, special tokens that are written in a row's text are special tokens;
+    else they are text. ``pixel_limits`` stand above the folder's.
 
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
-    has no vision tokens, no chat template or no end token, when pixels would be scaled to what is
-    not finite, and when the limits leave no size.
+    has no vision tokens, no chat template or no end token, when the image processor is of a kind
+    that is not known or does not fit the patches, when pixels would be scaled to what is not
+    finite, and when the limits leave no size.
     """
     folder = Path(folder)
     _require_files(folder)
     tokenizer = _loaded(AutoTokenizer, folder, names=TOKENIZER_FILES, trust_remote_code=False)
-    image_processor = _loaded(Qwen2VLImageProcessorPil, folder, names=IMAGE_PROCESSOR_FILES)
-    if problem := scaling_problem(image_processor):
-        raise ValueError(f"The image processor in {folder} has {problem}.")
-    texts = (tokens.image, tokens.video, tokens.start, tokens.end)
-    ids = _special_ids(tokenizer, texts, folder=folder)
-    patch, temporal = image_processor.patch_size, image_processor.temporal_patch_size
-    pixel_limits.limit_images(image_processor, patch=(patch * image_processor.merge_size) ** 2)
+    if (file := separate_template(folder)) is not None:
+        tokenizer.chat_template = read_json(file, where=str(folder)).get("chat_template")
+    images = _load_images(folder, patch_sizes)
+    limited(images, pixel_limits)
+    around = _around_images(tokenizer, images)
+    tokens = tokens or _folders_tokens(folder, tokenizer, images)
+    texts = tokens.texts
+    ids = _special_ids(tokenizer, (*texts, *filter(None, around)), folder=folder)
     return Processor(
         tokenizer=tokenizer,
-        image_processor=image_processor,
+        images=images,
         folder=folder,
         tokens=tokens,
         special_texts=None if special_tokens_in_text else SpecialTexts.of(tokenizer, more=texts),
         image_token_id=ids[tokens.image],
-        video_token_id=ids[tokens.video],
-        vision_start_token_id=ids[tokens.start],
-        vision_end_token_id=ids[tokens.end],
+        video_token_id=None if tokens.video is None else ids[tokens.video],
+        vision_start_token_id=None if tokens.start is None else ids[tokens.start],
+        vision_end_token_id=None if tokens.end is None else ids[tokens.end],
         end_token=tokenizer.eos_token,
         end_token_id=tokenizer.eos_token_id,
         pad_token_id=(
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         ),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
-        patch_size=patch,
-        temporal_patch_size=temporal,
-        spatial_merge_size=image_processor.merge_size,
         pixel_limits=pixel_limits,
-        patch_dim=len(image_processor.image_mean) * temporal * patch * patch,
+        around_images=around,
+        around_image_ids=tuple(ids[text] for text in around if text),
     )
+
+
+def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
+    """The folder's image processor; ``given`` sizes count where the folder has none."""
+    config = _loaded(_Settings, folder, names=IMAGE_PROCESSOR_FILES)
+    name = config.get("image_processor_type")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"The image processor in {folder} has image_processor_type {name!r:.80}.")
+    try:
+        kind = processor_kind(name)
+    except ValueError as error:
+        raise ValueError(f"The image processor in {folder} has {error}.") from error
+    transform = _loaded(kind, folder, names=IMAGE_PROCESSOR_FILES)
+    if problem := scaling_problem(transform):
+        raise ValueError(f"The image processor in {folder} has {problem}.")
+    if kind is Qwen2VLImageProcessorPil:
+        return QwenPatches(transform)
+    if kind is GotOcr2ImageProcessorPil and _combined(folder)[_CLASS] == "InternVLProcessor":
+        transform.crop_to_patches = True  # which that class asks for, whatever the file says
+    said = [sizes for sizes in (_folders_patches(folder), given) if sizes is not None]
+    if not said:
+        raise ValueError(
+            f"How large patches are is not said in {folder}: its image processor does not say it,"
+            f" so put the model's {MODEL_FILE} there."
+        )
+    size = next((sizes.image_size for sizes in reversed(said) if sizes.image_size), None)
+    try:
+        # The folder's own sizes of patches: whether they are the model's is asked with all else.
+        return FixedPatches(transform, replace(said[0], image_size=size))
+    except ValueError as error:
+        raise ValueError(f"The image processor in {folder} cannot be used: {error}.") from error
+
+
+class _Settings:
+    """What the files of an image processor say, as transformers finds it."""
+
+    @staticmethod
+    def from_pretrained(folder: str, **options: Any) -> dict[str, Any]:
+        """The settings by name."""
+        settings: dict[str, Any]
+        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(folder, **options)
+        return settings
+
+
+_CLASS = "processor_class"
+
+
+def _combined(folder: Path) -> Mapping[str, Any]:
+    """What the folder says of the whole: of tokenizer, template and image processor."""
+    where = str(folder)
+    said = read_json(folder / COMBINED_FILE, where=where)
+    own = read_json(folder / IMAGE_FILE, where=where)
+    return {_CLASS: own.get(_CLASS), **said}
+
+
+def _folders_patches(folder: Path) -> PatchSizes | None:
+    """By config.json, else by what LLaVA's processor is told; None where neither says."""
+    combined = _combined(folder)
+    more = combined.get("num_additional_image_tokens")
+    strategy = combined.get("vision_feature_select_strategy")
+    if more is not None and strategy is not None and more != (strategy == "default"):
+        raise ValueError(
+            f"{folder / COMBINED_FILE} has num_additional_image_tokens {more} and"
+            f" vision_feature_select_strategy {strategy!r:.40}, so that images have another number"
+            " of tokens than patches: expected 1 with 'default', or 0 with 'full'."
+        )
+    config = read_json(folder / MODEL_FILE, where=str(folder))
+    try:
+        sizes = PatchSizes.of_config(config)
+        patch = combined.get("patch_size")
+        if sizes is None and patch is not None:
+            sizes = PatchSizes.of_config({"vision_config": {"patch_size": patch}})
+    except ValueError as error:
+        raise ValueError(f"{folder / MODEL_FILE} cannot be used: {error}.") from error
+    return sizes
+
+
+def _around_images(tokenizer: Any, images: ImagePatches) -> tuple[str, str]:
+    """What InternVL's processor writes around an image's tokens; nothing of other families."""
+    if isinstance(images.transform, GotOcr2ImageProcessorPil):
+        return (
+            getattr(tokenizer, "start_image_token", None) or "",
+            getattr(tokenizer, "end_image_token", None) or "",
+        )
+    return "", ""
+
+
+def _folders_tokens(folder: Path, tokenizer: Any, images: ImagePatches) -> VisionTokens:
+    """Those of the family that the folder is for, as its tokenizer and processor name them."""
+    if isinstance(images, QwenPatches):
+        return QWEN_TOKENS
+    said = [
+        getattr(tokenizer, "context_image_token", None),  # InternVL's
+        getattr(tokenizer, "image_token", None),
+        _combined(folder).get("image_token"),
+    ]
+    image = next((text for text in said if isinstance(text, str)), "<image>")
+    return VisionTokens(image=image, video=None, start=None, end=None)
 
 
 def scaling_problem(transform: Any) -> str | None:
@@ -150,15 +308,17 @@ def _loaded(kind: Any, folder: Path, *, names: Sequence[str], **options: Any) ->
         ) from error
 
 
-def require_fit(processor: Processor, *, vocab_size: int, **expected: int) -> None:
+def require_fit(processor: Processor, *, vocab_size: int, **expected: int | None) -> None:
     """Refuse a processor that was made for another model.
 
     ``expected`` are the model's token ids, patch sizes and merge size, by the processor's names.
+    What the folder or the model does not have (None) is not compared.
     """
+    found = {name: getattr(processor, name) for name in expected}
     wrong = [
-        f"{name} is {getattr(processor, name)} in the folder but {value} in the model"
+        f"{name} is {found[name]} in the folder but {value} in the model"
         for name, value in expected.items()
-        if getattr(processor, name) != value
+        if found[name] != value and None not in (found[name], value)
     ]
     if processor.vocab_size > vocab_size:
         wrong.append(

@@ -8,8 +8,9 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +20,8 @@ from loongplug.data.conversation import Message
 # neither by the case of letters nor by JSON's escapes.
 _DIGITS = str.maketrans("01", "89")
 _MARK = re.compile(r"1[2-9]{16}")
+After = Literal["nothing", "text", "special"]  # what a piece of a sample's text stands behind
+_LINE = "\n"  # which tokenizers keep apart from what follows
 _FIRST_MARK = 8**15  # counted from here; texts with numbers of 17 digits that look so are few
 
 
@@ -94,35 +97,46 @@ class _Marks:
 
 
 def encode_hidden(
-    text: str, hidden: Mapping[str, str], special: SpecialTexts, tokenizer: PreTrainedTokenizerBase
+    text: str,
+    hidden: Mapping[str, str],
+    special: SpecialTexts,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    after: After = "nothing",
 ) -> list[int]:
     """The ids of a rendered text: special tokens are those that the template wrote.
 
-    What marks stand for is encoded as text, together with the text around it.
+    What marks stand for is encoded as text, together with the text around it. ``after`` as in
+    :func:`encode_text`.
 
     Raises ValueError where the tokenizer makes a special token of any such text.
     """
     ids: list[int] = []
     end = 0
     for found in special.pattern.finditer(text):
-        ids += _as_text(_restored(text[end : found.start()], hidden), special, tokenizer)
+        piece = _restored(text[end : found.start()], hidden)
+        ids += _as_text(piece, special, tokenizer, after=after)
         ids.append(tokenizer.convert_tokens_to_ids(found.group()))
-        end = found.end()
-    return ids + _as_text(_restored(text[end:], hidden), special, tokenizer)
+        end, after = found.end(), "special"
+    return ids + _as_text(_restored(text[end:], hidden), special, tokenizer, after=after)
 
 
 def _restored(text: str, hidden: Mapping[str, str]) -> str:
     return _MARK.sub(lambda mark: hidden.get(mark.group(), mark.group()), text)
 
 
-def _as_text(text: str, special: SpecialTexts, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = encode_text(text, tokenizer, special=False)
+def _as_text(
+    text: str, special: SpecialTexts, tokenizer: PreTrainedTokenizerBase, *, after: After
+) -> list[int]:
+    ids = encode_text(text, tokenizer, special=False, after=after)
     if special.ids.isdisjoint(ids):
         return ids
     # The vocabulary of the tokenizer's model has special tokens too: keep their letters apart.
     cuts = [0, *(found.start() + 1 for found in special.pattern.finditer(text)), len(text)]
-    pieces = [text[start:end] for start, end in pairwise(cuts)]
-    ids = [token for piece in pieces for token in encode_text(piece, tokenizer, special=False)]
+    ids = []
+    for start, end in pairwise(cuts):
+        ids += encode_text(text[start:end], tokenizer, special=False, after=after)
+        after = "text"
     if not special.ids.isdisjoint(ids):
         raise ValueError(
             "the tokenizer cannot write a special token that stands in the row's text as text: drop"
@@ -131,18 +145,59 @@ def _as_text(text: str, special: SpecialTexts, tokenizer: PreTrainedTokenizerBas
     return ids
 
 
-def encode_text(text: str, tokenizer: Any, *, special: bool) -> list[int]:
-    """The ids of a text; with ``special``, special tokens in it are such, else they are text."""
+def encode_text(text: str, tokenizer: Any, *, special: bool, after: After = "nothing") -> list[int]:
+    """The ids of a text; with ``special``, special tokens in it are such, else they are text.
+
+    ``after`` is what the text stands behind. Tokenizers of Llama's kind write a space in front of a
+    text that begins; one that goes on has none.
+    """
     if not text:
         return []
+    if after == "nothing" or _begins_alike(tokenizer, after):
+        return _encoded(text, tokenizer, special=special)
+    line = _encoded(_LINE, tokenizer, special=special)
+    ids = _encoded(_LINE + text, tokenizer, special=special)
+    if ids[: len(line)] != line:  # a line that the tokenizer joins to this text
+        return _encoded(text, tokenizer, special=special)
+    return ids[len(line) :]
+
+
+def is_added(token: int, tokenizer: Any) -> bool:
+    """Whether the id is one that texts are split at, as special tokens are."""
+    return token in _added_ids(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _added_ids(tokenizer: Any) -> frozenset[int]:
+    return frozenset(tokenizer.added_tokens_decoder)
+
+
+@lru_cache(maxsize=32)
+def _begins_alike(tokenizer: Any, after: After) -> bool:
+    """Whether a text behind another, or behind a special token, has the ids that it has alone."""
+    probe = "a"
+    alone = _encoded(probe, tokenizer, special=True)
+    line = _encoded(_LINE, tokenizer, special=True)
+    behind_line = _encoded(_LINE + probe, tokenizer, special=True)
+    if behind_line == [*line, *alone] or behind_line[: len(line)] != line:
+        return True
+    if after == "text":
+        return False
+    end = tokenizer.eos_token
+    return _encoded(end + probe, tokenizer, special=True)[1:] != behind_line[len(line) :]
+
+
+def _encoded(text: str, tokenizer: Any, *, special: bool) -> list[int]:
     if not tokenizer.is_fast:
         options = {"add_special_tokens": False, "split_special_tokens": not special}
-        return tokenizer(text, **options)["input_ids"]
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
+        return ids
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # which a tokenizer's file may ask for
     backend.no_truncation()
     backend.encode_special_tokens = not special  # a tokenizer's word for: they are text
     try:
-        return backend.encode(text, add_special_tokens=False).ids
+        found: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return found
     finally:
         backend.encode_special_tokens = False

@@ -1,6 +1,5 @@
 """Videos: how a model family writes their times, their grids and their patches."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,13 @@ import torch
 from torch import Tensor
 
 from loongplug.data.conversation import Video, VideoClip, VideoFile
+from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
 
 _USUAL_FPS = 2.0
-_COMBINED_FILE = "processor_config.json"  # as transformers 5 writes it: a section each
-_OWN_FILE = "video_preprocessor_config.json"
-_IMAGE_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +51,10 @@ def video_style_of(processor: Processor) -> VideoStyle:
     Good for counting tokens; how fast a block's time axis counts stands in the model's config.
     """
     folder, where = processor.folder, str(processor.folder)
-    config = _read_json(folder / _COMBINED_FILE, where=where).get("video_processor")
-    config = config or _read_json(folder / _OWN_FILE, where=where)
+    config = read_json(folder / COMBINED_FILE, where=where).get("video_processor")
+    config = config or read_json(folder / VIDEO_FILE, where=where)
     # A folder of Qwen2.5-VL may have the file for images alone, which serves both.
-    images = _read_json(folder / _IMAGE_FILE, where=where)
+    images = read_json(folder / IMAGE_FILE, where=where)
     if config:
         blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
     else:
@@ -92,7 +89,18 @@ class VideoProcessor:
         self._fps = fps
         self.style = style
         if processor.pixel_limits.of_videos:
-            self._loaded(where="--video-min-pixels, --video-max-pixels")  # wrong ones are told now
+            where = "--video-min-pixels, --video-max-pixels"
+            if processor.tokens.video is None:
+                raise ValueError(f"{where}: this model takes no videos: leave these flags out.")
+            self._loaded(where=where)  # wrong ones are told now
+
+    def require(self, *, where: str) -> None:
+        """ValueError with ``where``, that of a row with a video, where the model takes none."""
+        if self._processor.tokens.video is None:
+            raise ValueError(
+                f"{where}: the row has a video, but this model takes images and text alone: drop"
+                " the row, or list some frames as images."
+            )
 
     def clip(self, video: VideoFile, *, where: str) -> VideoClip:
         """Choose the frames to take of a video file; reads its header.
@@ -232,25 +240,14 @@ def _read_config(folder: Path, style: VideoStyle, *, where: str) -> dict[str, An
 
     A file for images serves videos as well in folders of Qwen2.5-VL, whose limits are per frame.
     """
-    combined = _read_json(folder / _COMBINED_FILE, where=where)
+    combined = read_json(folder / COMBINED_FILE, where=where)
     if "video_processor" in combined:
         config: dict[str, Any] = combined["video_processor"]
         return config
-    for name in (_OWN_FILE,) if style.timestamps else (_OWN_FILE, _IMAGE_FILE):
-        if found := _read_json(folder / name, where=where):
+    for name in (VIDEO_FILE,) if style.timestamps else (VIDEO_FILE, IMAGE_FILE):
+        if found := read_json(folder / name, where=where):
             return found
     raise ValueError(
         f"{where}: the row has a video, but there is no video processor in {folder}: copy"
-        f" {_OWN_FILE} from the model that this folder belongs to."
+        f" {VIDEO_FILE} from the model that this folder belongs to."
     )
-
-
-def _read_json(path: Path, *, where: str) -> dict[str, Any]:
-    """The file's content, nothing for a file that is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {path} is not JSON ({error}): copy it again.") from error
-    return content if isinstance(content, dict) else {}

@@ -70,7 +70,7 @@ def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSiz
             planned.samples,
             pad_token_id=processor.pad_token_id,
             seq_length=args.seq_length,
-            visual_token_ids=(processor.image_token_id, processor.video_token_id),
+            visual_token_ids=processor.visual_token_ids,
             packed=args.packing,
         )
         shards = None

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.consoles import table_console
+from loongplug.data.image_patches import PatchSizes
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
-from loongplug.data.processor import Processor, load_processor, require_fit
+from loongplug.data.processor import TOKEN_IDS, Processor, load_processor, require_fit
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.video import TIMESTAMPS, VideoStyle
 from loongplug.evaluate.generation import generate_answers, load_model
@@ -68,10 +69,14 @@ def evaluate(
         _require_place(predictions)
     console = table_console()
     hf_model = load_model(model, device=choose_device(device))
+    patch_sizes = PatchSizes.of_config(hf_model.config.to_dict())
     processor = load_processor(
-        model, special_tokens_in_text=special_tokens_in_text, pixel_limits=pixel_limits
+        model,
+        patch_sizes=patch_sizes,
+        special_tokens_in_text=special_tokens_in_text,
+        pixel_limits=pixel_limits,
     )
-    _require_fit(processor, hf_model.config)
+    _require_fit(processor, hf_model.config, patch_sizes)
 
     started = time.monotonic()
     video_style = _video_style(hf_model.config)
@@ -135,18 +140,15 @@ def _score(metric: Metric, answer: str, *, question: Question) -> float:
         raise ValueError(f"{question.where}: {right} cannot be compared: {error}.") from error
 
 
-def _require_fit(processor: Processor, config: Any) -> None:
+def _require_fit(processor: Processor, config: Any, sizes: PatchSizes | None) -> None:
     vision = config.vision_config
     require_fit(
         processor,
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        vision_start_token_id=config.vision_start_token_id,
-        vision_end_token_id=config.vision_end_token_id,
+        **{name: getattr(config, name, None) for name in TOKEN_IDS},
         vocab_size=config.text_config.vocab_size,
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        spatial_merge_size=vision.spatial_merge_size,
+        patch_size=None if sizes is None else sizes.patch_size,
+        temporal_patch_size=getattr(vision, "temporal_patch_size", None),
+        spatial_merge_size=None if sizes is None else sizes.spatial_merge_size,
     )
 
 

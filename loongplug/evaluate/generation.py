@@ -122,14 +122,16 @@ def _batch(
     videos = [medium for medium in media if not isinstance(medium, MediaFile)]
     if images:
         vision = loader.load(images, where=where)
-        inputs |= {"pixel_values": vision.pixels, "image_grid_thw": vision.grid_thw}
+        inputs |= processor.images.model_inputs(vision.pixels, vision.grid_thw)
     if videos:
         vision = loader.load(videos, where=where)
         inputs |= {"pixel_values_videos": vision.pixels, "video_grid_thw": vision.grid_thw}
-    if media:
+    # A model that is told of grids is told which tokens are of images and which of videos.
+    if any(name.endswith("_grid_thw") for name in inputs):
         kinds = torch.zeros(shape, dtype=torch.int32)
         kinds[input_ids == processor.image_token_id] = 1
-        kinds[input_ids == processor.video_token_id] = 2
+        if processor.video_token_id is not None:
+            kinds[input_ids == processor.video_token_id] = 2
         inputs["mm_token_type_ids"] = kinds
     return inputs
 

@@ -45,7 +45,7 @@ class EncoderWork:
         layer = 4 * hidden * hidden + encoder.mlp_matrices * hidden * ffn
         windows = encoder.attention_windows()
         return cls(
-            linear=encoder.num_layers * layer,
+            linear=encoder.computed_layers * layer,
             attention=tuple((side, layers * 2 * hidden) for side, layers in windows.items()),
             merge=encoder.spatial_merge_size,
         )

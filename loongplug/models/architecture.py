@@ -1,11 +1,17 @@
 """What every vision-language model here is described by; families derive and add their own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.rope_settings import (
+    RopeSettings,
+    Section,
+    interleaved_axes,
+    sectioned_axes,
+)
 
 if TYPE_CHECKING:
     from loongplug.data.video import VideoStyle
@@ -17,14 +23,19 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+HEAD = "lm_head.weight"  # of the output layer, in the files of most models
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionArchitecture:
-    """A vision transformer over patches with 2D rope, before its projector.
+    """A vision transformer over patches, before its projector.
 
-    ``mlp_matrices``, fixed for a family, are those of one layer; a gated MLP has three.
+    Fixed for a family: ``mlp_matrices`` are those of one layer; a gated MLP has three. ``one_size``
+    says that all images have the same, its ``image_size``.
     """
 
     mlp_matrices: ClassVar[int] = 2
+    one_size: ClassVar[bool] = False
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -34,7 +45,6 @@ class VisionArchitecture:
     spatial_merge_size: int = 2
     in_channels: int = 3
     layernorm_epsilon: float = 1e-6
-    rotary_base: float = 10000.0
     initializer_range: float = 0.02
     tensor_model_parallel_size: int | None = None  # None: the decoder's
     freeze: bool = False
@@ -42,13 +52,65 @@ class VisionArchitecture:
     lora: LoraSettings | None = None
     lr_mult: float = 1.0  # times --lr and --min-lr
 
+    @property
+    def computed_layers(self) -> int:
+        """How many of its layers run; the others, behind them, only travel with the files."""
+        return self.num_layers
+
     def attention_windows(self) -> dict[int | None, int]:
         """How many layers attend within windows of which side in patches; None: whole frames."""
-        return {None: self.num_layers}
+        return {None: self.computed_layers}
 
     def taps(self) -> tuple[int, ...]:
         """The 0-based layers whose output goes to the decoder as well, behind its first layers."""
         return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryVisionArchitecture(VisionArchitecture):
+    """A vision transformer whose queries and keys turn with a patch's row and column: 2D rope."""
+
+    rotary_base: float = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquareVisionArchitecture(VisionArchitecture):
+    """A vision transformer over square images of one size.
+
+    ``feature_layer`` is the layer whose output the projector gets, counted as transformers counts
+    hidden states: 0 is the embeddings, -1 the last layer; the layers behind it only travel from
+    file to file.
+    """
+
+    one_size: ClassVar[bool] = True
+    image_size: int  # pixels of a side
+    temporal_patch_size: int = 1
+    spatial_merge_size: int = 1  # side of the blocks of patches that the projector merges
+    feature_layer: int = -1
+
+    @property
+    def side(self) -> int:
+        """Patches in a row, and in a column; pixels that do not fill one are left out."""
+        return self.image_size // self.patch_size
+
+    @property
+    def computed_layers(self) -> int:
+        """Those up to ``feature_layer``."""
+        behind = self.num_layers + 1 if self.feature_layer < 0 else 0
+        return self.feature_layer + behind
+
+    def require_feature_layer(self) -> None:
+        """Raise ValueError for a feature layer that the encoder does not have."""
+        layers = self.num_layers
+        if not 1 <= self.computed_layers <= layers:
+            raise ValueError(
+                f"feature_layer is {self.feature_layer} in an encoder of {layers} layers: it must "
+                f"be within 1 and {layers}, or within {-layers} and -1."
+            )
+
+    def has_class_token(self) -> bool:
+        """Whether an image has a state before those of its patches; the projector gets none."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +125,8 @@ class ProjectorArchitecture:
 
 @dataclass(frozen=True, kw_only=True)
 class TextArchitecture:
-    """A text decoder with grouped-query attention, RMSNorm, SwiGLU and multimodal rope.
+    """A text decoder with grouped-query attention, RMSNorm, SwiGLU and rope."""
 
-    ``interleaved_mrope``, fixed for a family, says whether the three axes alternate from channel
-    to channel or have one stretch of channels each.
-    """
-
-    interleaved_mrope: ClassVar[bool]
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -77,7 +134,6 @@ class TextArchitecture:
     num_query_groups: int
     kv_channels: int
     vocab_size: int
-    mrope_section: tuple[int, int, int]  # pairs of channels for time, height, width
     rotary_base: float
     layernorm_epsilon: float = 1e-6
     initializer_range: float = 0.02
@@ -86,6 +142,39 @@ class TextArchitecture:
     freeze: bool = False
     lora: LoraSettings | None = None
     lr_mult: float = 1.0
+
+    def rope_section(self) -> Section:
+        """How many pairs of a head's channels turn with time, height and width."""
+        return (self.kv_channels // 2, 0, 0)
+
+    def rope(self) -> RopeSettings:
+        """How positions turn queries and keys."""
+        return RopeSettings(
+            channels=self.kv_channels,
+            base=self.rotary_base,
+            axes=sectioned_axes(self.rope_section()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultimodalTextArchitecture(TextArchitecture):
+    """A text decoder with multimodal rope: images and videos have positions on three axes.
+
+    ``interleaved_mrope``, fixed for a family, says whether the three axes alternate from channel
+    to channel or have one stretch of channels each.
+    """
+
+    interleaved_mrope: ClassVar[bool]
+    mrope_section: Section  # pairs of channels for time, height, width
+
+    def rope_section(self) -> Section:
+        """Its ``mrope_section``."""
+        return self.mrope_section
+
+    def rope(self) -> RopeSettings:
+        """With the axes of the family."""
+        axes = interleaved_axes if self.interleaved_mrope else sectioned_axes
+        return replace(super().rope(), axes=axes(self.mrope_section))
 
 
 ModuleArchitecture = VisionArchitecture | ProjectorArchitecture | TextArchitecture
@@ -96,9 +185,13 @@ class VisionLanguageArchitecture:
     """Encoder, projector and decoder, and the ids of the special tokens.
 
     A token id that is None is the tokenizer's; it is filled in before the model is built.
-    ``keys`` has, by a module's name in the built model, its key here and in the YAML.
+    ``keys`` has, by a module's name in the built model, its key here and in the YAML;
+    ``plain_positions``, fixed for a family, says whether it counts tokens alone, or images' rows
+    and columns as well; ``media`` are what its encoder takes.
     """
 
+    plain_positions: ClassVar[bool] = False
+    media: ClassVar[tuple[str, ...]] = ("image", "video")
     keys: ClassVar[dict[str, str]] = {
         "image_encoder": "image_encoder",
         "image_projector": "image_projector",
@@ -120,7 +213,7 @@ class VisionLanguageArchitecture:
                 Entry(
                     name="image_encoder",
                     role=Role.ENCODER,
-                    media=("image", "video"),
+                    media=cls.media,
                     beside=("image_projector",),
                     into="text_decoder",
                 ),

@@ -1,4 +1,4 @@
-"""The text decoder: Megatron's GPTModel with multimodal rope and vision features in place."""
+"""The text decoder: Megatron's GPTModel with rope of three axes and vision features in place."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,8 @@ from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.router import balances, token_kinds
 from loongplug.models.layers.specs import Backend, decoder_layer_spec, final_norm
-from loongplug.models.mrope import MultimodalRotary, interleaved_axes, sectioned_axes
+from loongplug.models.mrope import MultimodalRotary
+from loongplug.models.rope_settings import RopeSettings
 
 
 @dataclass
@@ -70,26 +71,20 @@ class TextDecoder(GPTModel):
         config: DecoderConfig,
         *,
         layer_specs: TransformerBlockSubmodules,
-        rotary_base: float,
-        rope_axes: Tensor,
+        rope: RopeSettings,
         **options: Any,
     ) -> None:
-        """``rope_axes`` as in :class:`MultimodalRotary`; ``options`` are GPTModel's."""
+        """``options`` are GPTModel's."""
         super().__init__(
             config=config,
             transformer_layer_spec=layer_specs,
             position_embedding_type="mrope",
-            rotary_base=rotary_base,
+            rotary_base=rope.base,
             **options,
         )
         assert config.mrope_section is not None
-        assert config.kv_channels is not None
-        self.rotary_pos_emb = MultimodalRotary(
-            kv_channels=config.kv_channels,
-            base=rotary_base,
-            axes=rope_axes,
-            dtype=config.params_dtype,
-        )
+        assert config.kv_channels == rope.channels
+        self.rotary_pos_emb = MultimodalRotary(rope, dtype=config.params_dtype)
 
     def visual_tokens(self, places: VisualPlaces, input_ids: Tensor) -> VisualTokens:
         """Those of ``input_ids`` [b, s] in this rank's part of the sequence, on their device.
@@ -245,7 +240,6 @@ def build_decoder(
         layer_class=DeepstackTransformerLayer if config.deepstack_features else TransformerLayer,
     )
     count = get_num_layers_to_build(config, vp_stage, get_pg_rank(pg_collection.pp))
-    axes = interleaved_axes if text.interleaved_mrope else sectioned_axes
     return TextDecoder(
         config,
         layer_specs=TransformerBlockSubmodules(
@@ -253,8 +247,7 @@ def build_decoder(
         ),
         vocab_size=text.vocab_size,
         max_sequence_length=text.max_position_embeddings,
-        rotary_base=text.rotary_base,
-        rope_axes=axes(text.mrope_section),
+        rope=text.rope(),
         share_embeddings_and_output_weights=text.tie_word_embeddings,
         pre_process=pre_process,
         post_process=post_process,

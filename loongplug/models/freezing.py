@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
-from loongplug.models.hf_mapping import is_adapter
+from loongplug.models.hf_mapping import is_adapter, is_carried
 
 FREEZE_FLAG, TRAIN_FLAG = "--freeze-parameters", "--train-parameters"
 _SHOWN = 3
@@ -21,8 +21,9 @@ class Freezing:
     ``modules`` are frozen whole, by their names in the model (``image_encoder``), ``adapted`` but
     for their adapters; ``freeze`` and ``train`` are shell patterns over full parameter names, in
     which ``*`` also stands for dots. A parameter is frozen when its module is or a pattern of
-    ``freeze`` matches it, an adapter's too, unless a pattern of ``train`` does. Names are the same
-    in every layout: layers and experts are counted over the whole model
+    ``freeze`` matches it, an adapter's too, unless a pattern of ``train`` does. What is carried
+    only, which no forward runs, is frozen whatever patterns say. Names are the same in every
+    layout: layers and experts are counted over the whole model
     (:func:`loongplug.checkpoint.owned.parameter_names`).
 
     >>> only_norms = Freezing(freeze=("*",), train=("*norm*",))
@@ -44,6 +45,8 @@ class Freezing:
 
     def trains(self, name: str) -> bool:
         """Whether the parameter called ``name`` trains."""
+        if is_carried(name):
+            return False
         return _matched(name, self.train) or not self._is_frozen(name)
 
     def _is_frozen(self, name: str) -> bool:
@@ -64,6 +67,8 @@ class Freezing:
         for name in names:
             if not idle:
                 break
+            if is_carried(name):
+                continue
             if not (self._module_is_frozen(name) or _matched(name, self.train)):
                 idle -= {each for each in self.freeze if fnmatchcase(name, each)}
             if self._is_frozen(name):

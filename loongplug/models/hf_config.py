@@ -8,8 +8,8 @@ from typing import Any
 
 from loongplug.models.entries import only_decoder
 from loongplug.models.hf_model import HuggingFaceModel
-from loongplug.models.parts import Part, load
-from loongplug.models.registry import Family, InTransformers, dotted, families
+from loongplug.models.parts import ANY_TYPE, Part, load
+from loongplug.models.registry import ANY, WHOLE, Family, InTransformers, dotted, families
 
 CONFIG_JSON = "config.json"
 # What it may say otherwise without changing what the weights mean.
@@ -30,6 +30,7 @@ def hf_config(model: HuggingFaceModel) -> Any:
     return _config_class(model.in_transformers)(
         **{name: dict(section) for name, section in model.sections.items()},
         **model.top,
+        **model.whole,
         architectures=[model.in_transformers.architecture],
     )
 
@@ -57,13 +58,18 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
         for key, value in values.items():
             if key in (*_WITHOUT_INFLUENCE, *model.unused.get(section, ())):
                 continue
-            other = getattr(getattr(found, section), key)
+            other: Any = getattr(getattr(found, section), key, None)
             if key == "rope_parameters":
-                other = {name: other.get(name, value[name]) for name in value}
+                value = {"partial_rotary_factor": 1.0, **value}
+                unsaid = {**value, "rope_type": None}  # standing for one by layers, which has none
+                other = {name: other.get(name, unsaid[name]) for name in value}
             if isinstance(value, list):
                 other = list(other)
             if other != value:
                 differences.append(f"{CONFIG_JSON} has {section}.{key} {other}, expected {value}")
+    for key, value in model.whole.items():
+        if (other := getattr(found, key)) != value:
+            differences.append(f"{CONFIG_JSON} has {key} {other}, expected {value}")
     tied = model.top["tie_word_embeddings"]
     if found.tie_word_embeddings != tied:
         differences.append(
@@ -89,7 +95,9 @@ def _model_type(folder: Path) -> object:
     try:
         return json.loads((folder / CONFIG_JSON).read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{CONFIG_JSON} is not a JSON object; copy the file again") from error
+        raise ValueError(
+            f"{folder / CONFIG_JSON} is not a JSON object; copy the file again"
+        ) from error
 
 
 def _read(folder: Path, config_class: Any) -> Any:
@@ -99,7 +107,8 @@ def _read(folder: Path, config_class: Any) -> Any:
     except Exception as error:  # transformers has many for a value of the wrong kind
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{CONFIG_JSON} is not a {config_class.__name__} ({reason:.300}); copy the file again"
+            f"{folder / CONFIG_JSON} is not a {config_class.__name__} ({reason:.300}); copy the "
+            "file again"
         ) from error
 
 
@@ -134,16 +143,48 @@ def read_folder(folder: Path, family: Family) -> dict[str, Any]:
     Raises:
         ValueError: config.json is not one of the family's.
     """
+    found = _read(folder, _config_class(family.in_transformers))
+    try:
+        return _data(found, family)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _data(found: Any, family: Family) -> dict[str, Any]:
+    """The YAML data of what transformers has read."""
     theirs, config_class = family.in_transformers, family.config_class
-    found = _read(folder, _config_class(theirs))
     data: dict[str, Any] = {"_target_": dotted(config_class)}
+    keys = config_class.keys
     for section, modules in theirs.sections.items():
         for module in modules:
-            part = family.joined[module]
-            data[config_class.keys[module]] = _fields(part, getattr(found, section))
+            of_module = found if section == WHOLE else getattr(found, section)
+            part = _part_in(family, module, section, of_module)
+            data[keys[module]] = {"_target_": dotted(part.config_class)} | _fields(part, of_module)
+    for module, outside in theirs.whole.items():
+        fields = data.setdefault(keys[module], {})
+        fields |= {name: getattr(found, key) for name, key in outside.items()}
+    if theirs.derived is not None:
+        for module, outside in _derived(theirs.derived, found).items():
+            data[keys[module]] |= outside
     decoder = config_class.keys[only_decoder(config_class.entries()).name]
     data[decoder]["tie_word_embeddings"] = found.tie_word_embeddings
     return data | {name: getattr(found, name) for name in family.special_tokens}
+
+
+def _part_in(family: Family, module: str, section: str, found: Any) -> Part:
+    """The part that a section of config.json describes."""
+    parts = family.joined[module]
+    if family.parts[module] != ANY:
+        return parts[0]
+    by_type = {part.model_type: part for part in parts}
+    fallback = by_type.pop(ANY_TYPE, None)
+    part = by_type.get(found.model_type, fallback)
+    if part is None:
+        raise ValueError(
+            f"{CONFIG_JSON} has {section}.model_type {found.model_type!r}, of which LoongPlug has "
+            f"no part: expected one of {', '.join(sorted(filter(None, by_type)))}"
+        )
+    return part
 
 
 def _fields(part: Part, section: Any) -> dict[str, Any]:
@@ -152,16 +193,28 @@ def _fields(part: Part, section: Any) -> dict[str, Any]:
     for name, key in part.config_json.items():
         outer, _, inner = key.rpartition(".")
         value = getattr(section, outer).get(inner) if outer else getattr(section, inner, None)
-        if "${" in str(value):
-            raise ValueError(
-                f"{CONFIG_JSON} has {key} {value!r:.200}, which YAML would fill in: expected "
-                "plain values"
-            )
+        _check_plain(value, key=key)
         if value is not None:
             fields[name] = value
+    derived = _derived(part.derived, section) if part.derived else {}
+    for name, value in derived.items():
+        _check_plain(value, key=name)
+    return fields | derived
+
+
+def _check_plain(value: object, *, key: str) -> None:
+    if "${" in str(value):
+        raise ValueError(
+            f"{CONFIG_JSON} has {key} {value!r:.200}, which YAML would fill in: expected plain "
+            "values"
+        )
+
+
+def _derived(function: str, section: Any) -> Any:
+    """What ``function`` makes of a section of config.json, or of the whole."""
     try:
-        return fields | (load(part.derived)(section) if part.derived else {})
+        return load(function)(section)
     except (ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{CONFIG_JSON} has values that {part.derived} cannot use ({error}); correct them"
+            f"{CONFIG_JSON} has values that {function} cannot use ({error}); correct them"
         ) from error

@@ -20,12 +20,21 @@ Shape = tuple[int, ...]
 Where = tuple[slice, ...]
 
 
+_EXPERT = "{expert}"  # of the name of what each expert has
 ADAPTER = "_lora"  # of the name of a module beside a linear, behind the linear's
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""
     return name.rpartition(".")[0].endswith(ADAPTER)
+
+
+CARRIED = "carried"  # the name of a module within an encoder
+
+
+def is_carried(name: str) -> bool:
+    """Whether a parameter of this name only travels from file to file: nothing runs it."""
+    return f".{CARRIED}." in name
 
 
 class Split(Enum):
@@ -38,11 +47,13 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor: name (``{}`` for the layer) and shape, and how a parameter reads it.
+    """A Hugging Face tensor: its name and shape, and how a parameter reads it.
 
+    The name has ``{}`` for the layer, and ``{expert}`` where each expert has a tensor of its own.
     ``experts``: the first axis counts experts, and a parameter is one of them. ``transposed``:
-    the last two axes are (inputs, outputs). What is left after both is the *matrix*, (outputs,
-    inputs, ...), which falls into ``parts`` along its first axis.
+    the last two axes are (inputs, outputs). ``leading``: so many axes of length one stand in front
+    of what the parameter has. What is left after all is the *matrix*, (outputs, inputs, ...), which
+    falls into ``parts`` along its first axis.
     """
 
     name: str
@@ -50,11 +61,12 @@ class Source:
     parts: int = 1
     experts: bool = False
     transposed: bool = False
+    leading: int = 0
 
     @property
     def matrix(self) -> Shape:
         """The shape of what one parameter is made of."""
-        shape = self.shape[1:] if self.experts else self.shape
+        shape = self.shape[self.leading + self.experts :]
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def in_file(self, where: Where, *, expert: int | None) -> Where:
@@ -64,11 +76,11 @@ class Source:
         if self.experts:
             assert expert is not None
             where = (slice(expert, expert + 1), *where)
-        return where
+        return (*(slice(0, 1) for _ in range(self.leading)), *where)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """What was read from the tensor, as a slice of the matrix."""
-        if self.experts:
+        for _ in range(self.leading + self.experts):
             tensor = tensor[0]
         return _turned(tensor) if self.transposed else tensor
 
@@ -76,7 +88,9 @@ class Source:
         """Undo :meth:`to_matrix`."""
         if self.transposed:
             matrix = _turned(matrix)
-        return matrix[None] if self.experts else matrix
+        for _ in range(self.leading + self.experts):
+            matrix = matrix[None]
+        return matrix
 
 
 def _turned(matrix: Tensor) -> Tensor:
@@ -94,7 +108,10 @@ class Row:
     several where layer specs differ in which module keeps it, and where stages keep copies of it
     (tied embeddings). ``groups`` is how often the parts alternate in our tensor: 1 stacks them,
     the number of query groups gives Megatron's order of q, k and v. ``count`` is the number of
-    layers, ``experts`` that of experts; None where there is nothing to count.
+    layers, ``experts`` that of experts; None where there is nothing to count. ``in_model`` are the
+    tensors that transformers' model makes of the sources, where files have them otherwise: adapters
+    are for those. ``folded``: our parameter has one axis for all behind the first of its sources;
+    otherwise it has theirs.
     """
 
     names: tuple[str, ...]
@@ -103,26 +120,39 @@ class Row:
     groups: int = 1
     count: int | None = None
     experts: int | None = None
+    in_model: tuple[Source, ...] = ()
+    folded: bool = True
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether each expert has tensors of its own."""
+        return any(_EXPERT in source.name for source in self.sources)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The Hugging Face tensors of one row at one (global) layer, which are made together."""
+    """The Hugging Face tensors of one row at one (global) layer, which are made together.
+
+    Where experts have tensors of their own, they are those of one (global) ``expert``.
+    """
 
     row: Row
     number: int  # the row's place in the table
     layer: int | None
+    expert: int | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The tensors, with the layer in their names."""
+        """The tensors, with layer and expert in their names."""
         return tuple(
-            replace(source, name=_fill(source.name, self.layer)) for source in self.row.sources
+            replace(source, name=_fill(source.name, self.layer, self.expert))
+            for source in self.row.sources
         )
 
     def entries(self) -> Iterator["MappedParameter"]:
         """The parameters they correspond to: one, or one for each expert."""
-        for expert in [None] if self.row.experts is None else range(self.row.experts):
+        together = self.row.experts is not None and self.expert is None
+        for expert in range(self.row.experts or 0) if together else [self.expert]:
             yield MappedParameter(self.row, self.number, self.layer, expert)
 
 
@@ -130,12 +160,10 @@ class Bundle:
 class MappedParameter(Bundle):
     """One parameter of the whole model: a row at one (global) layer, for one (global) expert."""
 
-    expert: int | None
-
     @property
     def name(self) -> str:
         """Our (first) name for it, with the global layer and expert."""
-        return _fill(self.row.names[0], self.layer).replace("{expert}", str(self.expert))
+        return _fill(self.row.names[0], self.layer, self.expert)
 
 
 class Mapping:
@@ -168,8 +196,10 @@ class Mapping:
     def bundles(self) -> Iterator[Bundle]:
         """Every Hugging Face tensor once, in an order that is the same on every rank."""
         for number, row in enumerate(self.rows):
+            apart = range(row.experts or 0) if row.experts_apart else [None]
             for layer in [None] if row.count is None else range(row.count):
-                yield Bundle(row, number, layer)
+                for expert in apart:
+                    yield Bundle(row, number, layer, expert)
 
     def entries(self) -> Iterator[MappedParameter]:
         """Every parameter of the model once, in an order that is the same on every rank."""
@@ -199,8 +229,9 @@ class Mapping:
         return {s.name: s.shape for b in self.bundles() for s in b.sources if s.transposed}
 
 
-def _fill(pattern: str, layer: int | None) -> str:
-    return pattern if layer is None else pattern.replace("{}", str(layer))
+def _fill(pattern: str, layer: int | None, expert: int | None) -> str:
+    name = pattern if layer is None else pattern.replace("{}", str(layer))
+    return name if expert is None else name.replace(_EXPERT, str(expert))
 
 
 def _without_numbers(name: str) -> str:
@@ -209,7 +240,7 @@ def _without_numbers(name: str) -> str:
 
 def _pattern(name: str) -> re.Pattern[str]:
     escaped = re.escape(name)
-    escaped = escaped.replace(re.escape("{expert}"), r"(?P<expert>\d+)")
+    escaped = escaped.replace(re.escape(_EXPERT), r"(?P<expert>\d+)")
     return re.compile(escaped.replace(re.escape("{}"), r"(?P<layer>\d+)"))
 
 
@@ -227,10 +258,16 @@ def shift_layers(name: str, offsets: dict[str, int]) -> str:
 
 
 def full_shape(row: Row) -> Shape:
-    """The shape of our whole parameter: parts stacked, axes behind the second folded into it."""
+    """The shape of our whole parameter: parts stacked, axes behind the second folded into it,
+    unless the row keeps them.
+    """
     rows = sum(source.matrix[0] for source in row.sources)
-    rest = row.sources[0].matrix[1:]
-    return (rows, prod(rest)) if rest else (rows,)
+    return (rows, *_kept_axes(row.sources[0].matrix[1:], folded=row.folded))
+
+
+def _kept_axes(trailing: Shape, *, folded: bool) -> Shape:
+    """Of the axes behind the first, what our parameter has."""
+    return (prod(trailing),) if folded and trailing else tuple(trailing)
 
 
 def local_shape(row: Row, *, tp: int) -> Shape:
@@ -293,7 +330,7 @@ def read_local(
         )
         for index, where in _regions(row, rank=rank, tp=tp)
     ]
-    return pack(parts, groups=_local_groups(row, tp))
+    return pack(parts, groups=_local_groups(row, tp), folded=row.folded)
 
 
 def parts_of_local(
@@ -322,20 +359,22 @@ def _local_groups(row: Row, tp: int) -> int:
     return row.groups // tp if row.split is Split.COLUMN and row.groups > 1 else row.groups
 
 
-def pack(parts: Sequence[Tensor], *, groups: int) -> Tensor:
-    """Interleave parts: per group, that group's rows of every part; trailing axes folded to one.
+def pack(parts: Sequence[Tensor], *, groups: int, folded: bool = True) -> Tensor:
+    """Interleave parts: per group, that group's rows of every part.
 
     Args:
         parts: each [groups * n, ...] with its own n.
+        folded: trailing axes become one.
 
     Returns:
-        [groups * sum of n, rest], or one axis when the parts have one.
+        [groups * sum of n, rest], or one axis when the parts have one; not ``folded``,
+        [groups * sum of n, ...].
     """
+    kept = _kept_axes(tuple(parts[0].shape[1:]), folded=folded)
     if len(parts) == 1:
-        return parts[0] if parts[0].dim() == 1 else parts[0].flatten(1)
+        return parts[0].reshape(parts[0].shape[0], *kept)
     stacked = torch.cat([part.reshape(groups, part.shape[0] // groups, -1) for part in parts], 1)
-    rows = groups * stacked.shape[1]
-    return stacked.reshape(rows) if parts[0].dim() == 1 else stacked.reshape(rows, -1)
+    return stacked.reshape(groups * stacked.shape[1], *kept)
 
 
 def unpack(packed: Tensor, lengths: Sequence[int], *, groups: int) -> list[Tensor]:

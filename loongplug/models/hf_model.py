@@ -8,8 +8,8 @@ from typing import Any
 from loongplug.models.architecture import ModuleArchitecture, VisionLanguageArchitecture
 from loongplug.models.entries import only_decoder, only_encoder
 from loongplug.models.hf_mapping import Mapping, Row
-from loongplug.models.parts import Part, load
-from loongplug.models.registry import Family, InTransformers
+from loongplug.models.parts import ANY_TYPE, Part, load
+from loongplug.models.registry import WHOLE, Family, InTransformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,9 @@ class HuggingFacePart:
 class HuggingFaceModel:
     """What a family says of one of its models to the outside; all of it data.
 
-    ``sections`` are config.json's nested parts (``text_config`` and so on), ``top`` its values
-    beside them; ``unused``, by a section, its keys that nothing is computed from.
+    ``sections`` are config.json's nested parts (``text_config`` and so on), ``top`` the ids of
+    special tokens and the like beside them, ``whole`` what else of the architecture stands there;
+    ``unused``, by a section, its keys that nothing is computed from.
     ``inexpressible`` says, in one sentence each, what of the model transformers has no words for;
     ``unread`` likewise what transformers would leave aside in a folder that has it, so that only
     this package can read the model.
@@ -43,6 +44,7 @@ class HuggingFaceModel:
     in_transformers: InTransformers
     sections: Dictionary[str, Dictionary[str, Any]]
     top: Dictionary[str, Any]
+    whole: Dictionary[str, Any] = field(default_factory=dict)
     unused: Dictionary[str, frozenset[str]] = field(default_factory=dict)
     inexpressible: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -59,7 +61,8 @@ class HuggingFaceModel:
 def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceModel:
     """The tensors and the config.json of ``config``'s model."""
     theirs = family.in_transformers
-    modules = _modules(family, config)
+    parts = family.parts_of(config)
+    modules = _modules(family, config, parts)
     return HuggingFaceModel(
         mapping=Mapping(
             [row for module in modules.values() for row in module.rows],
@@ -69,26 +72,40 @@ def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceM
         sections={
             section: {key: value for name in names for key, value in modules[name].values.items()}
             for section, names in theirs.sections.items()
+            if section != WHOLE
         },
         unused={
-            section: frozenset(key for name in names for key in family.joined[name].unused)
+            section: frozenset(key for name in names for key in parts[name].unused)
             for section, names in theirs.sections.items()
         },
         top={name: getattr(config, name) for name in family.special_tokens}
         | {"tie_word_embeddings": config.foundation.tie_word_embeddings},
+        whole={
+            key: value
+            for name in theirs.sections.get(WHOLE, ())
+            for key, value in modules[name].values.items()
+        }
+        | {
+            key: getattr(config.modules()[name], field)
+            for name, keys in theirs.whole.items()
+            for field, key in keys.items()
+        }
+        | (load(theirs.more)(config) if theirs.more else {}),
         inexpressible=tuple(line for each in modules.values() for line in each.inexpressible),
         unread=tuple(line for each in modules.values() for line in each.unread),
     )
 
 
-def _modules(family: Family, config: VisionLanguageArchitecture) -> dict[str, HuggingFacePart]:
+def _modules(
+    family: Family, config: VisionLanguageArchitecture, parts: Dictionary[str, Part]
+) -> dict[str, HuggingFacePart]:
     """What the parts say, by the modules' names."""
     entries, architectures = config.entries(), config.modules()
     encoder, projector = only_encoder(entries).modules
     decoder = only_decoder(entries).name
 
     def ask(name: str, **neighbours: Any) -> HuggingFacePart:
-        part = family.joined[name]
+        part = parts[name]
         described: HuggingFacePart = load(part.hugging_face)(
             architectures[name],
             ours=name,
@@ -100,7 +117,7 @@ def _modules(family: Family, config: VisionLanguageArchitecture) -> dict[str, Hu
     return {
         encoder: ask(encoder),
         projector: ask(projector, vision=architectures[encoder], out=config.foundation.hidden_size),
-        decoder: ask(decoder),
+        decoder: ask(decoder, head=family.in_transformers.head),
     }
 
 
@@ -109,6 +126,8 @@ def _values(
 ) -> dict[str, Any]:
     """The part's of config.json: those that fields have keys for, and ``more``."""
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in more.items()}
+    if part.model_type not in (None, ANY_TYPE):
+        values["model_type"] = part.model_type
     for name, key in part.config_json.items():
         value = getattr(architecture, name)
         outer, _, inner = key.rpartition(".")

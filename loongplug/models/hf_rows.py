@@ -7,13 +7,13 @@ tensors begin in the files.
 from typing import Any
 
 from loongplug.models.architecture import (
+    HEAD,
     ProjectorArchitecture,
     TextArchitecture,
     VisionArchitecture,
 )
 from loongplug.models.hf_mapping import Row, Source, Split
 
-_HEAD_HF = "lm_head.weight"
 _HF_NORM_EPSILON = 1e-6  # transformers has no key for the encoder's and the projector's norms
 
 
@@ -119,15 +119,24 @@ def encoder_layer(ours: str) -> str:
 
 
 def decoder_rows(
-    text: TextArchitecture, *, ours: str, theirs: str, qkv_bias: bool, qk_norm: bool
+    text: TextArchitecture,
+    *,
+    ours: str,
+    theirs: str,
+    qkv_bias: bool,
+    qk_norm: bool,
+    head: str = HEAD,
 ) -> list[Row]:
-    """The whole text decoder but for what stands in its MLPs."""
-    hidden, count, head = text.hidden_size, text.num_layers, text.kv_channels
-    query, key = text.num_attention_heads * head, text.num_query_groups * head
+    """The whole text decoder but for what stands in its MLPs.
+
+    ``head`` is the name of the output layer's weight in the files.
+    """
+    hidden, count, channels = text.hidden_size, text.num_layers, text.kv_channels
+    query, key = text.num_attention_heads * channels, text.num_query_groups * channels
     own, layer = decoder_layer(ours), f"{theirs}.layers.{{}}."
     attention = f"{layer}self_attn"
     rows = [
-        *_embedding_rows(text, ours=ours, theirs=theirs),
+        *_embedding_rows(text, ours=ours, theirs=theirs, head=head),
         *norms(
             own,
             (f"{layer}input_layernorm", f"{layer}post_attention_layernorm"),
@@ -156,7 +165,7 @@ def decoder_rows(
             row(
                 f"{own}self_attention.{part}_layernorm.weight",
                 f"{attention}.{part}_norm.weight",
-                shape=(head,),
+                shape=(channels,),
                 count=count,
             )
             for part in ("q", "k")
@@ -176,7 +185,26 @@ def dense_mlp_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Ro
     )
 
 
-def _embedding_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
+def expert_row(
+    layer: str,
+    linear: str,
+    sources: tuple[Source, ...],
+    *,
+    split: Split,
+    count: int,
+    experts: int,
+    in_model: tuple[Source, ...] = (),
+) -> Row:
+    """One linear of all experts; ``in_model`` as in :class:`Row`."""
+    ours = f"{layer}mlp.experts"
+    names = (
+        f"{ours}.local_experts.{{expert}}.{linear}.weight",  # one after the other
+        f"{ours}.{linear}.weight{{expert}}",  # TransformerEngine's grouped GEMM
+    )
+    return Row(names, sources, split, count=count, experts=experts, in_model=in_model)
+
+
+def _embedding_rows(text: TextArchitecture, *, ours: str, theirs: str, head: str) -> list[Row]:
     # Tied, the last stage's output layer is a second copy of the embedding.
     vocabulary = (text.vocab_size, text.hidden_size)
     embedding = f"{ours}.embedding.word_embeddings.weight"
@@ -185,7 +213,7 @@ def _embedding_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[R
     names = (embedding, output) if tied else (embedding,)
     rows = [Row(names, (Source(_embedding(theirs), vocabulary),), Split.COLUMN)]
     if not tied:
-        rows.append(row(output, _HEAD_HF, shape=vocabulary, split=Split.COLUMN))
+        rows.append(row(output, head, shape=vocabulary, split=Split.COLUMN))
     return rows
 
 
@@ -212,9 +240,9 @@ def swiglu_rows(
     return [*rows, *down]
 
 
-def twins(text: TextArchitecture, *, theirs: str) -> dict[str, str]:
+def twins(text: TextArchitecture, *, theirs: str, head: str = HEAD) -> dict[str, str]:
     """Some files of tied models have the output layer's weight as well."""
-    return {_HEAD_HF: _embedding(theirs)} if text.tie_word_embeddings else {}
+    return {head: _embedding(theirs)} if text.tie_word_embeddings else {}
 
 
 def _embedding(theirs: str) -> str:
@@ -237,12 +265,15 @@ def vision_values(activation: str) -> dict[str, Any]:
 
 
 def fixed_epsilon(
-    module: VisionArchitecture | ProjectorArchitecture, *, ours: str
+    module: VisionArchitecture | ProjectorArchitecture,
+    *,
+    ours: str,
+    theirs: float = _HF_NORM_EPSILON,
 ) -> tuple[str, ...]:
     """The sentence for a norm's epsilon that transformers has no key for; none where it is its."""
-    if module.layernorm_epsilon == _HF_NORM_EPSILON:
+    if module.layernorm_epsilon == theirs:
         return ()
     return (
         f"{ours}.layernorm_epsilon is {module.layernorm_epsilon}, but transformers' model "
-        f"has {_HF_NORM_EPSILON} there; only a model with that value can be exchanged with it",
+        f"has {theirs} there; only a model with that value can be exchanged with it",
     )

@@ -1,57 +1,53 @@
-"""Multimodal rotary position embedding: every pair of channels turns with one of three axes."""
+"""Rotary positions of the text decoder: every pair of channels turns with one of three axes."""
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from loongplug.models.layers.rope import rope_table
+from loongplug.models.rope_settings import RopeSettings
 from loongplug.platform.transfers import to_device
 
-Section = tuple[int, int, int]  # pairs of channels for time, height, width
 
-
-def interleaved_axes(section: Section) -> Tensor:
-    """The axis (0 time, 1 height, 2 width) of each frequency in Qwen3-VL, [kv_channels / 2] int64.
-
-    Frequency number 3k+1 (k < section[1]) turns with the height, number 3k+2 (k < section[2])
-    with the width, and all others with time.
-    """
-    axes = torch.zeros(sum(section), dtype=torch.int64, device="cpu")
-    for number in (1, 2):
-        axes[number : 3 * section[number] : 3] = number
-    return axes
-
-
-def sectioned_axes(section: Section) -> Tensor:
-    """The axis of each frequency in Qwen2.5-VL, [kv_channels / 2] int64: one stretch per axis."""
-    lengths = torch.tensor(section, device="cpu")
-    return torch.arange(3, device="cpu").repeat_interleave(lengths)
+def inverse_frequencies(rope: RopeSettings) -> Tensor:
+    """Radians per position of each pair of channels, [channels / 2] float32, on the CPU."""
+    # Plain CPU tensors, also while a model is built on the meta device.
+    with torch.device("cpu"):
+        inverse = 1.0 / rope.base ** (
+            torch.arange(0, rope.channels, 2, dtype=torch.float32) / rope.channels
+        )
+    scaling = rope.scaling
+    if scaling is None:
+        return inverse
+    # How often each turns in a text of the original length.
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / inverse)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inverse / scaling.factor + kept * inverse
 
 
 class MultimodalRotary(nn.Module):
-    """Rotary angles from three position axes.
+    """Rotary angles from three position axes; in plain text, all pairs turn with the first.
 
     It takes the place of Megatron's MultimodalRotaryEmbedding, which gives each axis one
     contiguous section and makes its angles again in every layer.
     """
 
-    def __init__(self, *, kv_channels: int, base: float, axes: Tensor, dtype: torch.dtype) -> None:
-        """``axes`` names each frequency's axis; ``dtype`` is the one the rotation is computed in.
+    def __init__(self, rope: RopeSettings, *, dtype: torch.dtype) -> None:
+        """``dtype`` is the one the rotation is computed in.
 
         Raises:
-            ValueError: there are not ``kv_channels / 2`` axes.
+            ValueError: there are not as many axes as pairs of channels.
         """
         super().__init__()
-        if len(axes) != kv_channels // 2:
+        if len(rope.axes) != rope.channels // 2:
             raise ValueError(
-                f"mrope_section sums to {len(axes)}, expected kv_channels / 2 = "
-                f"{kv_channels // 2}: set the three sections of the foundation so that they do."
+                f"mrope_section sums to {len(rope.axes)}, expected kv_channels / 2 = "
+                f"{rope.channels // 2}: set the three sections of the foundation so that they do."
             )
-        # Plain CPU tensors, also while a model is built on the meta device.
-        with torch.device("cpu"):
-            self._inverse_host = 1.0 / base ** (
-                torch.arange(0, kv_channels, 2, dtype=torch.float32) / kv_channels
-            )
-        self._axes_host = axes
+        self._inverse_host = inverse_frequencies(rope)
+        self._axes_host = torch.tensor(rope.axes, dtype=torch.int64, device="cpu")
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._dtype = dtype
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loongplug.models.architecture import TextArchitecture
+from loongplug.models.architecture import MultimodalTextArchitecture, TextArchitecture
 
 # The same in all decoders; most differ from Megatron's defaults or can be switched by a flag.
 _FIXED: dict[str, object] = {
@@ -41,6 +41,22 @@ _FIXED: dict[str, object] = {
     "mtp_num_layers": None,
     "use_mup": False,
 }
+# How a token's experts are found: softmax over all, the k highest, made to sum to 1. Megatron gets
+# the same from a softmax over the k highest logits, which is its order without "pre softmax".
+SOFTMAX_ROUTING: dict[str, object] = {
+    "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_use_upcycling": False,
+}
 # By the name of an argument, the field of every decoder's config that decides it.
 _FIELDS = {
     "num_layers": "num_layers",
@@ -51,13 +67,15 @@ _FIELDS = {
     "kv_channels": "kv_channels",
     "vocab_size": "vocab_size",
     "padded_vocab_size": "vocab_size",
-    "mrope_section": "mrope_section",
     "rotary_base": "rotary_base",
     "layernorm_epsilon": "layernorm_epsilon",
     "init_method_std": "initializer_range",
     "max_position_embeddings": "max_position_embeddings",
     "untie_embeddings_and_output_weights": "tie_word_embeddings",
 }
+
+# As a part's model_type: any that no other part has.
+ANY_TYPE = "*"
 
 # By a field of every decoder's and encoder's config, its key in config.json (see Part).
 TEXT_JSON = {
@@ -71,9 +89,9 @@ TEXT_JSON = {
     "initializer_range": "initializer_range",
     "max_position_embeddings": "max_position_embeddings",
     "rotary_base": "rope_parameters.rope_theta",
-    "mrope_section": "rope_parameters.mrope_section",
     "tie_word_embeddings": "tie_word_embeddings",
 }
+MULTIMODAL_TEXT_JSON = TEXT_JSON | {"mrope_section": "rope_parameters.mrope_section"}
 VISION_JSON = {
     "num_layers": "depth",
     "hidden_size": "hidden_size",
@@ -112,6 +130,9 @@ class Part:
     describes the part, dotted where it is nested. ``derived`` names a function that is given the
     section, as ``transformers`` has it, and gives fields without a key of their own, by name.
     Nothing is computed from the keys in ``unused``: a folder may say anything there.
+    ``model_type`` is that of the section, by which a family that takes one of several parts in a
+    place knows which a folder has; None for parts whose families take no other, and
+    :data:`ANY_TYPE` for one that takes what is left and writes the ``model_type`` itself.
     """
 
     name: str
@@ -121,6 +142,7 @@ class Part:
     config_json: Mapping[str, str] = field(default_factory=dict)
     derived: str | None = None
     unused: tuple[str, ...] = ()
+    model_type: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +164,11 @@ class DecoderPart(Part):
         ``key`` is that of the decoder in the model's YAML. The vocabulary is exactly the config's:
         padding would change the checkpoint's shapes.
         """
-        fields = {**_FIELDS, **self.keys}
+        multimodal = isinstance(decoder, MultimodalTextArchitecture)
+        section = "mrope_section" if multimodal else "kv_channels"
+        fields = {**_FIELDS, "mrope_section": section, **self.keys}
         values = {name: getattr(decoder, each) for name, each in fields.items()}
-        values["mrope_section"] = list(decoder.mrope_section)
+        values["mrope_section"] = list(decoder.rope_section())
         values["untie_embeddings_and_output_weights"] = not decoder.tie_word_embeddings
         return {
             name: ArchitectureArgument(value=value)

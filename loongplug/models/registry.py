@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from loongplug.models.architecture import SECTIONS, VisionLanguageArchitecture
+from loongplug.models.architecture import HEAD, SECTIONS, VisionLanguageArchitecture
 from loongplug.models.entries import only_decoder
 from loongplug.models.parts import ArchitectureArgument, DecoderPart, Part, load
 
@@ -28,22 +28,39 @@ QWEN_VISION_TOKENS = MappingProxyType(
 )
 
 
+# In a family's parts: any registered part that fits and that config.json can name.
+ANY = "any"
+# Among the sections of a config.json: what stands at its top, beside all of them.
+WHOLE = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InTransformers:
     """What a family is to ``transformers``.
 
     ``config_class`` is a name in ``transformers``, or ``module:name`` for a class from elsewhere;
     ``architecture`` is the name of the model's class. ``roots`` has, by a module's name, how the
-    names of its tensors begin in the files, and ``sections``, by a section of config.json, the
-    modules that it describes. ``prefixes`` are beginnings of names in the files, each with what
-    the model itself has there; the first that fits counts.
+    names of its tensors begin in the files, and ``sections``, by a section of config.json or
+    :data:`WHOLE`, the modules that it describes. ``whole`` has, by a module's name, which fields of
+    its config stand at the top although a section describes it, each with its key, and ``more``, a
+    function's name as "module:function", gives what else stands there for a config. ``derived``
+    names one that gives, of a config.json, fields without a key of their own by the names of
+    modules. ``head`` is the name of the decoder's output layer in the files. ``prefixes`` are
+    beginnings of names in the files, each with what the model itself has there; the first that fits
+    counts. ``formerly`` are beginnings of names that other versions have written, each with the
+    present one.
     """
 
     config_class: str
     architecture: str
     roots: Mapping[str, str]
     sections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SECTIONS)
+    whole: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    more: str | None = None
+    derived: str | None = None
+    head: str = HEAD
     prefixes: tuple[tuple[str, str], ...] = ()
+    formerly: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +68,9 @@ class Family:
     """One model family: which parts it joins, and what it is called elsewhere. All of it is data.
 
     ``config_class`` is the frozen dataclass that the family's YAML files fill; ``parts`` has, by
-    the names of the built model's modules, those of registered parts, which :func:`families` puts
-    into ``joined``. ``configs`` is the folder of the YAML files; None stands for
-    ``configs/models/<name>`` of LoongPlug.
+    the names of the built model's modules, those of registered parts, or :data:`ANY`; what may
+    stand there, :func:`families` puts into ``joined``. ``configs`` is the folder of the YAML files;
+    None stands for ``configs/models/<name>`` of LoongPlug.
     """
 
     name: str
@@ -62,20 +79,32 @@ class Family:
     in_transformers: InTransformers
     special_tokens: Mapping[str, str]  # config field -> the token's text
     configs: Path | None = None
-    joined: Mapping[str, Part] = field(default_factory=dict, repr=False)
+    joined: Mapping[str, tuple[Part, ...]] = field(default_factory=dict, repr=False)
 
-    def load_builder(self) -> Callable[..., Any]:
-        """:func:`~loongplug.models.stage.build_model` with the family's parts."""
-        for part in self.joined.values():
+    def parts_of(self, config: VisionLanguageArchitecture) -> dict[str, Part]:
+        """The parts of ``config``'s model by the names of its modules: those of their configs.
+
+        Raises:
+            ValueError: a module's config is of no part that the family takes there.
+        """
+        return {
+            name: _part_of(architecture, self.joined[name], family=self.name, module=name)
+            for name, architecture in config.modules().items()
+        }
+
+    def load_builder(self, config: VisionLanguageArchitecture) -> Callable[..., Any]:
+        """:func:`~loongplug.models.stage.build_model` with the parts of ``config``'s model."""
+        parts = self.parts_of(config)
+        for part in parts.values():
             load(part.build)
-        return functools.partial(load("loongplug.models.stage:build_model"), self.joined)
+        return functools.partial(load("loongplug.models.stage:build_model"), parts)
 
     def megatron_arguments(
         self, config: VisionLanguageArchitecture
     ) -> dict[str, ArchitectureArgument]:
         """Megatron's architecture arguments for ``config``, by their names in its namespace."""
         name = only_decoder(config.entries()).name
-        part = self.joined[name]
+        part = self.parts_of(config)[name]
         assert isinstance(part, DecoderPart)
         return part.arguments(config.foundation, key=config.keys[name])
 
@@ -147,6 +176,18 @@ def _added[Kind: (Part, Family)](
     return found
 
 
+def _part_of(architecture: object, parts: Sequence[Part], *, family: str, module: str) -> Part:
+    """The part that is made from configs of this class, or of the closest base of it."""
+    by_class = {part.config_class: part for part in parts}
+    for base in type(architecture).__mro__:
+        if base in by_class:
+            return by_class[base]
+    raise ValueError(
+        f"the model family {family} has a {dotted(type(architecture))} as its {module}, of which "
+        f"no part is made: expected one of {', '.join(dotted(each) for each in by_class)}"
+    )
+
+
 def _join(family: Family, parts: Mapping[str, Part]) -> Family:
     """The family with its parts, by the names of its modules in their order."""
     config_class = family.config_class
@@ -159,7 +200,11 @@ def _join(family: Family, parts: Mapping[str, Part]) -> Family:
         )
     outside = family.in_transformers
     described = {module for members in outside.sections.values() for module in members}
-    for what, named in (("roots", set(outside.roots)), ("sections", described)):
+    for what, named in (
+        ("roots", set(outside.roots)),
+        ("sections", described),
+        ("whole", set(outside.whole)),
+    ):
         if named - set(modules) or (what == "roots" and named != set(modules)):
             raise ValueError(
                 f"in_transformers of the model family {family.name} has {what} for "
@@ -167,30 +212,60 @@ def _join(family: Family, parts: Mapping[str, Part]) -> Family:
                 f"{', '.join(modules)}"
             )
     types = typing.get_type_hints(config_class)
-    joined: dict[str, Part] = {}
-    for module in modules:
-        name = family.parts[module]
-        if name not in parts:
-            raise ValueError(
-                f"the model family {family.name} has the part {name!r} as its {module}, which is "
-                f"not registered: expected one of {', '.join(sorted(parts))}, and a trusted "
-                "package can add more by LOONGPLUG_PARTS"
-            )
-        part, found = parts[name], types[config_class.keys[module]]
-        if not (isinstance(found, type) and issubclass(found, part.config_class)):
-            raise ValueError(
-                f"the model family {family.name} has the part {name!r} as its {module}, which is "
-                f"made from a {part.config_class.__name__}, but its {config_class.__name__} has a "
-                f"{getattr(found, '__name__', found)} there: take the part of that class"
-            )
-        joined[module] = part
     decoder = only_decoder(entries).name
-    if not isinstance(joined[decoder], DecoderPart):
-        raise ValueError(
-            f"the model family {family.name} has the part {family.parts[decoder]!r} as its "
-            f"{decoder}, which is not a {DecoderPart.__name__}: expected a part that is"
+    joined: dict[str, tuple[Part, ...]] = {}
+    for module in modules:
+        found = types[config_class.keys[module]]
+        name = family.parts[module]
+        takes = (
+            _any_for(family, module, found, parts)
+            if name == ANY
+            else (_named(family, module, found, parts),)
         )
+        if module == decoder and not all(isinstance(part, DecoderPart) for part in takes):
+            raise ValueError(
+                f"the model family {family.name} has the part {name!r} as its {decoder}, which is "
+                f"not a {DecoderPart.__name__}: expected a part that is"
+            )
+        joined[module] = takes
     return replace(family, joined=joined)
+
+
+def _any_for(
+    family: Family, module: str, found: Any, parts: Mapping[str, Part]
+) -> tuple[Part, ...]:
+    """All that config.json can name, for a module whose config is a ``found``."""
+    by_type: dict[str, Part] = {}
+    for part in parts.values():
+        if part.model_type is None or not issubclass(part.config_class, found):
+            continue
+        other = by_type.setdefault(part.model_type, part)
+        if other is not part:
+            raise ValueError(
+                f"the parts {other.name!r} and {part.name!r} both have the model_type "
+                f"{part.model_type!r}, and the model family {family.name} takes either as its "
+                f"{module}: leave one of them out, or name the part in the family"
+            )
+    return tuple(by_type.values())
+
+
+def _named(family: Family, module: str, found: Any, parts: Mapping[str, Part]) -> Part:
+    """The one part that the family names for a module, whose config is a ``found``."""
+    name = family.parts[module]
+    if name not in parts:
+        raise ValueError(
+            f"the model family {family.name} has the part {name!r} as its {module}, which is "
+            f"not registered: expected one of {', '.join(sorted(parts))}, and a trusted "
+            "package can add more by LOONGPLUG_PARTS"
+        )
+    part = parts[name]
+    if not (isinstance(found, type) and issubclass(found, part.config_class)):
+        raise ValueError(
+            f"the model family {family.name} has the part {name!r} as its {module}, which is "
+            f"made from a {part.config_class.__name__}, but its {family.config_class.__name__} has "
+            f"a {getattr(found, '__name__', found)} there: take the part of that class"
+        )
+    return part
 
 
 def family_of(model: object, *, trusted_packages: Sequence[str] = ()) -> Family:

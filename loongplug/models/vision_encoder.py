@@ -21,7 +21,7 @@ def vision_transformer_config(
     """
     init_method = init_method_normal(architecture.initializer_range)
     return TransformerConfig(
-        num_layers=architecture.num_layers,
+        num_layers=architecture.computed_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
         num_attention_heads=architecture.num_attention_heads,

@@ -24,6 +24,7 @@ import torch.utils._device
 from loongplug.platform.active import Platform
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.gloo import (
+    GlooOnOneDevice,
     exchanged_all_gather,
     exchanged_all_reduce,
     exchanged_gather_into_tensor,
@@ -215,6 +216,8 @@ CPU_ROWS: tuple[Replacement, ...] = (
          _another(_itself)),
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
+    _row("torch.distributed.distributed_c10d.ProcessGroupGloo", "makes a device with a thread of "
+         "its own for each group", wrapper=GlooOnOneDevice),
     _row("torch.distributed.all_gather", _UNEVEN, wrapper=exchanged_all_gather),
     _row("torch.distributed.reduce_scatter", _UNEVEN, wrapper=exchanged_reduce_scatter),
     _row("torch.distributed.all_reduce", _RING, wrapper=exchanged_all_reduce),

@@ -8,6 +8,7 @@ alike. Every rank knows all sizes, so all take the same way.
 
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,43 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.MAX: lambda pieces: pieces.amax(0),
     dist.ReduceOp.MIN: lambda pieces: pieces.amin(0),
 }
+
+
+class GlooOnOneDevice:
+    """Stands for torch's class of gloo groups: all groups talk through the default group's device.
+
+    torch makes a device for each group, with a thread that wakes up a hundred times a second, and
+    a run has some fifty groups on each rank: a third of the processor's time where ranks share one.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **options: Any
+    ) -> Any:
+        """A group, as the class itself makes it."""
+        first = self._of_default_group()
+        if first is None:
+            return self._original(store, rank, size, timeout=timeout, **options)
+        shared = self._original._Options()
+        shared._devices, shared._threads = first.options._devices, first.options._threads
+        shared._timeout = timeout
+        for name, value in options.items():
+            setattr(shared, name, value)
+        return self._original(store, rank, size, shared)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def _of_default_group(self) -> Any:
+        """The default group's own; None before it is there, and where it is another backend's."""
+        if not dist.is_initialized() or dist.get_backend() != "gloo":
+            return None
+        return distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
 
 
 def exchanged_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:

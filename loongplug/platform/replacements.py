@@ -116,13 +116,18 @@ class ReplacementTable:
         """
         exchange = {id(old): new for old, new in pairs if callable(old)}
         for module in self._importing_modules():
+            # Few modules have any: what finds these runs without a step of Python for each name.
+            if exchange.keys().isdisjoint(map(id, vars(module).values())):
+                continue
             for key, value in list(vars(module).items()):
                 if id(value) in exchange:
                     setattr(module, key, exchange[id(value)])
 
     def _importing_modules(self) -> Iterator[ModuleType]:
+        inside = tuple(f"{name}." for name in self._importers)
         for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and name.split(".", 1)[0] in self._importers:
+            ours = name.startswith(inside) or name in self._importers
+            if ours and isinstance(module, ModuleType):
                 yield module
 
 

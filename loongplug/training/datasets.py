@@ -15,12 +15,13 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.blend import parse_blend
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.fingerprint import fingerprint
+from loongplug.data.image_patches import PatchSizes
 from loongplug.data.kept_files import said_by
 from loongplug.data.length_index import sample_lengths
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import VisionTokens, load_processor, require_fit
+from loongplug.data.processor import TOKEN_IDS, VisionTokens, load_processor, require_fit
 from loongplug.data.source import Assignment, LocalSource, StepSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.workers import WorkerSettings
@@ -62,24 +63,21 @@ class DatasetProvider:
             args.tokenizer_model,
             tokens=VisionTokens(
                 image=texts["image_token_id"],
-                video=texts["video_token_id"],
-                start=texts["vision_start_token_id"],
-                end=texts["vision_end_token_id"],
+                video=texts.get("video_token_id"),
+                start=texts.get("vision_start_token_id"),
+                end=texts.get("vision_end_token_id"),
+            ),
+            patch_sizes=PatchSizes(
+                patch_size=model.vision.patch_size,
+                spatial_merge_size=model.vision.spatial_merge_size,
+                image_size=getattr(model.vision, "image_size", None),  # of encoders that fix it
             ),
             special_tokens_in_text=args.special_tokens_in_text,
             pixel_limits=(limits := PixelLimits.of(args)),
         )
         require_fit(
             processor,
-            **{
-                name: getattr(model, name)
-                for name in (
-                    "image_token_id",
-                    "video_token_id",
-                    "vision_start_token_id",
-                    "vision_end_token_id",
-                )
-            },
+            **{name: getattr(model, name) for name in TOKEN_IDS},
             vocab_size=model.foundation.vocab_size,
             patch_size=model.vision.patch_size,
             temporal_patch_size=model.vision.temporal_patch_size,
@@ -97,6 +95,7 @@ class DatasetProvider:
                 seq_length=args.seq_length,
                 training_phase=args.training_phase,
                 video_style=model.video_style(),
+                plain_positions=model.plain_positions,
                 video_fps=args.video_fps,
             )
 

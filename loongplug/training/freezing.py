@@ -10,7 +10,7 @@ from torch import nn
 from loongplug.checkpoint.agreement import raise_together
 from loongplug.checkpoint.owned import parameter_names
 from loongplug.models.freezing import FREEZE_FLAG, TRAIN_FLAG, Freezing, idle_pattern
-from loongplug.models.hf_mapping import Mapping
+from loongplug.models.hf_mapping import Mapping, is_carried
 
 
 def freezing_of(args: Namespace, model: Any) -> Freezing:
@@ -52,7 +52,7 @@ def apply_freezing(chunks: Sequence[nn.Module], freezing: Freezing, *, mapping: 
     problems = []
     idle, unmatched = (frozenset.intersection(*(each[which] for each in found)) for which in (1, 2))
     if idle:
-        known = [entry.name for entry in mapping.entries()]
+        known = [each.name for each in mapping.entries() if not is_carried(each.name)]
         problems += [
             idle_pattern(pattern, flag=flag, names=known, matches=pattern not in unmatched)
             for flag, patterns in (

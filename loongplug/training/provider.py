@@ -84,7 +84,7 @@ def build_on_meta(
     config.use_cpu_initialization = True  # upstream names a CUDA device otherwise
     config.perform_initialization = False
     with torch.device("meta"):
-        stage: MultimodalModel = family.load_builder()(
+        stage: MultimodalModel = family.load_builder(model)(
             model,
             config,
             pre_process=pre_process,
@@ -134,7 +134,7 @@ class ModelProvider:
             config = core_transformer_config_from_args(get_args(), DecoderConfig)
         assert isinstance(config, DecoderConfig)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        chunk: MultimodalModel = self.family.load_builder()(
+        chunk: MultimodalModel = self.family.load_builder(self.model)(
             self.model,
             config,
             pre_process=pre_process,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 TARGET = "_target_"
+_PLAIN_DATA = "plain YAML data: scalars, lists, and mappings by text"
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -49,6 +50,8 @@ class Filler:
             return self.fill(inner, value, key=key)
         if typing.get_origin(annotation) is tuple:
             return self._fill_tuple(annotation, value, key=key)
+        if typing.get_origin(annotation) is Mapping:
+            return self._fill_mapping(annotation, value, key=key)
         return self._fill_scalar(annotation, value, key=key, expected=annotation)
 
     def _fill_scalar(self, wanted: type, value: object, *, key: str, expected: Any) -> Any:
@@ -85,7 +88,13 @@ class Filler:
             for name in fields
             if name in value
         }
-        return config_class(**filled) if len(self.problems) == before else None
+        if len(self.problems) > before:
+            return None
+        try:
+            return config_class(**filled)
+        except ValueError as error:  # of a config that looks at its values itself
+            self._note(key, f"is refused: {error}")
+            return None
 
     def _target(self, annotation: Any, value: Mapping[Any, object], *, key: str) -> Any:
         """The class to fill: the mapping's ``_target_``, or the annotation where it has none."""
@@ -122,6 +131,31 @@ class Filler:
             for index, (arm, item) in enumerate(zip(arms, value, strict=True))
         )
 
+    def _fill_mapping(self, annotation: Any, value: object, *, key: str) -> Any:
+        """A mapping whose keys and values the config itself knows, not its annotation."""
+        if not isinstance(value, Mapping):
+            self._wrong_type(annotation, value, key=key)
+            return None
+        return self._plain_data(value, key=key)
+
+    def _plain_data(self, value: object, *, key: str) -> Any:
+        """A copy of scalars, lists and mappings; all else is noted."""
+        if isinstance(value, Mapping):
+            for name in value:
+                if not isinstance(name, str):
+                    self._note(key, f"has the key {name!r}, but {_PLAIN_DATA} is expected")
+            return {
+                name: self._plain_data(each, key=f"{key}.{name}") for name, each in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._plain_data(e, key=f"{key}[{index}]") for index, e in enumerate(value)]
+        if value is None or type(value) in (bool, str, int):
+            return value
+        if type(value) is float:
+            return self._fill_scalar(float, value, key=key, expected=float)
+        self._note(key, f"is {value!r}, {_kind(value)}, but {_PLAIN_DATA} is expected")
+        return None
+
     def _wrong_type(self, annotation: Any, value: object, *, key: str) -> None:
         given = "null" if value is None else f"{value!r}, {_kind(value)}"
         self._note(key, f"is {given}, but {describe(annotation)} is expected")
@@ -140,6 +174,8 @@ def describe(annotation: Any) -> str:
     if typing.get_origin(annotation) is tuple:
         count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
         return f"a list of {count}{arms[0].__name__}s"
+    if typing.get_origin(annotation) is Mapping:
+        return "a mapping"
     article = "an" if annotation is int else "a"
     return f"{article} {annotation.__name__}"
 
@@ -153,8 +189,10 @@ def plain(value: Any) -> Any:
             for field in dataclasses.fields(value)
             if field.init
         }
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
     return value
 
 

@@ -15,7 +15,7 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.balance import EncoderWork
 from loongplug.models.architecture import VisionLanguageArchitecture
 from loongplug.models.entries import only_decoder, only_encoder
-from loongplug.models.hf_mapping import Mapping
+from loongplug.models.hf_mapping import Mapping, is_carried
 
 _OUTPUT = "text_decoder.output_layer.weight"
 # In the order in which a layer runs. A linear's adapter matches, too, and comes behind it.
@@ -86,7 +86,7 @@ class StepWork:
             # Of each head, a product with the key and one with the value.
             per_pair=4 * heads * (text.num_layers + 2 * decoder.attended),
             frames=replace(EncoderWork.of(model.vision), linear=0),
-            frame_passes=1 + 2 * encoder.attended / model.vision.num_layers,
+            frame_passes=1 + 2 * encoder.attended / model.vision.computed_layers,
         )
 
     def of_samples(self, lengths: Sequence[int], grids: Sequence[Grid]) -> int:
@@ -139,7 +139,7 @@ def _parts(mapping: Mapping, *, chosen: int) -> dict[str, list[_Part]]:
     """All parameters by module; ``chosen`` experts see a token."""
     parts: dict[str, list[_Part]] = defaultdict(list)
     for each in mapping.entries():
-        if each.expert:
+        if each.expert or is_carried(each.name):
             continue
         size = sum(prod(source.matrix) for source in each.sources if len(source.matrix) > 1)
         size *= 1 if each.expert is None else chosen

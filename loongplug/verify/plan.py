@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from loongplug.models.entries import only_encoder
 from loongplug.verify.flags import common_flags, reference_flags
-from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes, tiny_stages, up
+from loongplug.verify.tiny import (
+    TinyLayout,
+    as_overrides,
+    demo_length,
+    tiny_images,
+    tiny_sizes,
+    tiny_stages,
+    up,
+)
 
 if TYPE_CHECKING:
     from loongplug.training.arguments import ParsedArguments
@@ -20,7 +28,7 @@ SEED = 1234
 # Rounding moves parameters apart in steps of the rate (see docs/verify.md): a small one.
 LEARNING_RATE = 1e-4
 # The longest sample just fits, so that images lie in several parts of a split sequence.
-_DEMO_LENGTH, _DEMO_SAMPLES = 44, 64
+_DEMO_SAMPLES = 64
 _MICROBATCHES = 4  # of a replica, at least: gradients of few tokens are mostly rounding
 _DATA = frozenset(("data_path", "train_data_path", "media_root", "seq_length"))
 
@@ -150,12 +158,13 @@ class _Planner:
         from loongplug.training.config import compose_asked_for
 
         demo = self._folder / "demo"
+        model = compose_asked_for(args).config
         if not demo.is_dir():
             make_demo_data(demo, train=_DEMO_SAMPLES, test=1)
-            style = compose_asked_for(args).config.video_style()
-            write_processor(demo / "processor", video_style=style)
+            fixed, style = tiny_images(model.vision), model.video_style()
+            write_processor(demo / "processor", video_style=style, fixed=fixed)
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
-        length = up(_DEMO_LENGTH, args.tensor_model_parallel_size)
+        length = up(demo_length(model), args.tensor_model_parallel_size)
         return [
             *("--tokenizer-model", str(demo / "processor")),
             *("--train-data-path", str(demo / "train.jsonl"), "--seq-length", str(length)),
@@ -178,9 +187,14 @@ class _Planner:
         sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, demo_patches=demo)
         overrides = as_overrides(sizes)
         overrides += [f"model.{name}=null" for name in composed.family.special_tokens]
+        (depth,) = (
+            value
+            for key, value in sizes.items()
+            if key.startswith(f"{encoder}.") and key.endswith(("num_layers", "num_hidden_layers"))
+        )
         self._notes.append(
             f"--scale tiny: {stages.layers} decoder layers of {sizes['foundation.hidden_size']} "
-            f"channels, {sizes[f'{encoder}.num_layers']} encoder layers, random weights"
+            f"channels, {depth} encoder layers, random weights"
         )
         more: list[str] = []
         for flag, layers in (

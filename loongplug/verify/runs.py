@@ -52,7 +52,7 @@ def preload(device: str) -> None:
             models = {path.parent: name for name, path in available_models().items()}
             for name in models.values():  # one of each family
                 composed = compose_model(model_name=name)
-                composed.family.load_builder()
+                composed.family.load_builder(composed.config)
                 composed.family.megatron_arguments(composed.config)
                 composed.family.load_hugging_face(composed.config)
 

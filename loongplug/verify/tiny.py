@@ -8,16 +8,37 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from loongplug.data.demo_processor import FixedImages
 from loongplug.models.architecture import (
+    MultimodalTextArchitecture,
     TextArchitecture,
     VisionArchitecture,
     VisionLanguageArchitecture,
 )
 from loongplug.models.entries import only_encoder
 
+# By the side of a token in patches: as few tokens as images of their own sizes have.
+_TINY_IMAGES = {1: FixedImages(side=16), 2: FixedImages(side=16, patch_size=4, merge=2)}
+_SETTINGS = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
 _HEAD = 16  # channels of a head, in both modules
 _HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
 _EXPERTS = 8
+
+
+def demo_length(model: VisionLanguageArchitecture) -> int:
+    """Tokens of the demo's longest sample, for a likeness of ``model``.
+
+    It just fits, so that images lie in several parts of a split sequence.
+    """
+    images = tiny_images(model.vision)
+    if images is None:
+        return 44
+    return 49 if images.merge == 1 else 86  # a long template; tiles
+
+
+def tiny_images(encoder: VisionArchitecture) -> FixedImages | None:
+    """The demo's images for a likeness of ``encoder``; None where they keep their own sizes."""
+    return _TINY_IMAGES[min(2, encoder.spatial_merge_size)] if encoder.one_size else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +121,15 @@ def _encoder(
         "ffn_hidden_size": 2 * hidden if ratio else up(_FFN, split),
         "num_layers": 2,
     }
-    if demo_patches:
+    images = tiny_images(encoder)
+    if images is not None:
+        behind = min(1, encoder.num_layers - encoder.computed_layers)  # what only travels, too
+        sizes |= {"num_layers": 2 + behind, "feature_layer": -1 - behind}
+        if demo_patches:
+            sizes |= {"image_size": images.side, "patch_size": images.patch_size}
+            if images.merge > 1:
+                sizes["spatial_merge_size"] = images.merge
+    elif demo_patches:
         sizes |= {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
     taps = getattr(encoder, "deepstack_layers", None)
     if taps is not None:  # the last layer's output is not among them
@@ -117,7 +146,11 @@ def _encoder(
             "window_size": sizes.get("patch_size", encoder.patch_size)
             * sizes.get("spatial_merge_size", encoder.spatial_merge_size),
         }
-    return sizes
+    if getattr(encoder, "settings", None) is None:
+        return sizes
+    # Of an encoder of transformers: its settings have all sizes but these, some by other names.
+    own = {"feature_layer": sizes.pop("feature_layer")}
+    return own | {f"settings.{_SETTINGS.get(key, key)}": value for key, value in sizes.items()}
 
 
 def _decoder(text: TextArchitecture, layout: TinyLayout) -> dict[str, Any]:
@@ -131,8 +164,9 @@ def _decoder(text: TextArchitecture, layout: TinyLayout) -> dict[str, Any]:
         # Some families fix it at what the heads fill; in others the two differ.
         "hidden_size": heads * _HEAD if filled else up(_HIDDEN, layout.tp),
         "ffn_hidden_size": up(_FFN, layout.tp),
-        "mrope_section": _sections(text.mrope_section),
     }
+    if isinstance(text, MultimodalTextArchitecture):
+        sizes["mrope_section"] = _sections(text.mrope_section)
     experts: int | None = getattr(text, "num_experts", None)
     if experts is not None:
         per_token: int = text.experts_per_token  # type: ignore[attr-defined]

@@ -235,3 +235,16 @@ def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path):
     save_file({"b": torch.ones(2)}, tmp_path / "two.safetensors")
     with open_tensors(tmp_path) as tensors:
         assert tensors.read("a", (slice(0, 2),)).tolist() == [0.0, 0.0]
+
+
+def test_names_of_other_versions_are_read_and_never_beside_the_present_ones(folder):
+    formerly = (("model.language_model.", "language_model.model."), ("model.", "whole."))
+    with open_tensors(folder) as present, open_tensors(folder, formerly=formerly) as renamed:
+        assert "model.visual.pos_embed.weight" in present.shapes()
+        assert "whole.visual.pos_embed.weight" in renamed.shapes()
+        other = "language_model.model.norm.weight"
+        assert torch.equal(renamed.read(other, ()), present.read(NORM, ()))
+
+    change_tensors(folder, lambda tensors: tensors.update({other: tensors[NORM].clone()}))
+    with pytest.raises(ValueError, match=rf"has {other} twice, once by the name"):
+        open_tensors(folder, formerly=formerly).__enter__()

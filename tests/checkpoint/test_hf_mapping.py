@@ -161,6 +161,24 @@ def test_convolution_is_folded_like_its_patches():
     assert torch.equal(merged(row, [local])[0], weight)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_row_can_keep_its_axes(tp):
+    split = Split.COLUMN if tp > 1 else Split.NONE
+    row = Row(("x",), (Source("a", (4, 3, 2)), Source("b", (2, 3, 2))), split, 2, folded=False)
+    tensors = [numbered(4, 3, 2), numbered(2, 3, 2, start=100)]
+    shards = split_over(row, tensors, tp)
+    assert full_shape(row) == (6, 3, 2)
+    assert all(tuple(shard.shape) == local_shape(row, tp=tp) == (6 // tp, 3, 2) for shard in shards)
+    for whole, original in zip(merged(row, shards), tensors, strict=True):
+        assert torch.equal(whole, original)
+
+
+def test_a_tensor_that_keeps_its_axes_is_itself():
+    row = Row(("x",), (Source("token", (1, 1, 5)),), folded=False)
+    (local,) = split_over(row, [numbered(1, 1, 5)], 1)
+    assert torch.equal(local, numbered(1, 1, 5))
+
+
 def test_a_row_split_is_by_columns():
     row = Row(("x",), (Source("o", (2, 4)),), Split.ROW)
     assert split_over(row, [numbered(2, 4)], 2)[1].tolist() == [[2, 3], [6, 7]]
@@ -241,3 +259,29 @@ def test_layers_are_counted_from_the_offset(local, offset):
     assert shift_layers("image_projector.deepstack.1.norm.bias", {prefix: offset}) == (
         "image_projector.deepstack.1.norm.bias"
     )
+
+
+def test_experts_with_tensors_of_their_own():
+    sources = tuple(Source(f"layers.{{}}.{{expert}}.{name}", (2, 3)) for name in ("gate", "up"))
+    row = Row(("ours.{}.fc1.{expert}",), sources, Split.COLUMN, count=2, experts=3)
+    mapping = Mapping([Row(("first",), (Source("first", (5,)),)), row], twins={})
+    assert list(mapping.sources()) == [
+        "first",
+        *(f"layers.{i}.{e}.{name}" for i in range(2) for e in range(3) for name in ("gate", "up")),
+    ]
+    bundles = list(mapping.bundles())
+    assert len(bundles) == 1 + 2 * 3
+    entries = [entry for bundle in bundles for entry in bundle.entries()]
+    assert entries == list(mapping.entries())
+    assert [entry.name for entry in entries[-2:]] == ["ours.1.fc1.1", "ours.1.fc1.2"]
+    assert mapping.find("ours.1.fc1.2") == entries[-1]
+    gate, up = numbered(2, 3), numbered(2, 3, start=6)
+    read = {"layers.1.2.gate": gate, "layers.1.2.up": up}
+    for rank in range(2):
+        local = read_local(
+            entries[-1],
+            lambda index, where: read[entries[-1].sources[index].name][where],
+            rank=rank,
+            tp=2,
+        )
+        assert torch.equal(local, torch.stack([gate[rank], up[rank]]))

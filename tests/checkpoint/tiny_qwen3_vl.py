@@ -104,7 +104,7 @@ def build_chunks(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     last = (vpp or 1) - 1
     return [
-        FAMILY.load_builder()(
+        FAMILY.load_builder(config)(
             config,
             decoder,
             pre_process=stage == 0 and chunk == 0,

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.demo import make_demo_data
+from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.demo_tasks import NEW_TASKS, NUMBER_WORDS, TASKS
+from loongplug.data.image_patches import PatchSizes
 from loongplug.data.processor import load_processor
 
 Row = dict[str, Any]
@@ -190,6 +193,83 @@ def test_every_sample_loads_within_the_demos_sequence_length(demo: Path) -> None
             sample = dataset[index]
             assert processor.tokenizer.unk_token_id not in sample.input_ids
             assert sample.loss_mask.sum() >= 2
+
+
+def test_every_sample_loads_for_a_model_whose_images_have_one_size(
+    demo: Path, tmp_path: Path
+) -> None:
+    write_processor(tmp_path, fixed=FixedImages())
+    processor = load_processor(tmp_path)
+    longest = 0
+    for name in FILES:
+        dataset = ChatDataset(
+            demo / name,
+            processor=processor,
+            seq_length=128,
+            training_phase="sft",
+            plain_positions=True,
+        )
+        for index in range(len(dataset)):
+            sample, row = dataset[index], dataset.rows.read(index)
+            ids = sample.input_ids
+            assert processor.tokenizer.unk_token_id not in ids
+            assert (ids == processor.image_token_id).sum() == 16 * len(sample.media)
+            trained = sample.labels[sample.loss_mask > 0]
+            assert trained[-1] == processor.end_token_id
+            spoken = processor.tokenizer.decode(trained[:-1])
+            assert spoken == f" {row['messages'][-1]['content']}"
+            longest = max(longest, len(ids))
+    assert longest > 6 * 16
+
+
+def test_every_sample_loads_for_a_model_whose_images_become_tiles(
+    demo: Path, tmp_path: Path
+) -> None:
+    """Twice as wide or high as the other side: two tiles and one of the whole, of 4 tokens each."""
+    fixed = FixedImages(merge=2)
+    write_processor(tmp_path, fixed=fixed)
+    sizes = PatchSizes(
+        patch_size=fixed.patch_size, spatial_merge_size=fixed.merge, image_size=fixed.side
+    )
+    processor = load_processor(tmp_path, patch_sizes=sizes)
+    found = set()
+    for name in FILES:
+        dataset = ChatDataset(
+            demo / name,
+            processor=processor,
+            seq_length=128,
+            training_phase="sft",
+            plain_positions=True,
+        )
+        for index in range(len(dataset)):
+            sample, row = dataset[index], dataset.rows.read(index)
+            shapes = [scan(path)[1:] for path in parts(row, "image")]
+            tiles = [1 if height == width else 3 for height, width in shapes]
+            text = processor.tokenizer.decode(sample.input_ids)
+            places = re.findall(r"<img>((?:<IMG_CONTEXT>)+)</img>\n", text)
+            assert [len(each) // len("<IMG_CONTEXT>") for each in places] == [
+                4 * count for count in tiles
+            ]
+            assert processor.tokenizer.unk_token_id not in sample.input_ids
+            trained = sample.labels[sample.loss_mask > 0]
+            spoken = processor.tokenizer.decode(trained)
+            assert spoken == f"{row['messages'][-1]['content']}<|im_end|>"
+            found |= set(tiles)
+    assert found == {1, 3}
+
+
+def test_digits_stay_legible_where_all_images_have_one_size(demo: Path, tmp_path: Path) -> None:
+    """A sheet of 64 x 64 pixels shows its scan at 16 x 16, twice what the scan itself has."""
+    write_processor(tmp_path, fixed=FixedImages())
+    images = load_processor(tmp_path).images
+    path = next((demo / "images").glob("*-64x64.png"))
+    sheet = Image.open(path).convert("RGB")
+    ((rows, grid),) = images.patches([sheet])
+    frame = images.model_inputs(rows, torch.tensor([grid]))["pixel_values"][0, 0] * 0.5 + 0.5
+    grey = np.asarray(sheet.resize((16, 16), Image.Resampling.BOX))[..., 0] / 255
+    found = torch.nn.functional.avg_pool2d(frame[None], 2)[0].numpy()
+    assert np.abs(found - grey).mean() < 0.02
+    assert found.max() - found.min() > 0.5
 
 
 @pytest.mark.quick

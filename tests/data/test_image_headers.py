@@ -120,7 +120,7 @@ def reference(path: Path, processor: Processor) -> list[int]:
     """The grid that transformers makes of the first frame, upright."""
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
-    features = processor.image_processor(images=[upright], return_tensors="pt")
+    features = processor.images.transform(images=[upright], return_tensors="pt")
     return features["image_grid_thw"][0].tolist()
 
 
@@ -139,7 +139,7 @@ def test_tokens_from_the_header_are_the_processors(
         assert list(grid) == expected, (height, width)
         tokens = placeholder(path, grid, processor, videos=videos).run
         assert tokens == grid[1] * grid[2] // 4
-        features = processor.image_processor(
+        features = processor.images.transform(
             images=[decode_image(path, where=WHERE)], return_tensors="pt"
         )
         assert len(features["pixel_values"]) == 4 * tokens

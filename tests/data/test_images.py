@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from loongplug.data.image_patches import QwenPatches
 from loongplug.data.images import image_grid
 from loongplug.data.media import MediaLoader, placeholder
 from loongplug.data.processor import QWEN_TOKENS, Processor
@@ -215,5 +217,7 @@ def test_other_patch_sizes_follow_the_processor(
     processor: Processor, tmp_path: Path, write_image: Callable[..., str]
 ) -> None:
     path = tmp_path / write_image("a.png", height=84, width=56)
-    other = dataclasses.replace(processor, patch_size=14)
+    transform = copy.deepcopy(processor.images.transform)
+    transform.patch_size = 14
+    other = dataclasses.replace(processor, images=QwenPatches(transform))
     assert image_grid(path, other, where=WHERE) == (1, 6, 4)

@@ -31,7 +31,7 @@ def test_images(
     processor = limited(processor_folder, **limits)
     grid = image_grid(tmp_path / "a.png", processor, where="row")
     assert least <= grid[1] * grid[2] / 4 <= most
-    made = processor.image_processor(images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
+    made = processor.images.transform(images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [list(grid)]
 
 

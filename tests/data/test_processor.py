@@ -29,7 +29,7 @@ def test_ids_that_the_models_yaml_carries(processor: Processor) -> None:
     assert processor.vision_end_token_id == 4
     assert processor.image_token_id == 5
     assert processor.video_token_id == 6
-    assert processor.vision_token_ids == {3, 4, 5, 6}
+    assert processor.untrained_token_ids == {3, 4, 5, 6}
     assert processor.end_token == "<|im_end|>"
     assert processor.vocab_size <= VOCAB_SIZE == 128
     assert (processor.patch_size, processor.temporal_patch_size) == (16, 2)
@@ -78,7 +78,7 @@ def test_transformers_loads_the_parts_without_torchvision(
     features = AutoImageProcessor.from_pretrained(str(processor_folder))(
         images=[image], return_tensors="pt"
     )
-    ours = processor.image_processor(images=[image], return_tensors="pt")
+    ours = processor.images.transform(images=[image], return_tensors="pt")
     assert features["image_grid_thw"].tolist() == [[1, 2, 4]]
     torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])
 
@@ -115,7 +115,7 @@ def test_auto_processor_agrees(processor_folder: Path, processor: Processor) -> 
     features = auto.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    ours = processor.image_processor(images=images, return_tensors="pt")
+    ours = processor.images.transform(images=images, return_tensors="pt")
     assert features["input_ids"][0].tolist().count(5) == 3
     assert features["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
     torch.testing.assert_close(features["pixel_values"], ours["pixel_values"])

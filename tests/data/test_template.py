@@ -216,7 +216,7 @@ def for_each_message(body: str) -> str:
     ("template", "message"),
     [
         (
-            for_each_message("{{ message.content }}"),
+            for_each_message("{{ message.content }}<|endoftext|>"),
             "does not end an answer with the tokenizer's eos_token",
         ),
         (

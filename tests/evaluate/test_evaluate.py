@@ -144,7 +144,7 @@ def greedy_by_hand(model_folder: Path, data: Path) -> list[str]:
         inputs = {}
         if images:
             pictures = [Image.open(data.parent / name).convert("RGB") for name in images]
-            inputs = dict(processor.image_processor(images=pictures, return_tensors="pt"))
+            inputs = dict(processor.images.transform(images=pictures, return_tensors="pt"))
             for grid in inputs["image_grid_thw"]:
                 text = text.replace("<|image_pad|>", "<todo>" * (int(grid.prod()) // 4), 1)
             text = text.replace("<todo>", "<|image_pad|>")

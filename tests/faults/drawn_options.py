@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-MODELS = {"dense": "qwen3_vl_tiny", "experts": "qwen3_vl_moe_tiny"}
+MODELS = {
+    "dense": "qwen3_vl_tiny",
+    "experts": "qwen3_vl_moe_tiny",
+    "one size": "llava_tiny",
+    "tiles": "internvl_tiny",
+}
 ROWS = ("text", "mixed", "many", "lone")  # how many images rows have
 DAMAGES = ("pixels", "media", "row")  # of one row, which the third step meets
 
@@ -61,7 +66,7 @@ LAYOUTS = {
 
 def layouts_of(model: str, ranks: int) -> tuple[Layout, ...]:
     """Those of so many ranks that a model can have; experts most often in parallel."""
-    if model == "dense":
+    if model != "experts":
         return tuple(layout for layout in LAYOUTS[ranks] if layout.ep == 1)
     return LAYOUTS[ranks] + tuple(layout for layout in LAYOUTS[ranks] if layout.ep > 1)
 

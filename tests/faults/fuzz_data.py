@@ -9,7 +9,7 @@ import numpy as np
 from draws import DAMAGED_STEP, GLOBAL_BATCH, SAVE_INTERVAL, STEPS
 from PIL import Image
 
-from loongplug.data.demo_processor import write_processor
+from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.order import epoch_permutation
 
 ROWS = 40
@@ -19,12 +19,22 @@ SIZES = ((32, 32), (32, 32), (64, 32), (64, 64))
 MODEL = (
     *("model.foundation.hidden_size=32", "model.foundation.ffn_hidden_size=32"),
     *("model.foundation.num_attention_heads=4", "model.foundation.num_query_groups=4"),
-    *("model.foundation.kv_channels=16", "model.foundation.mrope_section=[4,2,2]"),
+    *("model.foundation.kv_channels=16", "model.image_encoder.num_layers=2"),
     *("model.image_encoder.hidden_size=32", "model.image_encoder.ffn_hidden_size=32"),
-    *("model.image_encoder.num_layers=2", "model.image_encoder.deepstack_layers=[0]"),
 )
-
+QWEN = ("model.foundation.mrope_section=[4,2,2]", "model.image_encoder.deepstack_layers=[0]")
 EXPERTS = ("model.foundation.num_experts=4", "model.foundation.expert_ffn_hidden_size=24")
+# Images of one size, and what cuts them: few tokens each.
+FIXED = {
+    "llava_tiny": FixedImages(side=16),
+    "internvl_tiny": FixedImages(side=16, merge=2),
+}
+OF_MODEL = {
+    "qwen3_vl_tiny": QWEN,
+    "qwen3_vl_moe_tiny": (*QWEN, *EXPERTS),
+    "llava_tiny": ("model.image_encoder.image_size=16",),
+    "internvl_tiny": ("model.image_encoder.image_size=16",),
+}
 
 
 def place_of_damage() -> int:
@@ -56,12 +66,13 @@ def write_rows(folder: Path, *, rows: str, damage: str) -> Path:
 
 def base_flags(folder: Path, *, model: str = "qwen3_vl_tiny") -> list[str]:
     """Of every fuzzed run of a model, less its data."""
-    processor = folder / "processor"
+    fixed = FIXED.get(model)
+    processor = folder / ("processor" if fixed is None else f"processor-{model}")
     if not processor.exists():
-        write_processor(processor)
+        write_processor(processor, fixed=fixed)
     return [
         *("--model-name", model, "--training-phase", "sft", "--device", "cpu", *MODEL),
-        *(EXPERTS if "moe" in model else ()),
+        *OF_MODEL[model],
         *("--tokenizer-model", str(processor), "--seq-length", "64"),
         *("--micro-batch-size", "2", "--global-batch-size", str(GLOBAL_BATCH)),
         *("--lr", "1e-2", "--lr-decay-style", "constant", "--train-iters", str(STEPS)),

@@ -40,10 +40,16 @@ class Medium:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a family writes its media: ``frames_apart`` puts text before each frame of a video."""
+    """How a family writes its media: ``frames_apart`` puts text before each frame of a video.
+
+    ``merge`` x ``merge`` patches become one token. With ``marks``, a token stands before a medium's
+    tokens, and one behind them.
+    """
 
     patch_values: int
     frames_apart: bool
+    merge: int = 2
+    marks: bool = True
     positions: Callable[[np.ndarray, Sequence[Medium]], np.ndarray]
 
 
@@ -172,8 +178,8 @@ def batch(
             frames = time if style.frames_apart else 1
             for frame in range(frames):
                 ids += words(2) if frames > 1 and frame else []  # a timestamp
-                count = time * height * width // 4 // frames
-                ids += [VISION_START, *[token] * count, VISION_END]
+                visual = [token] * (time * height * width // style.merge**2 // frames)
+                ids += [VISION_START, *visual, VISION_END] if style.marks else visual
         ids += words(7 + number)
         samples.append(_sample(ids, mine, answer=3 + number, style=style, generator=generator))
     return Batch(samples=tuple(samples), media=tuple(media))

@@ -107,12 +107,23 @@ class Step:
     gradients: dict[str, torch.Tensor]
 
 
+def qwen_arguments(data: Batch, input_ids: torch.Tensor) -> dict[str, Any]:
+    """What Qwen's models in transformers take besides text."""
+    kinds = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
+    return {"mm_token_type_ids": kinds, **_media_arguments(data)}
+
+
 def reference_step(
-    model: Any, data: Batch, *, regularizer: Callable[[], torch.Tensor] | None = None
+    model: Any,
+    data: Batch,
+    *,
+    regularizer: Callable[[], torch.Tensor] | None = None,
+    arguments: Callable[[Batch, torch.Tensor], dict[str, Any]] = qwen_arguments,
 ) -> Step:
     """The whole batch at once in transformers; positions come from transformers as well.
 
     What ``regularizer`` gives after the forward is added to the loss that the gradients are of.
+    ``arguments`` gives what the model takes besides text, of the batch and its ids.
     """
     whole = data.microbatch(0, len(data.samples))
     lengths = torch.tensor([sample.tokens for sample in data.samples])
@@ -121,8 +132,7 @@ def reference_step(
     output = model(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        mm_token_type_ids=(input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int(),
-        **_media_arguments(data),
+        **arguments(data, input_ids),
     )
     losses = F.cross_entropy(
         output.logits.flatten(0, 1), whole.labels.flatten(), reduction="none"
@@ -205,7 +215,7 @@ def build_chunks(model: VisionLanguageArchitecture, config: DecoderConfig, layou
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), layout.pp
     chunks = layout.vpp or 1
     return [
-        family_of(model).load_builder()(
+        family_of(model).load_builder(model)(
             model,
             config,
             pre_process=stage == 0 and chunk == 0,
@@ -353,7 +363,7 @@ def expert_by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     """``gradients`` with each expert by itself: among all, a large one would hide a small one."""
     split: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name and gradient.dim() == 3:  # all in one tensor
             split |= {f"{name}[{number}]": each for number, each in enumerate(gradient)}
         else:
             split[name] = gradient
@@ -369,10 +379,12 @@ def assert_agreement(
     expected: Step,
     limit: float = LIMIT,
     adapters: Path | None = None,
+    measured: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = expert_by_expert,
     **options: Any,
 ) -> None:
     """Loss, logits and every gradient of ``layout`` are the expected ones, within ``limit``.
 
+    ``measured`` makes what is compared of the gradients, one error each.
     ``options`` are settings of the decoder's Megatron config, ``adapters`` is as in
     :func:`our_step`.
     """
@@ -391,7 +403,7 @@ def assert_agreement(
     for sample, length in enumerate(lengths):  # behind a sample's end, the two pad differently
         error = relative_error(step.logits[sample, :length], expected.logits[sample, :length])
         assert error < limit, (sample, error)
-    found, wanted = expert_by_expert(step.gradients), expert_by_expert(expected.gradients)
+    found, wanted = measured(step.gradients), measured(expected.gradients)
     assert set(wanted) <= set(found)
     # What transformers did not come to has no gradient there, and a zero one here.
     assert not any(bool(found[name].any()) for name in set(found) - set(wanted))

@@ -61,7 +61,13 @@ def test_every_model_describes_the_modules_of_its_entries(name: str) -> None:
 def test_only_a_model_s_description_knows_the_names_of_encoder_and_projector() -> None:
     """Elsewhere they stand in text for users and in flags; loops over entries do without them."""
     package = Path(loongplug.__file__).parent
-    own = {package / "models" / "architecture.py", *package.glob("models/qwen*/*.py")}
+    families = [
+        file.parent
+        for file in package.glob("models/*/__init__.py")
+        if "LOONGPLUG_FAMILIES" in file.read_text()
+    ]
+    own = {package / "models" / "architecture.py"}
+    own |= {file for family in families for file in family.glob("*.py")}
     names = {name for entry in VisionLanguageArchitecture.entries() for name in entry.modules}
     names -= {"text_decoder"}  # what Megatron is asked for as a language model, everywhere
     found = []

@@ -95,7 +95,10 @@ def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json, which says what model it is of"):
         compose_model(hf_folder=tmp_path)
     for content, said in (
-        ('{"model_type": "llava"}', r"'llava', .*expected one of qwen2_5_vl, qwen3_vl, qwen3_vl_m"),
+        (
+            '{"model_type": "blip"}',
+            r"'blip', .*expected one of internvl, llava, qwen2_5_vl",
+        ),
         ('{"model_type": ["qwen3_vl"]}', r"model_type \['qwen3_vl'\], which LoongPlug does not"),
         ("[]", r"config\.json is not a JSON object"),
         ('{"model_type": "qwen3_vl", "vision_config": 5}', r"is not a Qwen3VLConfig \("),
@@ -107,12 +110,12 @@ def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
 
 def test_values_that_cannot_be_used_are_one_sentence_of_the_folder(tmp_path):
     nothing = published_folder(tmp_path, "7b", num_attention_heads=0)
-    with pytest.raises(ValueError, match=r"^config\.json has values that .*head_size cannot use"):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: config\.json has values that .*head_size"):
         compose_model(hf_folder=nothing)
     for theta, said in (
         (
             "${oc.env:HOME}",
-            r"^config\.json has rope_parameters\.rope_theta '\$\{oc\.env:HOME\}', wh",
+            rf"^{tmp_path}: config\.json has rope_parameters\.rope_theta '\$\{{oc\.env:HOME",
         ),
         ("???", rf"^{tmp_path}/config\.json does not compose: "),
     ):
@@ -147,3 +150,14 @@ def test_keys_that_nothing_is_computed_from_may_say_anything(tmp_path):
     path.write_text(json.dumps(content))
     (difference,) = hf_config_differences(folder, model)
     assert "moe_intermediate_size" in difference
+
+
+def test_heads_that_turn_in_part_are_seen(tmp_path):
+    composed = compose_model(model_name="qwen3_vl_tiny")
+    path = folder_of(tmp_path) / "config.json"
+    content = json.loads(path.read_text())
+    model = composed.family.load_hugging_face(with_ids(composed))
+    for part, differences in ((1.0, 0), (0.5, 1)):
+        content["text_config"]["rope_parameters"]["partial_rotary_factor"] = part
+        path.write_text(json.dumps(content))
+        assert len(hf_config_differences(tmp_path, model)) == differences

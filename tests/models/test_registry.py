@@ -12,6 +12,7 @@ from loongplug.models.entries import Entry, Role, checked
 from loongplug.models.parts import Part, load
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig
 from loongplug.models.registry import families, family_of
+from loongplug.training.config import compose_model
 
 pytestmark = pytest.mark.quick
 
@@ -58,11 +59,10 @@ def changed(monkeypatch: pytest.MonkeyPatch, module: str, **family: Any) -> list
 
 def test_names_in_the_registry_lead_somewhere() -> None:
     for family in families().values():
-        assert callable(family.load_builder())
         assert family_of(family.config_class) == family
         assert set(family.special_tokens) <= set(family.config_class.__dataclass_fields__)
         assert list(family.joined) == list(family.config_class.keys)
-        for part in family.joined.values():
+        for part in (part for parts in family.joined.values() for part in parts):
             assert callable(load(part.build))
             assert callable(load(part.hugging_face))
 
@@ -91,7 +91,7 @@ def test_trusted_package_brings_a_family(tmp_path: Path, monkeypatch: pytest.Mon
     module = outside_package(tmp_path, monkeypatch, name="guest")
     assert "guest" not in families()
     family = families([module])["guest"]
-    assert load(family.joined["text_decoder"].build)(4) == 8
+    assert load(family.joined["text_decoder"][0].build)(4) == 8
     assert family.joined["image_encoder"] == families()["qwen2_5_vl"].joined["image_encoder"]
     assert family.joined["image_projector"] == families()["qwen3_vl"].joined["image_projector"]
     assert family_of(sys.modules[module].Config, trusted_packages=[module]).name == "guest"
@@ -103,7 +103,7 @@ def test_what_a_package_gives_is_checked(tmp_path: Path, monkeypatch: pytest.Mon
     package = sys.modules[module]
     monkeypatch.delattr(package, "build")
     with pytest.raises(ValueError, match=r"outside_odd:build, which a part of a model names, can"):
-        family.load_builder()
+        load(family.joined["text_decoder"][0].build)
     monkeypatch.setattr(package, "LOONGPLUG_FAMILIES", package.LOONGPLUG_FAMILIES[0])
     with pytest.raises(ValueError, match=r"LOONGPLUG_FAMILIES is .*, but a tuple of"):
         families([module])
@@ -119,7 +119,7 @@ def test_part_that_is_not_registered(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(
         ValueError,
         match=r"^the model family lost has the part 'qwen9' as its text_decoder, which is not "
-        r"registered: expected one of lost_text, qwen2_5, .*LOONGPLUG_PARTS$",
+        r"registered: expected one of .*, lost_text, .*, qwen2_5, .*LOONGPLUG_PARTS$",
     ):
         families(changed(monkeypatch, module, parts=parts))
 
@@ -189,3 +189,74 @@ def test_name_that_is_taken_and_package_that_is_not_there(
         families([module])
     with pytest.raises(ValueError, match=r"names not_there, which cannot be imported"):
         families(["not_there"])
+
+
+ANY_ENCODER = """
+from dataclasses import dataclass, replace
+
+from loongplug.models.architecture import VisionArchitecture
+from loongplug.models.parts import Part
+from loongplug.models.qwen3_vl import LOONGPLUG_FAMILIES as QWEN3
+from loongplug.models.qwen3_vl.config import Qwen3VLConfig
+from loongplug.training.config import compose_model
+from loongplug.models.registry import ANY
+
+@dataclass(frozen=True, kw_only=True)
+class Round(VisionArchitecture):
+    radius: int = 1
+
+@dataclass(frozen=True, kw_only=True)
+class Square(VisionArchitecture):
+    side: int = 1
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Qwen3VLConfig):
+    image_encoder: VisionArchitecture
+
+def part(name, config_class, model_type):
+    return Part(name=name, config_class=config_class, build="nowhere:build",
+                hugging_face="nowhere:names", config_json={"num_layers": "depth"},
+                model_type=model_type)
+
+LOONGPLUG_PARTS = (part("round", Round, "round"), part("square", Square, "square"))
+LOONGPLUG_FAMILIES = (
+    replace(QWEN3[0], name="many", config_class=Config,
+            parts={**QWEN3[0].parts, "image_encoder": ANY},
+            in_transformers=replace(
+                QWEN3[0].in_transformers, whole={"image_encoder": {"num_layers": "layers"}})),
+)
+"""
+
+
+def test_a_family_takes_any_part_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outside_many.py").write_text(ANY_ENCODER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    family = families(["outside_many"])["many"]
+    taken = [part.name for part in family.joined["image_encoder"]]
+    assert {"round", "square"} <= set(taken)
+    assert "qwen3_vit" not in taken  # no section of config.json names it by a kind
+    outside = sys.modules["outside_many"]
+    qwen3 = compose_model(model_name="qwen3_vl_tiny").config
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
+    for kind, name in ((outside.Round, "round"), (outside.Square, "square")):
+        model = outside.Config(
+            image_encoder=kind(patch_size=2, **sizes),
+            image_projector=qwen3.image_projector,
+            foundation=qwen3.foundation,
+        )
+        parts = family.parts_of(model)
+        assert parts["image_encoder"].name == name
+        assert parts["text_decoder"].name == "qwen3"
+    twice = (*outside.LOONGPLUG_PARTS, outside.part("oval", outside.Square, "round"))
+    with monkeypatch.context() as patch:
+        patch.setattr(outside, "LOONGPLUG_PARTS", twice)
+        with pytest.raises(ValueError, match=r"'round' and 'oval' both have the model_type 'round"):
+            families(["outside_many"])
+    with pytest.raises(ValueError, match=r"has a .*Qwen3VisionConfig as its image_encoder, of whi"):
+        family.parts_of(
+            outside.Config(
+                image_encoder=qwen3.image_encoder,
+                image_projector=qwen3.image_projector,
+                foundation=qwen3.foundation,
+            )
+        )

@@ -2,7 +2,7 @@
 
 Pure and the same every time. Every layout of the axes that fits the ranks is run in every mode in
 which it is possible, with one choice of the options; over all cells of a model, every two values of
-two axes meet somewhere.
+two axes meet somewhere. Of further models, few cells have every value of every axis in each mode.
 """
 
 import random
@@ -14,6 +14,7 @@ SIZES = (1, 2, 4)
 MOST_RANKS = 8
 BATCH = 8  # microbatches of a step, over all replicas of the decoder
 MODELS = ("qwen3_vl_tiny", "qwen3_vl_moe_tiny", "qwen2_5_vl_tiny")
+MORE_MODELS = ("llava_tiny", "siglip2_qwen3_tiny", "internvl_tiny")  # in few cells each
 UNIFORM, ENCODER_DP, FULL = "uniform", "encoder-hetero-dp", "full-hetero-dp"
 MODES = (UNIFORM, ENCODER_DP, FULL)
 OPTIMIZERS = ("plain", "distributed", "overlapped")
@@ -200,6 +201,16 @@ def matrix(model: str) -> list[Cell]:
     return one_of_each([choices(layout) for layout in layouts(model)], seed=model)
 
 
+def few_cells(model: str) -> list[Cell]:
+    """Cells of the model, until every value of an axis was in every mode that it can be in."""
+    cover = Cover[Cell](with_mode_alone=True)
+    candidates = [cover.candidate(cell) for layout in layouts(model) for cell in choices(layout)]
+    random.Random(model).shuffle(candidates)  # the layouts that are first have one rank
+    while cover.wanted:
+        cover.take_best(candidates)
+    return sorted(cover.cells)
+
+
 def one_of_each[CellT: Cell](everything: Sequence[list[CellT]], *, seed: str) -> list[CellT]:
     """A cell of each list, and more until every two axis values have met that can."""
     cover = Cover[CellT]()
@@ -217,12 +228,14 @@ class Cover[CellT: Cell]:
     """Cells that are taken one by one, each for the pairs of values that those before lack.
 
     A pair is a bit, and a cell that may be taken an integer of them: a matrix looks at eighty
-    thousand cells, and each has up to a hundred pairs.
+    thousand cells, and each has up to a hundred pairs. ``with_mode_alone``: only pairs of the first
+    axis, the mode, count.
     """
 
     MOST_VALUES = 128  # of all axes
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_mode_alone: bool = False) -> None:
+        self._with_mode_alone = with_mode_alone
         self._numbers: dict[tuple[int, object], int] = {}  # of a value of an axis
         self.wanted = 0
         self.cells: list[CellT] = []
@@ -234,7 +247,8 @@ class Cover[CellT: Cell]:
             number = self._numbers.setdefault(value, len(self._numbers))
             assert number < self.MOST_VALUES
             found |= met << (number * self.MOST_VALUES)  # it meets those of the axes before
-            met |= 1 << number
+            if not (met and self._with_mode_alone):
+                met |= 1 << number
         self.wanted |= found
         return cell, found
 
@@ -253,19 +267,20 @@ def pairs(cell: Cell) -> set[Pair]:
 
 def layout_cells() -> list[Cell]:
     """Those of all models."""
-    return [cell for model in MODELS for cell in matrix(model)]
+    every = [cell for model in MODELS for cell in matrix(model)]
+    return every + [cell for model in MORE_MODELS for cell in few_cells(model)]
 
 
 def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
     """``number`` of the cells, the same for the same seed.
 
     In turn of each model, and of a model's in turn of each mode; the models begin with other modes,
-    so that three cells have all models and all modes.
+    so that three cells have three models and all modes.
     """
     generator = random.Random(seed)
     by_model = [
         _modes_in_turn([cell for cell in cells if cell.model == model], generator, first=first)
-        for first, model in enumerate(MODELS)
+        for first, model in enumerate((*MODELS, *MORE_MODELS))
     ]
     return sorted(_in_turn(by_model, number))
 
@@ -273,6 +288,7 @@ def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
 def _modes_in_turn(
     cells: Sequence[Cell], generator: random.Random, *, first: int
 ) -> Iterator[Cell]:
+    first %= len(MODES)
     turned = (*MODES[first:], *MODES[:first])
     by_mode = [[cell for cell in cells if cell.mode == mode] for mode in turned]
     shuffled = [iter(generator.sample(mine, len(mine))) for mine in by_mode]

@@ -22,6 +22,7 @@ from loongplug.observe.bars import threadless_bars
 from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.runs import preload, record
+from loongplug.verify.tiny import demo_length, up
 from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, layout_cells, sample
 from parity.overlap_cells import OverlapCell, overlap_cells
@@ -31,8 +32,7 @@ from parity.saving_cells import saving_cells
 
 STEPS = 2
 _BIT_STEPS = 3
-# The longest sample just fits, so that images lie in several parts of a split sequence.
-LENGTH, SAMPLES = 44, 64
+SAMPLES = 64
 _SECONDS = 300.0  # for one run
 _LARGEST = 4  # any size of the axes divides it
 
@@ -149,7 +149,7 @@ class Matrix:
             *("--tokenizer-model", str(prepared / "processor")),
             *("--train-data-path", str(self._folder / "demo" / "train.jsonl")),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
-            *("--seq-length", str(LENGTH), "--micro-batch-size", "1"),
+            *("--seq-length", str(_length(cell.model)), "--micro-batch-size", "1"),
             *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled", *shared),
@@ -164,6 +164,13 @@ class Matrix:
             make(place / "made")
             folder.parent.mkdir(parents=True, exist_ok=True)
             (place / "made").rename(folder)
+
+
+def _length(model: str) -> int:
+    """Tokens of the longest sample, and no more than what makes them divisible."""
+    from loongplug.training.config import compose_model
+
+    return up(demo_length(compose_model(model_name=model).config), _LARGEST)
 
 
 def _recorded(folder: Path, flags: Sequence[str], *, ranks: int) -> Path:
@@ -182,14 +189,15 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     from loongplug.data.demo_processor import write_processor
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes
+    from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_images, tiny_sizes
     from loongplug.verify.weights import write_random_weights
 
     if not (demo / "train.jsonl").is_file():
         make_demo_data(demo, train=SAMPLES, test=1)
     folder.mkdir(parents=True)
     composed = compose_model(model_name=cell.model)
-    write_processor(folder / "processor", video_style=composed.config.video_style())
+    fixed, style = tiny_images(composed.config.vision), composed.config.video_style()
+    write_processor(folder / "processor", video_style=style, fixed=fixed)
     tokenizer = read_tokenizer(folder / "processor")
     largest = TinyLayout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
     sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, demo_patches=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
-from parity.cells import MODES, MOST_RANKS, Cell
+from parity.cells import MODES, MORE_MODELS, MOST_RANKS, Cell
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
@@ -32,7 +32,9 @@ def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
         f"{MOST_RANKS} ranks is a cell in every mode that is another one there (heterogeneous DP "
         "takes a TP above the encoder's), with one choice of the other columns; every value of a "
         "column meets every value of every other that it can be with. Heterogeneous TP is the "
-        "uniform mode with an encoder TP below TP. An encoder TP above TP is of several stages.",
+        "uniform mode with an encoder TP below TP. An encoder TP above TP is of several stages. "
+        f"{', '.join(MORE_MODELS)} have few cells: every value of a column is in every mode that "
+        "it can be in.",
         "",
         *_by_group("mode", groups | {"all": list(results)}),
         "",

@@ -12,10 +12,13 @@ from parity.cells import (
     FULL,
     MODELS,
     MODES,
+    MORE_MODELS,
     MOST_RANKS,
     SIZES,
+    UNIFORM,
     Cell,
     choices,
+    few_cells,
     layout_cells,
     layouts,
     matrix,
@@ -63,7 +66,7 @@ def test_every_layout_is_run_in_every_mode(cells, model, mode):
 
 
 def test_the_matrix_can_be_run_in_an_hour(cells):
-    assert len(cells) <= 640
+    assert len(cells) <= 680
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -75,8 +78,25 @@ def test_every_two_values_of_two_axes_meet_where_they_can(cells, model):
     assert met == possible
 
 
+@pytest.mark.parametrize("model", MORE_MODELS)
+def test_few_cells_have_every_value_in_every_mode(cells, model):
+    mine = [cell for cell in cells if cell.model == model]
+    assert len(mine) <= 20
+    of_mode = {
+        (cell.mode, name, value)
+        for layout in layouts(model)
+        for cell in choices(layout)
+        for name, value in vars(cell).items()
+    }
+    assert {(cell.mode, *each) for cell in mine for each in vars(cell).items()} == of_mode
+    assert any(cell.encoder_tp < cell.tp for cell in mine if cell.mode == UNIFORM)
+    assert any(cell.encoder_tp > cell.tp for cell in mine if cell.mode == FULL)
+
+
 def test_the_matrix_is_the_same_every_time_and_has_no_cell_twice(cells):
     assert matrix(MODELS[0]) == [cell for cell in cells if cell.model == MODELS[0]]
+    few = few_cells(MORE_MODELS[0])
+    assert few == [cell for cell in cells if cell.model == MORE_MODELS[0]]
     assert len({cell.name for cell in cells}) == len(cells) == len(set(cells))
 
 
@@ -175,17 +195,17 @@ def test_which_cell_runs_a_published_layout():
 
 def test_a_sample_has_cells_of_every_model_and_mode(cells):
     few = sample(cells, 3, seed=1)
-    assert {cell.model for cell in few} == set(MODELS)
+    assert {cell.model for cell in few} == set(MODELS)  # the first of them
     assert {cell.mode for cell in few} == set(MODES)
-    counts = Counter((cell.model, cell.mode) for cell in sample(cells, 18, seed=1))
+    counts = Counter((cell.model, cell.mode) for cell in sample(cells, 36, seed=1))
     assert set(counts.values()) == {2}
-    assert len(counts) == 9
+    assert len(counts) == 18
 
 
 def test_a_sample_has_cells_of_every_model(cells):
     chosen = sample(cells, 7, seed=3)
     assert chosen == sample(cells, 7, seed=3)
     assert chosen != sample(cells, 7, seed=4)
-    assert {cell.model for cell in chosen} == set(MODELS)
+    assert {cell.model for cell in chosen} == {*MODELS, *MORE_MODELS}
     assert len(set(chosen)) == 7
     assert sorted(sample(cells, 10**6, seed=0)) == sorted(cells)

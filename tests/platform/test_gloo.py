@@ -1,9 +1,13 @@
 """Collectives of unequal sizes on the CPU: the same numbers as NCCL gives."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+
+from loongplug.platform import gloo
 
 SIZES = [[3, 0, 2], [0, 0, 0], [1, 1, 1], [0, 4, 0]]
 
@@ -113,3 +117,35 @@ def test_gathered_calls_and_those_that_go_on_are_gloos():
     """Whoever does not wait has a handle, and calls that a manager gathers are its."""
     for tensors in run_ranks(coalesced, 2):
         assert [tensor[0].item() for tensor in tensors] == [2.0, 3.0, 5.0]
+
+
+def groups_of_a_rank(rank):
+    """Groups that overlap, in which collectives are under way at one time; what they share."""
+    pairs = [dist.new_group([first, (first + 1) % 3]) for first in range(3)]
+    own = [group for group in pairs if group != dist.GroupMember.NON_GROUP_MEMBER]
+    sums = [torch.full((100_000,), float(rank)) for _ in own]
+    works = [
+        dist.all_reduce(each, group=group, async_op=True)
+        for each, group in zip(sums, own, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    late = dist.new_group([0, 1, 2], timeout=timedelta(seconds=77))
+    groups = (dist.group.WORLD, *own, late)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    devices = [each.options._devices[0] for each in backends]
+    found = [
+        (dist.get_process_group_ranks(group), each) for group, each in zip(own, sums, strict=True)
+    ]
+    kinds = [isinstance(each, gloo.distributed_c10d.ProcessGroupGloo) for each in backends]
+    return found, len(set(map(id, devices))), backends[-1].options._timeout, all(kinds)
+
+
+def test_all_groups_of_a_rank_talk_through_one_device():
+    for found, devices, timeout, known in run_ranks(groups_of_a_rank, 3):
+        assert len(found) == 2
+        for members, result in found:
+            assert torch.equal(result, torch.full((100_000,), float(sum(members))))
+        assert devices == 1
+        assert timeout == timedelta(seconds=77)
+        assert known

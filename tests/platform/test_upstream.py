@@ -103,6 +103,19 @@ def test_prebuilt_helpers_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_helpers()
 
 
+def test_help_texts_of_a_config_class_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    first = ArgumentGroupFactory(TransformerConfig).field_docstrings
+    assert "layer" in first["num_layers"]
+    monkeypatch.setattr("inspect.getsource", lambda _: pytest.fail("the source was read again"))
+    first["num_layers"] = "of one factory alone"
+    again = ArgumentGroupFactory(TransformerConfig).field_docstrings
+    assert again == first | {"num_layers": again["num_layers"]}
+    assert again["num_layers"] != first["num_layers"]
+
+
 def test_split_sizes_become_numbers_as_they_do_on_a_gpu() -> None:
     from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
 

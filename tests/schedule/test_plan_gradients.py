@@ -66,7 +66,7 @@ def built(overrides: Sequence[str], options: dict[str, Any]) -> MultimodalModel:
         calculate_per_token_loss=True,
         **options,
     )
-    return family_of(model).load_builder()(
+    return family_of(model).load_builder(model)(
         model,
         config,
         pre_process=True,

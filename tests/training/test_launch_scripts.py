@@ -14,8 +14,9 @@ from ranks import run_ranks
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.state import State, rank_state
 from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
+from loongplug.models.hf_config import hf_config
 from loongplug.training.arguments import ParsedArguments, complete, parse_arguments
-from loongplug.training.config import available_models
+from loongplug.training.config import available_models, compose_model
 from loongplug.training.defaults import apply_defaults
 from loongplug.training.flags import read_command_line
 from loongplug.training.rules import violations
@@ -49,19 +50,31 @@ FOUR_NODES = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node0"}
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A launch script, and the parallel sizes of its layouts."""
+    """A launch script, and the parallel sizes of its layouts.
+
+    ``folder`` is the name of the model that MODEL_DIR is a folder of, for a script that takes any.
+    """
 
     name: str
     model: str
+    folder: str | None = None
     phase: str
     tp: int
     ep: int = 1
     layers: int
 
+    @property
+    def row(self) -> str:
+        """What its row of the docs' tables begins with."""
+        return f"`{self.name}`" if self.folder is None else f"`{self.name}`, {self.folder}"
+
+    def __str__(self) -> str:
+        return self.name if self.folder is None else f"{self.name}-{self.folder}"
+
 
 ALL = (
-    Script(name="sft_qwen3_vl_8b", model="qwen3_vl_8b", phase="sft", tp=4, layers=36),
-    Script(name="sft_qwen2_5_vl_7b", model="qwen2_5_vl_7b", phase="sft", tp=2, layers=28),
+    Script(name="sft", model="qwen3_vl_8b", folder="Qwen3-VL-8B", phase="sft", tp=2, layers=36),
+    Script(name="sft", model="qwen2_5_vl_7b", folder="Qwen2.5-VL-7B", phase="sft", tp=2, layers=28),
     Script(
         name="sft_qwen3_vl_30b_a3b", model="qwen3_vl_30b_a3b", phase="sft", tp=2, ep=8, layers=48
     ),
@@ -107,17 +120,18 @@ class Launch:
         return int(self.launcher["--nnodes"]) * int(self.launcher["--nproc_per_node"])
 
 
-def launch(script: str, folder: Path, *more: str, **environment: str) -> Launch:
+def launch(script: Script, folder: Path, *more: str, **environment: str) -> Launch:
     model = folder / "model"
     write_tokenizer(model, tokens=QWEN)
-    (model / "config.json").write_text("{}")
+    composed = compose_model(model_name=script.model)
+    hf_config(composed.family.load_hugging_face(composed.config)).save_pretrained(model)
     (folder / "data.jsonl").write_text("{}\n")
     stub = folder / "bin" / "python"
     stub.parent.mkdir(exist_ok=True)
     stub.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
     stub.chmod(0o755)
     said = subprocess.run(
-        [SCRIPTS / f"{script}.sh", "--device", "cpu", *more],
+        [SCRIPTS / f"{script.name}.sh", "--device", "cpu", *more],
         env={
             "PATH": f"{stub.parent}:{os.environ['PATH']}",
             "MODEL_DIR": str(model),
@@ -181,7 +195,7 @@ def test_all_scripts_are_tested() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=str)
 def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) -> None:
     file = SCRIPTS / f"{script.name}.sh"
     subprocess.run(["bash", "-n", str(file)], check=True, timeout=120)
@@ -200,7 +214,7 @@ def test_script_is_bash_that_asks_for_its_paths(script: Script, tmp_path: Path) 
         environment[name] = value
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", ALL, ids=str)
 @pytest.mark.parametrize(
     ("nodes", "more"),
     [
@@ -226,7 +240,7 @@ def test_script_s_run_is_accepted_and_fits(
     more = dict(more)
     if "VALID_DATA" in more:
         more["VALID_DATA"] = str(tmp_path / more["VALID_DATA"])
-    launched = launch(script.name, tmp_path, **nodes, **more)
+    launched = launch(script, tmp_path, **nodes, **more)
     assert launched.launcher["--nnodes"] == nodes["NNODES"]
     assert launched.launcher["--node_rank"] == nodes.get("NODE_RANK", "0")
     assert launched.launcher["--master_addr"] == nodes.get("MASTER_ADDR", "localhost")
@@ -265,7 +279,7 @@ def test_script_s_run_is_accepted_and_fits(
 def test_overlapped_run_is_accepted_and_fits(
     nodes: dict[str, str], column: int, tmp_path: Path
 ) -> None:
-    launched = launch(OVERLAP.name, tmp_path, **nodes)
+    launched = launch(OVERLAP, tmp_path, **nodes)
     assert launched.connections == 32
     parsed = parse(launched)
     args = parsed.args
@@ -287,12 +301,12 @@ def test_overlapped_run_is_accepted_and_fits(
 
 
 @pytest.mark.parametrize("engine", [False, True], ids=["without-engine", "with-engine"])
-@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=str)
 def test_script_s_run_is_accepted_where_apex_is(
     script: Script, engine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused gradient accumulation, which Apex brings, is off where it cannot be."""
-    launched = launch(script.name, tmp_path)
+    launched = launch(script, tmp_path)
     parsed, line = parse(launched), read_command_line(launched.argv)
     args = line.args
     complete(args, device="cuda")
@@ -316,7 +330,7 @@ def documented(script: Script, mode: str, world_size: int) -> str:
     """What the docs' tables say that the script's fullest GPU holds."""
     page, column = COLUMNS[mode, world_size]
     (line,) = (
-        line for line in page.read_text().splitlines() if line.startswith(f"| `{script.name}`")
+        line for line in page.read_text().splitlines() if line.startswith(f"| {script.row} |")
     )
     return line.split("|")[column].strip()
 
@@ -325,7 +339,7 @@ def documented(script: Script, mode: str, world_size: int) -> str:
 def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     for script in ALL:
         with pytest.raises(subprocess.CalledProcessError) as refused:
-            launch(script.name, tmp_path, MODE="full")
+            launch(script, tmp_path, MODE="full")
         assert "MODE is full: it has to be uniform, " in refused.value.stderr
 
 
@@ -334,18 +348,14 @@ def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_flags_and_overrides_behind_the_script_win(tmp_path: Path) -> None:
-    parsed = parse(
-        launch("sft_qwen3_vl_8b", tmp_path, "--lr", "3e-6", "model.image_encoder.freeze=false")
-    )
+    parsed = parse(launch(ALL[0], tmp_path, "--lr", "3e-6", "model.image_encoder.freeze=false"))
     assert parsed.args.lr == 3e-6
     assert not parsed.model.image_encoder.freeze
-    assert not parse(
-        launch("sft_qwen3_vl_8b", tmp_path, FREEZE_ENCODER="false")
-    ).model.image_encoder.freeze
+    assert not parse(launch(ALL[0], tmp_path, FREEZE_ENCODER="false")).model.image_encoder.freeze
 
 
 def test_world_that_the_layout_does_not_fit_is_refused(tmp_path: Path) -> None:
-    launched = launch("sft_qwen3_vl_8b", tmp_path, **TWO_NODES, GPUS_PER_NODE="10", PP="2")
-    assert launched.world_size == 20
-    with pytest.raises(ValueError, match=r"20 ranks do not divide by tp 4 x pp 2"):
+    launched = launch(ALL[0], tmp_path, **TWO_NODES, GPUS_PER_NODE="9", PP="2")
+    assert launched.world_size == 18
+    with pytest.raises(ValueError, match=r"18 ranks do not divide by tp 2 x pp 2"):
         parse(launched)

@@ -14,9 +14,12 @@ import rule_cases
 from command_lines import command_line, write_tokenizer
 from rule_cases import ADAPTERS, CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
 
+from loongplug.models.architecture import TextArchitecture
 from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.qwen3_vl.config import Qwen3VLConfig
 from loongplug.models.registry import family_of
+from loongplug.models.rope_settings import Llama3Scaling
+from loongplug.models.text_decoders.config import MistralTextConfig
 from loongplug.training import arguments, rules
 from loongplug.training.config import compose_model
 from loongplug.training.rules import RULES, violated_rules
@@ -212,6 +215,62 @@ def test_embeddings_have_one_learning_rate(prepared: Run) -> None:
     assert violated(prepared, decoupled_lr=1e-4) == []
 
 
+def with_plain_rope(run: Run, **more: Any) -> Any:
+    """The run's model with a decoder of text alone, of the same sizes."""
+    text = run[1].foundation
+    sizes = {each.name: getattr(text, each.name) for each in dataclasses.fields(TextArchitecture)}
+    return dataclasses.replace(run[1], foundation=MistralTextConfig(**sizes, **more))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"low_freq_factor": 3.9}, None),
+        ({"low_freq_factor": 4.0}, "has high_freq_factor 4.0 and low_freq_factor 4.0: "),
+        ({"factor": 0.0}, "has factor 0.0: "),
+        (
+            {"low_freq_factor": -1.0, "original_max_position_embeddings": 0},
+            "has low_freq_factor -1.0, original_max_position_embeddings 0: ",
+        ),
+    ],
+)
+def test_scaling_of_rope_has_an_order(
+    prepared: Run, changes: dict[str, float], said: str | None
+) -> None:
+    llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling: Any = llama | {"original_max_position_embeddings": 8192} | changes
+    model = with_plain_rope(prepared, rope_scaling=Llama3Scaling(**scaling))
+    found = violated_rules(prepared[0], model)
+    assert names(found) == ([] if said is None else ["rope-scaling"])
+    assert said is None or found[0].startswith(f"rope_scaling {said}")
+
+
+@pytest.mark.parametrize(("shorter", "allowed"), [(None, True), (0, True), (1, False)])
+def test_windows_are_not_shorter_than_the_row(
+    prepared: Run, shorter: int | None, allowed: bool
+) -> None:
+    length = prepared[0].seq_length
+    window = None if shorter is None else length - shorter
+    found = violated_rules(prepared[0], with_plain_rope(prepared, sliding_window=window))
+    assert names(found) == ([] if allowed else ["sliding-window"])
+    assert allowed or found[0].startswith(
+        f"sliding_window {length - 1} is shorter than --seq-length {length}: "
+    )
+
+
+def test_texts_with_dynamic_rope_are_not_longer_than_its_plain_part(prepared: Run) -> None:
+    length = prepared[0].seq_length
+    for longest, factor in ((length, 2.0), (length - 1, None), (length - 1, 2.0)):
+        model = with_plain_rope(prepared, dynamic_rope_factor=factor)
+        text = dataclasses.replace(model.foundation, max_position_embeddings=longest)
+        found = violated_rules(prepared[0], dataclasses.replace(model, foundation=text))
+        refused = longest < length and factor is not None
+        assert names(found) == (["dynamic-rope"] if refused else [])
+    said = f"max_position_embeddings {length - 1} is shorter than --seq-length {length}, with"
+    assert found[0].startswith(said)
+
+
 @pytest.mark.parametrize("rule", QWEN2_5_OVERRIDES)
 def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
     prepared: Run, qwen2_5: Any, rule: str
@@ -263,6 +322,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
     with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
+    with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}
     assert {rule.name for rule in RULES} == with_bad_case
 
 

@@ -7,7 +7,7 @@ whose weights are one tensor there, ``A`` and ``B`` of all of them are stacked.
 
 import re
 from collections.abc import Mapping as Dictionary
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -53,12 +53,13 @@ class AdapterTable:
         self.linears: list[AdaptedLinear] = []
         self._copies: dict[int, tuple[str, ...]] = {}
         rows: list[Row] = []
-        for row in model.mapping.rows:
-            name = row.names[0].removesuffix(_WEIGHT)
+        for known in model.mapping.rows:
+            name = known.names[0].removesuffix(_WEIGHT)
             module, _, path = name.partition(".")
             own = settings.get(module)
-            if own is None or name == row.names[0] or not own.targets(path):
+            if own is None or name == known.names[0] or not own.targets(path):
                 continue
+            row = replace(known, sources=known.in_model or known.sources)
             modules = tuple(model.module_name(source.name) for source in row.sources)
             self.linears.append(AdaptedLinear(modules, own, row.experts))
             self._copies[len(rows)] = tuple(_tensor(each, "A") for each in modules[1:])

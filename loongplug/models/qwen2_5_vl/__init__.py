@@ -2,7 +2,7 @@
 config classes and Hugging Face names. What other families can use as well lives one folder up.
 """
 
-from loongplug.models.parts import TEXT_JSON, VISION_JSON, DecoderPart, Part
+from loongplug.models.parts import MULTIMODAL_TEXT_JSON, VISION_JSON, DecoderPart, Part
 from loongplug.models.qwen2_5_vl.config import (
     Qwen25DecoderConfig,
     Qwen25ProjectorConfig,
@@ -34,7 +34,7 @@ LOONGPLUG_PARTS = (
         name="qwen2_5",
         config_class=Qwen25DecoderConfig,
         hugging_face="loongplug.models.qwen2_5_vl.hf:decoder",
-        config_json=TEXT_JSON,
+        config_json=MULTIMODAL_TEXT_JSON,
         derived="loongplug.models.hf_rows:head_size",
         fixed={"qk_layernorm": False, "add_qkv_bias": True},
     ),

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from loongplug.models.architecture import (
+    MultimodalTextArchitecture,
     ProjectorArchitecture,
-    TextArchitecture,
-    VisionArchitecture,
+    RotaryVisionArchitecture,
     VisionLanguageArchitecture,
 )
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen25VisionConfig(VisionArchitecture):
+class Qwen25VisionConfig(RotaryVisionArchitecture):
     """The ViT: 3D patch embedding, 2D rope, RMSNorm, SwiGLU, window attention in most layers."""
 
     mlp_matrices: ClassVar[int] = 3
@@ -42,7 +42,7 @@ class Qwen25ProjectorConfig(ProjectorArchitecture):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen25DecoderConfig(TextArchitecture):
+class Qwen25DecoderConfig(MultimodalTextArchitecture):
     """The text decoder: GQA with biases on q, k and v, RMSNorm, SwiGLU, mRoPE in sections."""
 
     interleaved_mrope: ClassVar[bool] = False

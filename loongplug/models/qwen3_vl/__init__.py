@@ -2,7 +2,7 @@
 Face names. What other families can use as well lives one folder up.
 """
 
-from loongplug.models.parts import TEXT_JSON, VISION_JSON, DecoderPart, Part
+from loongplug.models.parts import MULTIMODAL_TEXT_JSON, VISION_JSON, DecoderPart, Part
 from loongplug.models.qwen3_vl.config import (
     Qwen3DecoderConfig,
     Qwen3ProjectorConfig,
@@ -33,7 +33,7 @@ LOONGPLUG_PARTS = (
         name="qwen3",
         config_class=Qwen3DecoderConfig,
         hugging_face="loongplug.models.qwen3_vl.hf:decoder",
-        config_json=TEXT_JSON | {"kv_channels": "head_dim"},
+        config_json=MULTIMODAL_TEXT_JSON | {"kv_channels": "head_dim"},
         fixed={"qk_layernorm": True, "add_qkv_bias": False},
     ),
 )

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loongplug.models.architecture import (
+    MultimodalTextArchitecture,
     ProjectorArchitecture,
-    TextArchitecture,
-    VisionArchitecture,
+    RotaryVisionArchitecture,
     VisionLanguageArchitecture,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VisionConfig(VisionArchitecture):
+class Qwen3VisionConfig(RotaryVisionArchitecture):
     """The ViT: 3D patch embedding, interpolated position table, 2D rope, LayerNorm, GELU MLP."""
 
     num_position_embeddings: int  # a square number: the learned grid
@@ -30,7 +30,7 @@ class Qwen3ProjectorConfig(ProjectorArchitecture):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3DecoderConfig(TextArchitecture):
+class Qwen3DecoderConfig(MultimodalTextArchitecture):
     """The text decoder: GQA with q/k norm, RMSNorm, SwiGLU, interleaved mRoPE."""
 
     interleaved_mrope: ClassVar[bool] = True

@@ -3,6 +3,7 @@
 from functools import partial
 
 from loongplug.models.architecture import (
+    HEAD,
     ProjectorArchitecture,
     TextArchitecture,
     VisionArchitecture,
@@ -64,21 +65,21 @@ def projector(
     )
 
 
-def decoder(text: TextArchitecture, *, ours: str, theirs: str) -> HuggingFacePart:
+def decoder(text: TextArchitecture, *, ours: str, theirs: str, head: str = HEAD) -> HuggingFacePart:
     """The text decoder."""
     return HuggingFacePart(
         rows=[
-            *attention_rows(text, ours=ours, theirs=theirs),
+            *attention_rows(text, ours=ours, theirs=theirs, head=head),
             *dense_mlp_rows(text, ours=ours, theirs=theirs),
         ],
         values=text_values(mrope_interleaved=True),
-        twins=twins(text, theirs=theirs),
+        twins=twins(text, theirs=theirs, head=head),
     )
 
 
-def attention_rows(text: TextArchitecture, *, ours: str, theirs: str) -> list[Row]:
+def attention_rows(text: TextArchitecture, *, ours: str, theirs: str, head: str) -> list[Row]:
     """The text decoder but for what stands in its MLPs."""
-    return decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=False, qk_norm=True)
+    return decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=False, qk_norm=True, head=head)
 
 
 def _encoder_rows(vision: Qwen3VisionConfig, *, ours: str, theirs: str) -> list[Row]:

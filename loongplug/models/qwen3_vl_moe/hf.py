@@ -1,23 +1,33 @@
 """Qwen3-VL-MoE's decoder on the Hugging Face side: router, experts, its part of config.json."""
 
+from loongplug.models.architecture import HEAD
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import decoder_layer, row, swiglu_rows, text_values, twins
+from loongplug.models.hf_rows import (
+    decoder_layer,
+    expert_row,
+    row,
+    swiglu_rows,
+    text_values,
+    twins,
+)
 from loongplug.models.qwen3_vl.hf import attention_rows
 from loongplug.models.qwen3_vl_moe.config import Qwen3MoeDecoderConfig
 
 
-def decoder(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+def decoder(
+    text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str, head: str = HEAD
+) -> HuggingFacePart:
     """The text decoder."""
     return HuggingFacePart(
         rows=[
-            *attention_rows(text, ours=ours, theirs=theirs),
+            *attention_rows(text, ours=ours, theirs=theirs, head=head),
             *expert_rows(text, ours=ours, theirs=theirs),
             *_shared_expert_rows(text, ours=ours, theirs=theirs),
         ],
         values=text_values(mrope_interleaved=True)
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-        twins=twins(text, theirs=theirs),
+        twins=twins(text, theirs=theirs, head=head),
         inexpressible=_ambiguous(text),
         unread=_unread(text),
     )
@@ -64,8 +74,15 @@ def expert_rows(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) -> list[
             shape=(experts, hidden),
             count=text.num_layers,
         ),
-        _experts(f"{layer}mlp.experts", "linear_fc1", gate_up, Split.COLUMN, text),
-        _experts(f"{layer}mlp.experts", "linear_fc2", down, Split.ROW, text),
+        *(
+            expert_row(
+                layer, linear, (source,), split=split, count=text.num_layers, experts=experts
+            )
+            for linear, source, split in (
+                ("linear_fc1", gate_up, Split.COLUMN),
+                ("linear_fc2", down, Split.ROW),
+            )
+        ),
     ]
 
 
@@ -82,13 +99,3 @@ def _shared_expert_rows(text: Qwen3MoeDecoderConfig, *, ours: str, theirs: str) 
         bias=False,
         mlp="mlp.shared_experts",
     )
-
-
-def _experts(
-    ours: str, linear: str, source: Source, split: Split, text: Qwen3MoeDecoderConfig
-) -> Row:
-    names = (
-        f"{ours}.local_experts.{{expert}}.{linear}.weight",  # one after the other
-        f"{ours}.{linear}.weight{{expert}}",  # TransformerEngine's grouped GEMM
-    )
-    return Row(names, (source,), split, count=text.num_layers, experts=text.num_experts)

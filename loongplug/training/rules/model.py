@@ -4,6 +4,8 @@ import math
 from argparse import Namespace
 from typing import Any
 
+from loongplug.models.architecture import MultimodalTextArchitecture, RotaryVisionArchitecture
+from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.rules.rule import rule
 
 
@@ -14,7 +16,7 @@ def positive_sizes(args: Namespace, model: Any) -> str | None:
         f"model.{model.keys[module]}.{name} is {value}"
         for module, architecture in model.modules().items()
         for name, value in vars(architecture).items()
-        if type(value) in (int, float) and value <= 0 and name != "lr_mult"
+        if type(value) in (int, float) and value <= 0 and name not in ("lr_mult", "feature_layer")
     ]
     return ", ".join(wrong) or None
 
@@ -36,13 +38,16 @@ def query_groups(args: Namespace, model: Any) -> str | None:
     cure="correct model.image_encoder",
 )
 def encoder_shape(args: Namespace, model: Any) -> str | None:
-    """encoder heads whose size is not a multiple of 4, or a position table that is not a square"""
+    """encoder heads of unequal size, or with 2D rope of one that is not a multiple of 4; a position
+    table that is not a square"""
     if positive_sizes(args, model) is not None:
         return None
     encoder = model.vision
     hidden, heads = encoder.hidden_size, encoder.num_attention_heads
-    if hidden % heads or hidden // heads % 4:
-        return f"the encoder's hidden_size {hidden} over {heads} heads is not a multiple of 4"
+    rotary = isinstance(encoder, RotaryVisionArchitecture)
+    if hidden % heads or (rotary and hidden // heads % 4):
+        unit = "a multiple of 4" if rotary else "a whole number"
+        return f"the encoder's hidden_size {hidden} over {heads} heads is not {unit}"
     table = getattr(encoder, "num_position_embeddings", 1)
     if math.isqrt(table) ** 2 != table:
         return f"num_position_embeddings {table} is not a square"
@@ -85,18 +90,72 @@ def windows(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
+    reason="positions turn a head's channels in pairs",
+    cure="correct model.foundation.kv_channels",
+)
+def head_channels(args: Namespace, model: Any) -> str | None:
+    """decoder heads with an odd number of channels"""
+    channels = model.foundation.kv_channels
+    return f"kv_channels {channels}" if channels % 2 else None
+
+
+@rule(
     reason="it deals out a head's pairs of channels to time, height and width",
     cure="correct model.foundation.mrope_section",
 )
 def mrope(args: Namespace, model: Any) -> str | None:
     """an `mrope_section` that does not sum to half of `kv_channels`, or cannot interleave"""
-    sections, channels = model.foundation.mrope_section, model.foundation.kv_channels
-    pairs = channels // 2
-    if channels % 2 or sum(sections) != pairs or min(sections) < 0:
-        return f"mrope_section {list(sections)} with kv_channels {channels}"
+    text = model.foundation
+    if not isinstance(text, MultimodalTextArchitecture) or head_channels(args, model) is not None:
+        return None
+    sections, pairs = text.mrope_section, text.kv_channels // 2
+    if sum(sections) != pairs or min(sections) < 0:
+        return f"mrope_section {list(sections)} with kv_channels {text.kv_channels}"
     # Height takes every third pair from the second one on, width from the third one on.
-    if model.foundation.interleaved_mrope and any(
-        axis + 3 * (sections[axis] - 1) >= pairs for axis in (1, 2)
-    ):
+    if text.interleaved_mrope and any(axis + 3 * (sections[axis] - 1) >= pairs for axis in (1, 2)):
         return f"mrope_section {list(sections)} leaves no room to interleave height and width"
     return None
+
+
+@rule(
+    reason="it blends frequencies that turn more and less often than the two say in the text's "
+    "original length",
+    cure="correct model.foundation.rope_scaling",
+)
+def rope_scaling(args: Namespace, model: Any) -> str | None:
+    """a `rope_scaling` that is not above 0, or whose `high_freq_factor` is not the higher one"""
+    scaling: Llama3Scaling | None = getattr(model.foundation, "rope_scaling", None)
+    if scaling is None:
+        return None
+    wrong = [f"{name} {value}" for name, value in vars(scaling).items() if value <= 0]
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if not wrong and high <= low:
+        wrong = [f"high_freq_factor {high} and low_freq_factor {low}"]
+    return f"rope_scaling has {', '.join(wrong)}" if wrong else None
+
+
+@rule(
+    reason="transformers turns queries and keys of longer texts more slowly, by their length",
+    cure="choose a --seq-length up to model.foundation.max_position_embeddings",
+)
+def dynamic_rope(args: Namespace, model: Any) -> str | None:
+    """a decoder with a `dynamic_rope_factor` and rows longer than its `max_position_embeddings`"""
+    text = model.foundation
+    if getattr(text, "dynamic_rope_factor", None) is None or args.seq_length is None:
+        return None
+    if text.max_position_embeddings >= args.seq_length:
+        return None
+    longest = f"max_position_embeddings {text.max_position_embeddings}"
+    return f"{longest} is shorter than --seq-length {args.seq_length}, with dynamic_rope_factor"
+
+
+@rule(
+    reason="every token of a row attends to all before it",
+    cure="choose a --seq-length up to model.foundation.sliding_window",
+)
+def sliding_window(args: Namespace, model: Any) -> str | None:
+    """a decoder's `sliding_window` that is shorter than `--seq-length`"""
+    window = getattr(model.foundation, "sliding_window", None)
+    if window is None or args.seq_length is None or window >= args.seq_length:
+        return None
+    return f"sliding_window {window} is shorter than --seq-length {args.seq_length}"

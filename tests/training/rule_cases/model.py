@@ -36,12 +36,15 @@ OVERRIDES: OverrideCases = {
             (1, ["image_encoder.deepstack_layers=[0,1,2]", "foundation.num_layers=3"]),
         ],
     ),
+    "head-channels": (
+        [(1, ["foundation.kv_channels=33"])],
+        [(1, ["foundation.kv_channels=34", "foundation.mrope_section=[7,5,5]"])],
+    ),
     "mrope": (
         [
             (1, ["foundation.mrope_section=[6,6,6]"]),
             (1, ["foundation.mrope_section=[12,10,10]"]),  # kv_channels, not half of them
             (1, ["foundation.mrope_section=[4,6,6]"]),  # no third pair is left for the sixth
-            (1, ["foundation.kv_channels=33"]),
         ],
         [
             (1, ["foundation.mrope_section=[6,5,5]"]),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.parts import TEXT_JSON, VISION_JSON, DecoderPart, Part
+from loongplug.models.parts import MULTIMODAL_TEXT_JSON, VISION_JSON, DecoderPart, Part
 from loongplug.models.registry import QWEN_VISION_TOKENS, Family, InTransformers
 from qwen2_vl.config import Qwen2DecoderConfig, Qwen2VisionConfig, Qwen2VLConfig
 
@@ -27,7 +27,7 @@ LOONGPLUG_PARTS = (
         name="qwen2",
         config_class=Qwen2DecoderConfig,
         hugging_face="qwen2_vl.hf:decoder",
-        config_json=TEXT_JSON,
+        config_json=MULTIMODAL_TEXT_JSON,
         derived="loongplug.models.hf_rows:head_size",
         fixed={"qk_layernorm": False, "add_qkv_bias": True},
     ),

@@ -4,22 +4,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loongplug.models.architecture import (
+    MultimodalTextArchitecture,
     ProjectorArchitecture,
-    TextArchitecture,
-    VisionArchitecture,
+    RotaryVisionArchitecture,
     VisionLanguageArchitecture,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VisionConfig(VisionArchitecture):
+class Qwen2VisionConfig(RotaryVisionArchitecture):
     """The ViT: 3D patch embedding without bias, 2D rope, LayerNorm, MLP with a quick GELU."""
 
     patch_size: int = 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2DecoderConfig(TextArchitecture):
+class Qwen2DecoderConfig(MultimodalTextArchitecture):
     """The text decoder: GQA with biases on q, k and v, RMSNorm, SwiGLU, mRoPE in sections."""
 
     interleaved_mrope: ClassVar[bool] = False

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
+from loongplug.models.architecture import HEAD, ProjectorArchitecture, VisionArchitecture
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import (
@@ -55,15 +55,17 @@ def projector(
     )
 
 
-def decoder(text: Qwen2DecoderConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+def decoder(
+    text: Qwen2DecoderConfig, *, ours: str, theirs: str, head: str = HEAD
+) -> HuggingFacePart:
     """The text decoder."""
     return HuggingFacePart(
         rows=[
-            *decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=True, qk_norm=False),
+            *decoder_rows(text, ours=ours, theirs=theirs, qkv_bias=True, qk_norm=False, head=head),
             *dense_mlp_rows(text, ours=ours, theirs=theirs),
         ],
         values=text_values() | {"use_sliding_window": False},
-        twins=twins(text, theirs=theirs),
+        twins=twins(text, theirs=theirs, head=head),
         inexpressible=_other_head_size(text),
     )
 

@@ -1,25 +1,29 @@
 #!/usr/bin/env bash
-# SFT of Qwen3-VL-8B, on nodes with 8 GPUs of 80 GB.
+# SFT of any model that LoongPlug trains, on nodes with 8 GPUs of 80 GB: the folder says which model it is.
 #
 # One node:
-#   MODEL_DIR=/models/Qwen3-VL-8B-Instruct TRAIN_DATA=/data/train.jsonl scripts/sft_qwen3_vl_8b.sh
+#   MODEL_DIR=/models/Qwen3-VL-8B-Instruct TRAIN_DATA=/data/train.jsonl scripts/sft.sh
 # Four nodes, on each of them with its own NODE_RANK; all see the same folders:
-#   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MODEL_DIR=... TRAIN_DATA=... scripts/sft_qwen3_vl_8b.sh
+#   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MODEL_DIR=... TRAIN_DATA=... scripts/sft.sh
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
 # flags, and overrides such as model.image_projector.freeze=true.
 # The encoder is frozen; FREEZE_ENCODER=false trains all weights.
 #
+# TP has to divide the model's key and value heads and the widths of its MLPs: 4 at most for
+# Qwen2.5-VL-7B, 8 for Qwen3-VL-8B. `loongplug estimate` tells the memory of any layout.
+# A model with experts needs more flags: sft_qwen3_vl_30b_a3b.sh has them.
+#
 # MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
 # MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
 # (docs/heterogeneous_parallelism.md).
 set -euo pipefail
-MODEL=qwen3_vl_8b FOLDER=Qwen3-VL-8B PHASE=sft
+MODEL="" FOLDER="the model" PHASE=sft
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 FLAGS+=(
     "model.image_encoder.freeze=${FREEZE_ENCODER:-true}"
-    --tensor-model-parallel-size "${TP:-4}"
+    --tensor-model-parallel-size "${TP:-2}"
     --pipeline-model-parallel-size "${PP:-1}"
     --sequence-parallel
 )

@@ -1,0 +1,123 @@
+"""An encoder that ``transformers`` computes, between our patches and our patch states."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.hugging_face_encoder.towers import make_tower, states_of
+from loongplug.models.layers.specs import Backend
+from loongplug.models.patch_grids import frame_sizes
+from loongplug.models.vision_encoder import patch_values, vision_transformer_config
+
+
+class HuggingFaceEncoder(MegatronModule):
+    """An image encoder of ``transformers``, whole on each of its ranks; no collectives.
+
+    All its layers run, also those behind the feature layer. Parameters that no feature comes from
+    never train: a gradient that does not come would be waited for for ever where reductions overlap
+    with backward. An empty unit is computed as :meth:`blank_unit`, of which the caller keeps
+    nothing. Recomputed, backward runs the whole tower once more.
+    """
+
+    def __init__(self, config: TransformerConfig, architecture: HuggingFaceEncoderConfig) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        self.tower = make_tower(architecture)
+        for name, parameter in self.tower.named_parameters():
+            parameter.requires_grad_(name not in architecture.tower.carried)
+            if name in architecture.tower.idle:
+                # Of rounding, which every layout has its own of, Adam would make full steps.
+                parameter.register_hook(torch.zeros_like)
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's, but the tower stays without dropout."""
+        super().train(mode)
+        self.tower.eval()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As torch's, but the tower's tables keep their precision: rope's are of fp32."""
+        before = {name: each for name, each in self.tower.named_buffers() if not each.is_meta}
+        super()._apply(fn, recurse)
+        for name, table in before.items():
+            owner, _, own = name.rpartition(".")
+            module: Any = self.tower.get_submodule(owner)
+            setattr(module, own, table.to(module.get_buffer(own).device))
+        return self
+
+    def blank_unit(self) -> VisionInput:
+        """What an empty unit is computed as: one image, all zero."""
+        side = self.architecture.side
+        device = next(self.tower.parameters()).device
+        return VisionInput(
+            pixels=torch.zeros(side**2, patch_values(self.architecture), device=device),
+            grid_thw=torch.tensor([[1, side, side]]),
+        )
+
+    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit.
+
+        Returns:
+            the feature layer's states of the patches, [patches, hidden], and no taps.
+
+        Raises:
+            ValueError: an image has another size than the model's.
+        """
+        architecture, weight = self.architecture, next(self.tower.parameters())
+        side, patch = architecture.side, architecture.patch_size
+        sizes = frame_sizes(vision.grid_thw)
+        for height, width in sizes:
+            if (height, width) != (side, side):
+                raise ValueError(
+                    f"An image has {height} x {width} patches, but the encoder takes {side} x "
+                    f"{side} (image_size {architecture.image_size} over patch_size {patch}): "
+                    "resize images to that size in the processor."
+                )
+        # [images, row of patches, column of patches, channels, row, column]
+        apart = vision.pixels.to(weight.dtype).view(
+            len(sizes), side, side, architecture.in_channels, patch, patch
+        )
+        # [images, channels, height, width]
+        images = apart.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+        states = self._states(images)  # [images, tokens, hidden]; a class token is the first
+        return states[:, states.shape[1] - side**2 :].flatten(0, 1), []
+
+    def _states(self, images: Tensor) -> Tensor:
+        def run(images: Tensor) -> Tensor:
+            return states_of(self.tower, images, vision=self.architecture)
+
+        if not (self.architecture.recompute and self.training and torch.is_grad_enabled()):
+            return run(images)
+        states: Tensor = checkpoint(run, images, use_reentrant=False, preserve_rng_state=False)
+        return states
+
+
+def build_encoder(
+    architecture: HuggingFaceEncoderConfig,
+    *,
+    decoder: TransformerConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> HuggingFaceEncoder:
+    """The encoder with the decoder's precision, over ``groups``.
+
+    Raises:
+        ValueError: there are several tensor parallel ranks.
+    """
+    if (tp := groups.tp.size()) != 1:
+        raise ValueError(
+            f"The image encoder is a {architecture.model_type} of transformers, which is not "
+            f"split, but its tensor parallel size is {tp}: set model.image_encoder."
+            "tensor_model_parallel_size=1 with --enable-encoder-hetero-dp or "
+            "--enable-full-hetero-dp, or --tensor-model-parallel-size 1."
+        )
+    config = vision_transformer_config(architecture, decoder=decoder, tp=1)
+    return HuggingFaceEncoder(config, architecture)

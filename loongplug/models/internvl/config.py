@@ -1,0 +1,22 @@
+"""Architecture of InternVL, module by module. YAML files fill these dataclasses."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
+from loongplug.models.patch_transformer.config import InternVisionConfig
+from loongplug.models.projectors.config import PixelShuffleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternVLConfig(VisionLanguageArchitecture):
+    """InternViT, a pixel shuffle and a text decoder; which one, its ``_target_`` says.
+
+    InternVL 3 itself has Qwen2.5.
+    """
+
+    plain_positions: ClassVar[bool] = True
+    media: ClassVar[tuple[str, ...]] = ("image",)
+    image_encoder: InternVisionConfig
+    image_projector: PixelShuffleConfig
+    foundation: TextArchitecture

@@ -1,0 +1,67 @@
+"""What only travels from file to file: tensors of a tower that no forward comes to.
+
+They are parameters, so that checkpoints, imports and exports have them. They never train: a
+gradient that does not come would be waited for for ever where reductions overlap with backward.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from loongplug.models.patch_transformer.config import PatchTransformerConfig, Shape
+
+
+def carried_tensors(vision: PatchTransformerConfig) -> dict[str, Shape]:
+    """Their names behind the tower's root in the files, and their shapes there.
+
+    The layers behind the feature layer, the final norm where no feature goes through it, and what
+    a kind has for other ends.
+    """
+    hidden, ffn, names = vision.hidden_size, vision.ffn_hidden_size, vision.names
+    linears = {
+        **dict.fromkeys((*names.qkv, names.proj), (hidden, hidden)),
+        names.mlp[0]: (ffn, hidden),
+        names.mlp[1]: (hidden, ffn),
+    }
+    layer: dict[str, Shape] = {}
+    for name in names.norms:
+        layer |= _norm(name, hidden=hidden)
+    for name, shape in linears.items():
+        layer |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    layer |= dict.fromkeys(names.layer_scales or (), (hidden,))
+    carried: dict[str, Shape] = {
+        names.layer.format(number) + name: shape
+        for number in range(vision.computed_layers, vision.num_layers)
+        for name, shape in layer.items()
+    }
+    if vision.has_final_norm() and not vision.norms_features:
+        carried |= _norm(names.final_norm, hidden=hidden)
+    return {**carried, **vision.other_tensors()}
+
+
+def _norm(name: str, *, hidden: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+
+
+def parameter_name(tensor: str) -> str:
+    """Our name for a tensor of the files: torch's have no dots."""
+    return tensor.replace(".", "_")
+
+
+def leading_axes(shape: Shape) -> int:
+    """How many axes of length one stand in front, which our parameter does without."""
+    return next(number for number, size in enumerate(shape) if size > 1)
+
+
+class Carried(nn.Module):
+    """The tensors of :func:`carried_tensors`, frozen, zero until a file fills them.
+
+    Every tensor parallel rank has them whole. Not to be called.
+    """
+
+    def __init__(self, tensors: Mapping[str, Shape]) -> None:
+        super().__init__()
+        for name, shape in tensors.items():
+            values = torch.zeros(shape[leading_axes(shape) :])
+            self.register_parameter(parameter_name(name), nn.Parameter(values, requires_grad=False))

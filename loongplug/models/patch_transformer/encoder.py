@@ -1,0 +1,196 @@
+"""The patch transformer: patches of square images in, patch states out."""
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from loongplug.data.microbatch import VisionInput
+from loongplug.models.hf_mapping import CARRIED
+from loongplug.models.layers.activations import activation
+from loongplug.models.layers.layer_scale import with_layer_scale
+from loongplug.models.layers.norm import LayerNorm
+from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.recompute import input_for_recompute
+from loongplug.models.layers.specs import Backend, vision_layer_spec
+from loongplug.models.patch_grids import frame_sizes, patch_coordinates
+from loongplug.models.patch_transformer.carried import Carried, carried_tensors
+from loongplug.models.patch_transformer.config import PatchTransformerConfig
+from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
+from loongplug.platform.transfers import to_device
+
+
+class PatchTransformer(MegatronModule):
+    """ViT over packed images of one size; attention stays within an image.
+
+    An image's class token, where the kind has one, stands before its patches within the layers and
+    is left out of what comes out. The transformer layers are Megatron's, sharded over the tensor
+    parallel group of ``pg_collection``; all else is replicated. Every rank of that group enters
+    every forward. Megatron's attention cannot shape zero tokens: an empty unit is computed as
+    :meth:`blank_unit`, of which the caller keeps nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: PatchTransformerConfig,
+        *,
+        backend: Backend,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        self.tp_group = pg_collection.tp
+        hidden, names = architecture.hidden_size, architecture.names
+        own_tokens = 0 if names.class_token is None else 1
+        # A convolution whose stride is its kernel is a linear map of each patch.
+        self.patch_embed = nn.Linear(patch_values(architecture), hidden, bias=names.patches_bias)
+        self.position_embedding = nn.Embedding(own_tokens + architecture.side**2, hidden)
+        self.class_token = nn.Parameter(torch.zeros(hidden)) if own_tokens else None
+        self.pre_norm = self._norm() if names.pre_norm else None
+        if config.perform_initialization:
+            assert config.init_method is not None
+            config.init_method(self.patch_embed.weight)
+            if names.patches_bias:
+                nn.init.zeros_(self.patch_embed.bias)
+            config.init_method(self.position_embedding.weight)
+            if self.class_token is not None:
+                config.init_method(self.class_token)
+        spec = vision_layer_spec(config, backend=backend)
+        start = architecture.start_of_layer_scale()
+        if start is not None:
+            spec = with_layer_scale(spec, hidden_size=hidden, start=start)
+        self.blocks = TransformerBlock(
+            config=config, spec=spec, post_layer_norm=False, pg_collection=pg_collection
+        )
+        for layer in self.blocks.layers:
+            _hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
+        self.final_norm = self._norm() if architecture.norms_features else None
+        if tensors := carried_tensors(architecture):
+            self.add_module(CARRIED, Carried(tensors))
+
+    def _norm(self) -> LayerNorm:
+        size, eps = self.architecture.hidden_size, self.architecture.layernorm_epsilon
+        return LayerNorm(self.config, size, eps=eps)
+
+    def blank_unit(self) -> VisionInput:
+        """What an empty unit is computed as; it has the positions of the table's first corner."""
+        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+
+    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit.
+
+        Returns:
+            the feature layer's states in the patches' own order, [patches, hidden], and no taps.
+
+        Raises:
+            ValueError: an image has another size than the model's.
+        """
+        side, images = self._grid(vision)
+        weight = self.patch_embed.weight
+        # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
+        patches = self.patch_embed(vision.pixels.to(weight.dtype))
+        tokens = patches.unflatten(0, (images, side**2))  # [images, tokens, hidden]
+        if self.class_token is not None:
+            tokens = torch.cat([self.class_token.expand(images, 1, -1), tokens], dim=1)
+        places = to_device(self._places(side), weight.device)  # [tokens]
+        states = (tokens + self.position_embedding(places)).flatten(0, 1)[:, None]
+        if self.pre_norm is not None:
+            states = self.pre_norm(states)
+        states = self.blocks(
+            hidden_states=input_for_recompute(states, layers=self.blocks),
+            attention_mask=None,
+            packed_seq_params=pack_segments([tokens.shape[1]] * images, device=weight.device),
+        )
+        if self.final_norm is not None:
+            states = self.final_norm(states)
+        # [images, tokens, hidden]; a class token is the first.
+        apart = states[:, 0].unflatten(0, (images, tokens.shape[1]))
+        return apart[:, tokens.shape[1] - side**2 :].flatten(0, 1), []
+
+    def _grid(self, vision: VisionInput) -> tuple[int, int]:
+        """The side of all of a unit's images in patches, and how many images there are."""
+        sizes = frame_sizes(vision.grid_thw)
+        architecture = self.architecture
+        side, merge = architecture.side, architecture.spatial_merge_size
+        if sizes == [(merge, merge)]:
+            return merge, 1
+        for height, width in sizes:
+            if (height, width) != (side, side):
+                raise ValueError(
+                    f"An image has {height} x {width} patches, but the encoder's position table is "
+                    f"of {side} x {side} (image_size {architecture.image_size} over patch_size "
+                    f"{architecture.patch_size}): resize images to that size in the processor."
+                )
+        return side, len(sizes)
+
+    def _places(self, side: int) -> Tensor:
+        """Where an image's tokens find their positions in the table, [tokens] int64."""
+        row, column = patch_coordinates(side, side, merge=self.architecture.spatial_merge_size)
+        places = row * self.architecture.side + column
+        if self.class_token is None:
+            return places
+        return torch.cat([torch.zeros(1, dtype=torch.int64), 1 + places])
+
+
+def _hold_key_bias(bias: Tensor, *, head: int) -> None:
+    """Give the keys' part of ``bias``, of fused q, k and v, a gradient of exactly zero.
+
+    It shifts all scores of a query alike where no position turns the keys, and so changes nothing.
+    Its computed gradient is rounding noise, different in each layout, of which Adam makes full
+    steps.
+    """
+
+    def without_keys(gradient: Tensor) -> Tensor:
+        apart = gradient.unflatten(0, (-1, 3, head)).clone()  # [heads / tp, q k v, head]
+        apart[:, 1] = 0
+        return apart.flatten()
+
+    bias.register_hook(without_keys)
+
+
+def build_encoder(
+    architecture: PatchTransformerConfig,
+    *,
+    decoder: TransformerConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> PatchTransformer:
+    """The encoder with the decoder's precision, over ``groups``.
+
+    Raises:
+        ValueError: the architecture asks for what there is not.
+    """
+    _check(architecture)
+    config = vision_transformer_config(
+        architecture,
+        decoder=decoder,
+        tp=groups.tp.size(),
+        normalization="LayerNorm",
+        activation_func=activation(architecture.activation),
+        bias_activation_fusion=False,  # upstream's fused GELU is the tanh approximation
+    )
+    return PatchTransformer(config, architecture, backend=backend, pg_collection=groups)
+
+
+def _check(architecture: PatchTransformerConfig) -> None:
+    side = architecture.side
+    architecture.require_feature_layer()
+    if architecture.temporal_patch_size != 1:
+        raise ValueError(
+            f"temporal_patch_size is {architecture.temporal_patch_size}, and the encoder sees one "
+            "frame at a time: set it to 1."
+        )
+    if side < 1 or side % architecture.spatial_merge_size:
+        raise ValueError(
+            f"image_size {architecture.image_size} over patch_size {architecture.patch_size} gives "
+            f"{side} patches a side, which cannot be merged in blocks of spatial_merge_size "
+            f"{architecture.spatial_merge_size}: choose sizes that divide."
+        )
+    if architecture.final_norm and not architecture.names.features_have_norm:
+        raise ValueError(
+            "final_norm is set, but this encoder's norm behind the last layer is of the pooled "
+            "class token alone: leave it unset."
+        )

@@ -1,0 +1,68 @@
+"""The projectors on the Hugging Face side: tensor names, and their values of config.json."""
+
+from loongplug.models.architecture import VisionArchitecture
+from loongplug.models.hf_mapping import Row, Split
+from loongplug.models.hf_model import HuggingFacePart
+from loongplug.models.hf_rows import fixed_epsilon, linear, row
+from loongplug.models.projectors.config import AveragePoolConfig, MlpConfig, PixelShuffleConfig
+
+_LAYER_NORM_EPSILON = 1e-5  # torch's, which transformers' InternVL has
+
+
+def mlp(
+    projector: MlpConfig, *, vision: VisionArchitecture, out: int, ours: str, theirs: str
+) -> HuggingFacePart:
+    """LLaVA's, into the decoder's width ``out``."""
+    width = vision.hidden_size
+    return HuggingFacePart(rows=_linears(ours, theirs, width=width, out=out, bias=projector.bias))
+
+
+def pixel_shuffle(
+    projector: PixelShuffleConfig, *, vision: VisionArchitecture, out: int, ours: str, theirs: str
+) -> HuggingFacePart:
+    """InternVL's, into the decoder's width ``out``."""
+    width = vision.hidden_size * vision.spatial_merge_size**2
+    norm = [
+        row(f"{ours}.norm.{kind}", f"{theirs}.layer_norm.{kind}", shape=(width,))
+        for kind in ("weight", "bias")
+    ]
+    return HuggingFacePart(
+        rows=[*norm, *_linears(ours, theirs, width=width, out=out, bias=True)],
+        values={"downsample_ratio": 1 / vision.spatial_merge_size},
+        inexpressible=fixed_epsilon(projector, ours=ours, theirs=_LAYER_NORM_EPSILON),
+    )
+
+
+def average_pool(
+    projector: AveragePoolConfig, *, vision: VisionArchitecture, out: int, ours: str, theirs: str
+) -> HuggingFacePart:
+    """As LLaVA's; the pooling has no tensors."""
+    merge = vision.spatial_merge_size
+    pooling = (
+        f"{ours} pools {merge} x {merge} patches, which transformers' model of these files does not"
+    )
+    return HuggingFacePart(
+        rows=_linears(ours, theirs, width=vision.hidden_size, out=out, bias=projector.bias),
+        unread=() if merge == 1 else (pooling,),
+    )
+
+
+def _linears(ours: str, theirs: str, *, width: int, out: int, bias: bool) -> list[Row]:
+    return [
+        *linear(
+            f"{ours}.linear_fc1",
+            f"{theirs}.linear_1",
+            shape=(out, width),
+            split=Split.COLUMN,
+            count=None,
+            bias=bias,
+        ),
+        *linear(
+            f"{ours}.linear_fc2",
+            f"{theirs}.linear_2",
+            shape=(out, out),
+            split=Split.ROW,
+            count=None,
+            bias=bias,
+        ),
+    ]

@@ -1,0 +1,207 @@
+"""The decoders of text against transformers: logits, loss and every gradient, in layouts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_reference import Layout, Step, assert_agreement, build_chunks, decoder_config
+from peft import PeftModel
+from ranks import model_parallel, run_ranks
+from safetensors.torch import load_file, save_file
+from test_peft_agreement import adapted, with_our_gradients
+from tiny_text import (
+    DECODERS,
+    data,
+    described,
+    reference_step,
+    trusted,
+    with_decoder,
+    write_reference,
+)
+
+from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.data.demo_processor import write_processor
+from loongplug.models import decoder, mrope
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.lora.mapping import adapter_table
+from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.rope_settings import RopeSettings
+from loongplug.verify.weights import write_random_adapters
+
+Reference = tuple[VisionLanguageArchitecture, Path, Step]
+SPLIT = [
+    ("llama", Layout(tp=2, sequence_parallel=True)),
+    ("llama", Layout(pp=2)),
+    ("qwen2", Layout(tp=2, pp=2)),
+    ("qwen3-tied", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("qwen3_moe", Layout(tp=2, sequence_parallel=True)),
+    ("qwen3_moe", Layout(pp=2, micro_batch_size=2)),
+    ("qwen3_moe", Layout(dp=2, ep=2)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trusted() -> Iterator[None]:
+    with trusted():
+        yield
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """transformers' step of a decoder, made once."""
+    made: dict[str, Reference] = {}
+
+    def of(name: str) -> Reference:
+        if name not in made:
+            model, folder = with_decoder(DECODERS[name]), tmp_path_factory.mktemp(name)
+            theirs, written = write_reference(folder, model)
+            step = reference_step(theirs, data())
+            # Each tensor that transformers wrote has its own gradient, and none is left over.
+            assert set(step.gradients) == written
+            made[name] = (model, folder, step)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_one_rank_agrees_with_transformers(references: Any, name: str) -> None:
+    model, folder, expected = references(name)
+    assert_agreement(model, folder, layout=Layout(), data=data(), expected=expected)
+
+
+@pytest.mark.parametrize(("name", "layout"), SPLIT, ids=str)
+def test_layouts_agree_with_transformers(references: Any, name: str, layout: Layout) -> None:
+    model, folder, expected = references(name)
+    assert_agreement(model, folder, layout=layout, data=data(), expected=expected)
+
+
+def export_again(
+    rank: int,
+    *,
+    folder: Path,
+    target: Path,
+    processor: Path,
+    model: VisionLanguageArchitecture,
+    layout: Layout,
+) -> None:
+    """Import the folder and export what the model has of it, to many small files."""
+    with model_parallel(tp=layout.tp, pp=layout.pp, ep=layout.ep):
+        chunks = build_chunks(model, decoder_config(model, layout), layout)
+        ours = described(model)
+        load_hf_weights(chunks, folder, model=ours)
+        save_hf_folder(
+            chunks, target, model=ours, processor_folder=processor, max_file_bytes=50_000
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", Layout(tp=2)),
+        ("qwen2-tied", Layout()),
+        ("mistral", Layout()),
+        ("qwen3_moe", Layout(pp=2)),
+        ("qwen3_moe", Layout(dp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_every_tensor_comes_back_bit_by_bit(
+    references: Any, tmp_path: Path, name: str, layout: Layout
+) -> None:
+    model, folder, _ = references(name)
+    target, processor = tmp_path / "again", tmp_path / "processor"
+    processor.mkdir()
+    write_processor(processor)
+    folders = {"folder": folder, "target": target, "processor": processor}
+    run_ranks(export_again, layout.world_size, model=model, layout=layout, **folders)
+    files = sorted(target.glob("*.safetensors"))
+    back = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    assert len(files) > 1
+    written = load_file(folder / "model.safetensors")
+    assert set(back) == set(written)
+    assert [name for name, tensor in written.items() if not torch.equal(back[name], tensor)] == []
+
+
+def _swapped(folder: Path, into: Path, one: str, other: str) -> None:
+    """A copy of the folder with the tensors of all names with ``one`` those with ``other``."""
+    tensors = load_file(folder / "model.safetensors")
+    there = {
+        **{name: name.replace(one, other) for name in tensors if one in name},
+        **{name: name.replace(other, one) for name in tensors if other in name},
+    }
+    assert there
+    assert all(tensors[name].shape == tensors[found].shape for name, found in there.items())
+    save_file(
+        tensors | {name: tensors[found].clone() for name, found in there.items()},
+        into / "model.safetensors",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("qwen3", "q_norm", "k_norm"),
+        ("qwen2", "k_proj.bias", "v_proj.bias"),
+        ("qwen3_moe", "gate_proj", "up_proj"),
+        ("qwen3_moe", "experts.1.", "experts.4."),
+    ],
+)
+def test_tensors_in_each_other_s_place_are_seen(
+    references: Any, tmp_path: Path, name: str, one: str, other: str
+) -> None:
+    model, folder, expected = references(name)
+    _swapped(folder, tmp_path, one, other)
+    with pytest.raises(AssertionError):
+        assert_agreement(model, tmp_path, layout=Layout(), data=data(), expected=expected)
+
+
+def _unscaled(rope: RopeSettings) -> RopeSettings:
+    return replace(rope, scaling=None)
+
+
+def _other_factor(rope: RopeSettings) -> RopeSettings:
+    assert rope.scaling is not None
+    return replace(rope, scaling=replace(rope.scaling, high_freq_factor=4.1))
+
+
+def _other_base(rope: RopeSettings) -> RopeSettings:
+    return replace(rope, base=1.01 * rope.base)
+
+
+def _other_axis(rope: RopeSettings) -> RopeSettings:
+    return replace(rope, axes=(*rope.axes[:-1], 1))
+
+
+@pytest.mark.parametrize("change", [_unscaled, _other_factor, _other_base, _other_axis])
+def test_other_turns_are_seen(
+    references: Any, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    model, folder, expected = references("llama")
+    monkeypatch.setattr(
+        decoder,
+        "MultimodalRotary",
+        lambda rope, *, dtype: mrope.MultimodalRotary(change(rope), dtype=dtype),
+    )
+    with pytest.raises(AssertionError):
+        assert_agreement(model, folder, layout=Layout(), data=data(), expected=expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_adapters_agree_with_peft(tmp_path: Path, name: str) -> None:
+    model = adapted(with_decoder(DECODERS[name]), {"foundation": LoraSettings(rank=4, alpha=6.0)})
+    theirs, _ = write_reference(tmp_path, model)
+    table = adapter_table(model, described(model))
+    assert table is not None
+    adapters = tmp_path / "adapters"
+    write_random_adapters(adapters, table, seed=1)
+    wrapped = PeftModel.from_pretrained(theirs, adapters, is_trainable=True)
+    expected = with_our_gradients(reference_step(wrapped, data()), table)
+    for layout in (Layout(), Layout(tp=2, sequence_parallel=True), Layout(dp=2, ep=2)):
+        if layout.ep == 1 or "moe" in name:
+            options: dict[str, Any] = {"layout": layout, "adapters": adapters}
+            assert_agreement(model, tmp_path, data=data(), expected=expected, **options)

@@ -1,0 +1,167 @@
+"""Tiny models with each of the decoders of text, behind an encoder that text leaves idle."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hf_reference
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hf_batches import SEQ_LENGTH, TOKEN_IDS, Batch, Style, batch, qwen3_positions
+from hf_reference import Step
+from safetensors.torch import load_file, save_file
+from tiny_qwen2_5_vl import tiny_config
+
+from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.hf_config import hf_config
+from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.registry import family_of
+from loongplug.models.rope_settings import Llama3Scaling
+from loongplug.models.text_decoders import config
+from loongplug.verify.weights import random_tensor
+
+PACKAGE = "composed_text"
+# One frequency of five stays, one is blended, three are divided.
+SCALING = Llama3Scaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+# Sizes that all differ: heads times their channels is not the hidden size, nothing is a power of 2.
+_COMMON: dict[str, Any] = {
+    "num_layers": 2,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "kv_channels": 10,
+    "hidden_size": 66,
+    "ffn_hidden_size": 74,
+    "vocab_size": 130,
+    "rotary_base": 10_000.0,
+    "layernorm_epsilon": 1e-5,
+    "max_position_embeddings": 96,
+}
+DECODERS: dict[str, config.PlainTextConfig] = {
+    "llama": config.LlamaTextConfig(**_COMMON, rope_scaling=SCALING),
+    "llama-tied": config.LlamaTextConfig(
+        **_COMMON | {"num_attention_heads": 3, "num_query_groups": 1, "rotary_base": 500.0},
+        tie_word_embeddings=True,
+    ),
+    "mistral": config.MistralTextConfig(**_COMMON, sliding_window=SEQ_LENGTH),
+    "qwen2": config.Qwen2TextConfig(**_COMMON | {"kv_channels": 11 * 2, "hidden_size": 62}),
+    "qwen2-tied": config.Qwen2TextConfig(
+        **_COMMON | {"num_attention_heads": 5, "num_query_groups": 5, "hidden_size": 50},
+        tie_word_embeddings=True,
+    ),
+    "qwen3": config.Qwen3TextConfig(**_COMMON | {"num_query_groups": 3}, rope_scaling=SCALING),
+    "qwen3-tied": config.Qwen3TextConfig(**_COMMON, tie_word_embeddings=True),
+    "qwen3_moe": config.Qwen3MoeTextConfig(  # torch's grouped products want multiples of 4
+        **_COMMON | {"hidden_size": 68},
+        num_experts=6,
+        experts_per_token=2,
+        expert_ffn_hidden_size=28,
+    ),
+}
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """The package on the path, and trusted by the comparison."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "outside"))
+        trusting = partial(family_of, trusted_packages=[PACKAGE])
+        patch.setattr(hf_reference, "family_of", trusting)
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+def with_decoder(text: config.PlainTextConfig) -> VisionLanguageArchitecture:
+    """A whole model with the decoder; the package must be trusted."""
+    classes = vars(importlib.import_module(f"{PACKAGE}.config"))
+    name = type(text).__name__.removesuffix("TextConfig")
+    vision = tiny_config(tied=False)
+    model: VisionLanguageArchitecture = classes[f"Composed{name}Config"](
+        image_encoder=vision.image_encoder,
+        image_projector=vision.image_projector,
+        foundation=text,
+        **TOKEN_IDS,
+    )
+    return model
+
+
+def described(model: VisionLanguageArchitecture) -> HuggingFaceModel:
+    return family_of(model, trusted_packages=[PACKAGE]).load_hugging_face(model)
+
+
+def write_reference(folder: Path, model: VisionLanguageArchitecture) -> tuple[Any, set[str]]:
+    """transformers' decoder of text, and a folder of it with an encoder's weights beside it.
+
+    Also the names of the tensors that transformers wrote.
+    """
+    ours = described(model)
+    whole = hf_config(ours)
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(whole.text_config).float()
+    with torch.no_grad():
+        for parameter in reference.parameters():  # nothing left at 0 or 1, where mistakes hide
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    reference.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    text = load_file(file)
+    encoder = {
+        source.name: random_tensor(source, seed=0)
+        for bundle in ours.mapping.bundles()
+        for source in bundle.sources
+        if not bundle.row.names[0].startswith("text_decoder.")
+    }
+    save_file(text | encoder, file, metadata={"format": "pt"})
+    whole.save_pretrained(folder)
+    return reference, set(text)
+
+
+def data() -> Batch:
+    """Text alone. Only the first axis of its positions counts; the others say something else."""
+    style = Style(patch_values=3 * 2 * 14 * 14, frames_apart=False, positions=qwen3_positions)
+    made = batch(style, media=((),) * 4)
+    samples = []
+    for sample in made.samples:
+        positions = sample.position_ids.clone()
+        positions[1:] = positions[1:].flip(-1)
+        samples.append(dataclasses.replace(sample, position_ids=positions))
+    return dataclasses.replace(made, samples=tuple(samples))
+
+
+def reference_step(reference: Any, given: Batch) -> Step:
+    """The whole batch at once in transformers, gradients by the names in its files."""
+    whole = given.microbatch(0, len(given.samples))
+    lengths = torch.tensor([sample.tokens for sample in given.samples])
+    attention_mask = (torch.arange(SEQ_LENGTH)[None] < lengths[:, None]).long()
+    logits = reference(input_ids=whole.input_ids, attention_mask=attention_mask).logits
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), whole.labels.flatten(), reduction="none"
+    ).view_as(whole.loss_mask)
+    loss = (losses * whole.loss_mask).sum() / whole.loss_mask.sum()
+    loss.backward()
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            gradients |= _by_file_names(name, parameter.grad.clone())
+    return Step(loss=loss.item(), logits=logits.detach(), gradients=gradients)
+
+
+def _by_file_names(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The files have experts one by one, and gate and up apart."""
+    owner, _, kind = name.rpartition(".")
+    if not owner.endswith(".experts"):
+        return {name: gradient}
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    return {
+        f"{owner}.{expert}.{part}.weight": piece
+        for expert, one in enumerate(gradient)
+        for part, piece in zip(parts, one.chunk(len(parts)), strict=True)
+    }

@@ -1,0 +1,93 @@
+"""Families whose images have one size, or tiles of one: full separation trains the single rank's.
+
+What could go wrong there keeps all shapes: units are often of one length, and so are tiles.
+"""
+
+import pytest
+from parity.mutations import around, swap_two_units
+from torch import Tensor
+from verify_cases import Pair, failing
+
+from loongplug.verify.plan import Request
+from loongplug.verify.report import report
+from loongplug.verify.runs import plan_runs
+
+CUT = "loongplug.data.image_patches:FixedPatches._cut"
+
+
+def pair_of(model, folder):
+    """TP 2 on two ranks, each with the encoder's whole weights; LLaVA's demo has its own files."""
+    flags = ("--device", "cpu", "--model-name", model, "--tensor-model-parallel-size", "2")
+    flags += ("--enable-full-hetero-dp", "model.image_encoder.tensor_model_parallel_size=1")
+    request = Request(flags=flags, scale="tiny", steps=1)
+    return Pair(plan_runs(request, folder=folder), folder)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return pair_of("llava_tiny", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    return pair_of("internvl_tiny", tmp_path_factory.mktemp("internvl"))
+
+
+TOWER = """\
+# @package model
+defaults:
+  - /image_projector@image_projector: mlp
+  - /llama@foundation: llama_tiny
+  - _self_
+_target_: loongplug.models.llava.config.LlavaConfig
+image_encoder:
+  _target_: loongplug.models.hugging_face_encoder.config.HuggingFaceEncoderConfig
+  model_type: vit
+  feature_layer: -2
+"""
+
+
+def test_an_encoder_of_transformers_agrees(tmp_path):
+    file = tmp_path / "tower.yaml"
+    file.write_text(TOWER)
+    flags = ("--device", "cpu", "--config-file", str(file), "--enable-full-hetero-dp")
+    flags += ("--pipeline-model-parallel-size", "2")
+    request = Request(flags=flags, scale="tiny", steps=2)
+    pair = Pair(plan_runs(request, folder=tmp_path / "runs"), tmp_path / "runs")
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+
+
+def turn_tiles(rank: int) -> None:
+    """The last tile of an image comes first."""
+    around(CUT, lambda original, self, frames: original(self, frames.flip(0)))
+
+
+def turn_blocks(rank: int) -> None:
+    """Within what becomes one token, the last patch comes first."""
+
+    def turned(original, self, frames: Tensor) -> Tensor:
+        rows = original(self, frames)
+        return rows.unflatten(0, (-1, self.spatial_merge_size**2)).flip(1).flatten(0, 1)
+
+    around(CUT, turned)
+
+
+def test_they_agree_without_a_fault(llava, internvl):
+    for pair in (llava, internvl):
+        comparison = pair.compared()
+        assert comparison.agrees, report(pair.plan, comparison)
+        assert all(comparison.worst(what).error for what in ("gradients", "parameters"))
+
+
+def test_images_of_two_units_that_change_places(llava):
+    assert failing(llava.compared(swap_two_units), "gradients") >= {
+        *("image_encoder", "image_projector", "text_decoder layers")
+    }
+
+
+@pytest.mark.parametrize("fault", [turn_tiles, turn_blocks])
+def test_pixels_in_another_order(internvl, fault):
+    assert failing(internvl.compared(fault), "gradients") >= {
+        *("image_encoder", "image_projector", "text_decoder layers")
+    }
