@@ -149,7 +149,7 @@ class Matrix:
             *("--tokenizer-model", str(prepared / "processor")),
             *("--train-data-path", str(self._folder / "demo" / "train.jsonl")),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
-            *("--seq-length", str(_length(cell.model)), "--micro-batch-size", "1"),
+            *("--seq-length", str(length_of(cell.model)), "--micro-batch-size", "1"),
             *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled", *shared),
@@ -166,7 +166,7 @@ class Matrix:
             (place / "made").rename(folder)
 
 
-def _length(model: str) -> int:
+def length_of(model: str) -> int:
     """Tokens of the longest sample, and no more than what makes them divisible."""
     from loongplug.training.config import compose_model
 

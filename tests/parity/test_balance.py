@@ -14,7 +14,7 @@ from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
 from parity.cells import BATCH, Cell, layout_cells
-from parity.matrix import LENGTH, STEPS, Matrix
+from parity.matrix import STEPS, Matrix, length_of
 
 # The third has the encoder of qwen3_vl_tiny.
 MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
@@ -52,8 +52,8 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
     return planned
 
 
-def parts_with_images(rank: int, *, flags: list[str], parts: int) -> list[set[int]]:
-    """Of each sample of a cell: in which of the sequence's parts its images lie."""
+def parts_with_images(rank: int, *, flags: list[str], part: int) -> list[set[int]]:
+    """Of each sample of a cell: in which parts of the sequence, ``part`` tokens each, images lie."""
     parsed = parse_arguments(flags)
     data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
     texts = padded_texts(
@@ -72,7 +72,7 @@ def parts_with_images(rank: int, *, flags: list[str], parts: int) -> list[set[in
     for _ in range(STEPS * BATCH):
         (sample,) = next(texts)
         (places,) = np.isin(sample.input_ids, ids).nonzero()
-        found.append(set((places // (LENGTH // parts)).tolist()))
+        found.append(set((places // part).tolist()))
     return found
 
 
@@ -102,6 +102,7 @@ def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
 def test_images_lie_in_several_parts_of_the_sequence(matrix, model, parts):
     """Else a rank with a part of it would need all features or none."""
     flags = matrix.base(Cell(model=model))
-    (found,) = run_ranks(parts_with_images, 1, flags=flags, parts=parts)
-    assert LENGTH % parts == 0
+    length = length_of(model)
+    assert length % parts == 0
+    (found,) = run_ranks(parts_with_images, 1, flags=flags, part=length // parts)
     assert any(len(each) > 1 for each in found)
