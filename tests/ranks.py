@@ -7,7 +7,6 @@ way a rank can end badly (an exception, an exit, a signal, no end at all) become
 
 import copy
 import faulthandler
-import gc
 import os
 import signal
 import tempfile
@@ -60,20 +59,14 @@ def run_ranks(
     _preload()
     with tempfile.TemporaryDirectory(prefix="loongplug-ranks-") as name:
         stuck: dict[int, str] = {}
-        # A rank's collections leave alone what was there before: looking at every module that
-        # is loaded would take time, and copy the pages that ranks share.
-        gc.freeze()
-        try:
-            ranks = fork_ranks(
-                partial(_in_group, function, kwargs, folder=Path(name), timeout=timeout),
-                world_size,
-                folder=Path(name),
-                timeout=timeout,
-                grace=GRACE_SECONDS,
-                on_timeout=lambda alive: stuck.update(_stacks_of(alive)),
-            )
-        finally:
-            gc.unfreeze()
+        ranks = fork_ranks(
+            partial(_in_group, function, kwargs, folder=Path(name), timeout=timeout),
+            world_size,
+            folder=Path(name),
+            timeout=timeout,
+            grace=GRACE_SECONDS,
+            on_timeout=lambda alive: stuck.update(_stacks_of(alive)),
+        )
         if stuck:
             names = ", ".join(map(str, stuck))
             message = f"after {timeout:g} s these ranks still ran: {names}\n"

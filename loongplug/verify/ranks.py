@@ -1,6 +1,7 @@
 """Ranks as forked processes: what the parent has imported is imported already."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -249,6 +250,7 @@ def _live(
 
 def _own_process(rank: int, *, world_size: int, folder: Path) -> None:
     """Its own process group, output and environment; it ends when the parent does."""
+    gc.freeze()  # to look through what the parent has made would copy all of its pages
     os.setpgid(0, 0)
     with suppress(OSError, AttributeError):  # Linux only
         pr_set_pdeathsig = 1

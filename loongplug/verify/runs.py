@@ -45,8 +45,9 @@ def preload(device: str) -> None:
         from loongplug.training.config import available_models, compose_model
         from loongplug.training.flags import read_command_line
 
-        # What these keep for the next time, source lines and a grammar, ranks inherit.
+        # What these keep for the next time, source lines, rules and a grammar, ranks inherit.
         read_command_line([])
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
         Image.preinit()
         with _silent():  # plugins that other packages bring to Hydra may log what they lack
             models = {path.parent: name for name, path in available_models().items()}
