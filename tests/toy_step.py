@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import Microbatch, VisionInput
+from loongplug.data.microbatch import MediaInput, Microbatch
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.policies import EncoderStep, Policy
 from loongplug.models.entries import Entry, Role
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 from loongplug.platform.cpu import CpuPlatform
 
 CPU = torch.device("cpu")
@@ -95,9 +95,9 @@ class Model(nn.Module):
     def trains(self, entry: Entry) -> bool:
         return any(each.requires_grad for each in self.eyes.parameters())
 
-    def encode(self, entry: Entry, vision: VisionInput | None) -> VisionFeatures:
-        pixels = torch.zeros(0, PIXELS) if vision is None else vision.pixels
-        return VisionFeatures(embeddings=self.eyes(pixels), deepstack=())
+    def encode(self, entry: Entry, vision: MediaInput | None) -> Features:
+        pixels = torch.zeros(0, PIXELS) if vision is None else vision.rows
+        return Features(embeddings=self.eyes(pixels), deepstack=())
 
 
 class Wires:
@@ -126,9 +126,9 @@ def microbatches(rows: list[int], *, device: torch.device = CPU) -> list[Microba
             labels=None,
             loss_mask=None,
             tokens=count,
-            vision=VisionInput(
-                pixels=torch.randn(count, PIXELS, generator=chance).to(device),
-                grid_thw=torch.tensor([[1, 1, count]]),
+            vision=MediaInput(
+                rows=torch.randn(count, PIXELS, generator=chance).to(device),
+                grids=torch.tensor([[1, 1, count]]),
             ),
             patches=count,
             visual_places=(np.arange(count),),

@@ -166,8 +166,8 @@ def _step(
         output = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            pixel_values=batch.vision.pixels,
-            image_grid_thw=batch.vision.grid_thw.to(device),
+            pixel_values=batch.vision.rows,
+            image_grid_thw=batch.vision.grids.to(device),
             use_cache=False,
         )
         logits = output.logits.float().flatten(0, 1)  # [b * s, vocabulary]

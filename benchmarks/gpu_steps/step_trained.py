@@ -57,24 +57,21 @@ def encode_units(
     import torch
 
     from gpu_steps.timing import attempt
-    from loongplug.data.microbatch import VisionInput
-    from loongplug.models.vision_encoder import patch_values
+    from loongplug.data.microbatch import MediaInput
 
     grids = [
         torch.tensor([[1, side // vision.patch_size, side // vision.patch_size]]) for side in sides
     ]
     units = [
-        VisionInput(
-            pixels=torch.randn(int(grid.prod()), patch_values(vision), device=device),
-            grid_thw=grid,
+        MediaInput(
+            rows=torch.randn(int(grid.prod()), vision.row_values, device=device),
+            grids=grid,
         )
         for grid in grids
     ]
-    whole = VisionInput(
-        pixels=torch.cat([unit.pixels for unit in units]), grid_thw=torch.cat(grids)
-    )
+    whole = MediaInput(rows=torch.cat([unit.rows for unit in units]), grids=torch.cat(grids))
 
-    def encoder_of(several: Sequence[VisionInput]) -> Callable[[], None]:
+    def encoder_of(several: Sequence[MediaInput]) -> Callable[[], None]:
         def encode() -> None:
             (entry,) = model.encoders
             for unit in several:
@@ -85,7 +82,7 @@ def encode_units(
     for case, several in (("one by one", units), ("joined", [whole])):
         attempt(
             rows,
-            f"{len(units)} units of {len(whole.pixels):,} patches, {case}",
+            f"{len(units)} units of {len(whole.rows):,} patches, {case}",
             partial(encoder_of, several),
             operations=0,
             device=device,

@@ -64,8 +64,8 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
             output = model(
                 input_ids=microbatch.input_ids,
                 position_ids=microbatch.position_ids,
-                pixel_values=microbatch.vision.pixels,
-                image_grid_thw=microbatch.vision.grid_thw,
+                pixel_values=microbatch.vision.rows,
+                image_grid_thw=microbatch.vision.grids,
                 use_cache=False,
             )
             labels, loss_mask = _whole(microbatch)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.dataset import Sample
-from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, VisionInput
+from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import PlannedMicrobatch, StepSource
@@ -27,7 +27,7 @@ def loaded_here(planned: PlannedMicrobatch) -> tuple[Tensor | None, Container[in
     if planned.load is None:
         return None, ()
     loaded = planned.load()
-    return loaded.pixels, loaded.bad
+    return loaded.rows, loaded.bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -91,7 +91,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             planned = next(self._step)
         pixels, bad = self._deliver(planned)
         media, processor = planned.media, self._processor
-        vision = None if pixels is None else VisionInput(pixels=pixels, grid_thw=media.grid_thw())
+        vision = None if pixels is None else MediaInput(rows=pixels, grids=media.grid_thw())
         made = collate(
             [
                 sample.untrained() if place in bad else sample
@@ -123,7 +123,7 @@ def collate(
     visual_token_ids: Sequence[int] = (),
     packed: bool = False,
     needs: Sequence[TextNeeds] = (ALL_TEXT,),
-    vision: VisionInput | None = None,
+    vision: MediaInput | None = None,
     patches: int = 0,
     grids: tuple[Grid, ...] = (),
     number: int = 0,

@@ -12,7 +12,7 @@ from loongplug.data.cache import ByteBoundedCache
 from loongplug.data.conversation import Medium, Video, VideoClip, VideoFile
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
 from loongplug.data.media_files import MediaFile
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -94,15 +94,15 @@ class MediaLoader:
         self._cache: ByteBoundedCache[_Version, _Patches] = ByteBoundedCache(cache_bytes)
         self.decoded = 0  # images and videos so far; those found in the cache do not count
 
-    def load(self, media: Sequence[Medium], *, where: str) -> VisionInput:
+    def load(self, media: Sequence[Medium], *, where: str) -> MediaInput:
         """Images and videos in order; none give the zero-length unit.
 
         Raises ValueError, with ``where``, for a file that is missing, damaged or no image.
         """
         if not media:
-            return VisionInput(
-                pixels=torch.zeros(0, self._processor.patch_dim),
-                grid_thw=torch.zeros(0, 3, dtype=torch.int64),
+            return MediaInput(
+                rows=torch.zeros(0, self._processor.patch_dim),
+                grids=torch.zeros(0, 3, dtype=torch.int64),
             )
         versions = each_of(partial(_version, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
@@ -115,7 +115,7 @@ class MediaLoader:
             loaded[version] = patches
             self._cache.put(version, patches, size=patches[0].nbytes)
         pixels, grids = zip(*(loaded[version] for version in versions), strict=True)
-        return VisionInput(pixels=torch.cat(pixels), grid_thw=torch.tensor(grids))
+        return MediaInput(rows=torch.cat(pixels), grids=torch.tensor(grids))
 
     def _process(
         self, media: dict["_Version", Medium], *, where: str

@@ -11,21 +11,23 @@ from loongplug.data.positions import Grid
 
 
 @dataclass(frozen=True)
-class VisionInput:
-    """A microbatch's images and videos (a *unit*), in the order their tokens appear in the text.
+class MediaInput:
+    """A microbatch's media of one encoder (a *unit*), in the order of their tokens in the text.
 
-    ``pixels`` are the processors' patches, [patches, channels * temporal * patch * patch]
-    float32; ``grid_thw`` are the patch grids, [images and videos, 3] int64 on the host (time,
-    height, width in patches); an image's time is 1, or the number of its tiles. A microbatch
-    without either has zero rows in both: it takes part in everything as a zero-length unit.
+    ``rows`` are what the encoder takes one by one, [rows, values of a row] float32: an image's or
+    a video's patches (channels * temporal * patch * patch values), or a sound's frames (mel
+    bands). ``grids`` are the rows of each medium as time, height, width, [media, 3] int64 on the
+    host, in patches or, for a sound, (1, 1, frames); an image's time is 1, or the number of its
+    tiles. A microbatch without media has zero rows in both: it takes part in everything as a
+    zero-length unit.
     """
 
-    pixels: Tensor
-    grid_thw: Tensor
+    rows: Tensor
+    grids: Tensor
 
     def __post_init__(self) -> None:
-        expected = int(self.grid_thw.prod(dim=-1).sum())
-        assert self.pixels.shape[0] == expected, (self.pixels.shape, self.grid_thw.tolist())
+        expected = int(self.grids.prod(dim=-1).sum())
+        assert self.rows.shape[0] == expected, (self.rows.shape, self.grids.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class Microbatch:
     labels: Tensor | None  # [b, s] int64
     loss_mask: Tensor | None  # [b, s] float32
     tokens: int  # tokens before padding
-    vision: VisionInput | None  # None on ranks that do not encode it, and in later chunks
+    vision: MediaInput | None  # None on ranks that do not encode it, and in later chunks
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
     patches: int = 0  # of its images and videos, known also where they are not loaded
     # Of each row: where its visual tokens lie, ascending, known also where the ids are not needed.

@@ -56,13 +56,13 @@ class LoadedUnit:
     """A unit's pixels; those of media that cannot be decoded are zero."""
 
     index: int
-    pixels: Tensor  # [patches, patch_dim] float32
+    rows: Tensor  # [rows, values of a row] float32
     bad: dict[int, BadSample]  # by the number of the sample within the microbatch
     decoded: int  # images and videos that were read for it, and not found in a cache
 
     def pin_memory(self) -> "LoadedUnit":
         """The same with pixels in page-locked memory (torch's data loader asks for it)."""
-        return replace(self, pixels=self.pixels.pin_memory())
+        return replace(self, rows=self.rows.pin_memory())
 
 
 class UnitLoader:
@@ -90,7 +90,7 @@ class UnitLoader:
                     parts.append(torch.zeros(time * height * width, self._patch_dim))
             pixels = torch.cat(parts)
         return LoadedUnit(
-            index=unit.index, pixels=pixels, bad=bad, decoded=self._media.decoded - before
+            index=unit.index, rows=pixels, bad=bad, decoded=self._media.decoded - before
         )
 
     def _load(self, unit: MediaBatch, numbers: Sequence[int]) -> Tensor:
@@ -99,10 +99,10 @@ class UnitLoader:
         grids = [list(unit.grids[number]) for number in numbers]
         with bad_as("pixels"):
             vision = self._media.load([unit.media[number] for number in numbers], where=where)
-            if vision.grid_thw.tolist() != grids:
+            if vision.grids.tolist() != grids:
                 raise ValueError(
-                    f"{where}: the images and videos have patch grids {vision.grid_thw.tolist()},"
+                    f"{where}: the images and videos have patch grids {vision.grids.tolist()},"
                     f" but the text was written for {grids}: do not change image files while they"
                     " are in use."
                 )
-        return vision.pixels
+        return vision.rows

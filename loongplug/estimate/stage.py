@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.pipeline_parallel.utils import set_streams
 from torch import Tensor
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.estimate.ledger import DECODER, ENCODER, PIXELS
 from loongplug.estimate.schedule import Piece
 from loongplug.estimate.tape import Tape
@@ -58,7 +58,7 @@ class Stage:
         args: Namespace,
         *,
         unit: UnitSize,
-        vision: VisionInput,
+        vision: MediaInput,
     ) -> None:
         self._tape = tape
         self._chunks = chunks

@@ -15,7 +15,6 @@ from loongplug.estimate.state import State
 from loongplug.estimate.trace import Cost, Tracer
 from loongplug.estimate.units import UnitSize, encoder_replicas_of
 from loongplug.hetero.operations import BEGIN, END, backward, forward, gradient
-from loongplug.models.vision_encoder import patch_values
 from loongplug.training.arguments import ParsedArguments
 
 _PIXEL_BYTES = 4  # float32, as they come
@@ -162,7 +161,7 @@ class Step:
         model, engine = self._model, self._rank.engine
         edge = engine.place.edge
         config = self._rank.chunks[0].text_decoder.config
-        pixels = patch_values(model.vision) * _PIXEL_BYTES
+        pixels = model.vision.row_values * _PIXEL_BYTES
         encoder_replicas = encoder_replicas_of(
             self._units, self._args, model, replicas=len(edge.replicas)
         )

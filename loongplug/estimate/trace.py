@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.estimate.ledger import DECODER, ENCODER, PIXELS
 from loongplug.estimate.schedule import Pass, Piece
 from loongplug.estimate.stage import Held, Stage
@@ -28,10 +28,9 @@ from loongplug.estimate.stand_ins import (
 from loongplug.estimate.tape import FlashAttention, Tape
 from loongplug.estimate.units import UnitSize
 from loongplug.models.entries import Entry
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 from loongplug.models.layers.linear import DelayedGradient
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.models.vision_encoder import patch_values
 from loongplug.platform import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
@@ -70,9 +69,9 @@ class Tracer:
         # Visual tokens in this rank's part of the sequence, where they are spread evenly.
         parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
         self._share = -(-self._tokens // parts)
-        self._vision = VisionInput(  # in the host's memory, which no tape looks at
-            pixels=torch.empty(unit.patches, patch_values(model.vision), device="meta"),
-            grid_thw=torch.tensor(unit.grids),
+        self._vision = MediaInput(  # in the host's memory, which no tape looks at
+            rows=torch.empty(unit.patches, model.vision.row_values, device="meta"),
+            grids=torch.tensor(unit.grids),
         )
 
     def encoder(self, chunk: MultimodalModel) -> Cost:
@@ -149,9 +148,9 @@ class Tracer:
             first.feature_source = self._source(first, trains=self._features_train)
         encode = first.encode
 
-        def apart(entry: Entry, vision: VisionInput) -> VisionFeatures:
+        def apart(entry: Entry, vision: MediaInput) -> Features:
             with tape.region(PIXELS):
-                there = VisionInput(pixels=vision.pixels.clone(), grid_thw=vision.grid_thw)
+                there = MediaInput(rows=vision.rows.clone(), grids=vision.grids)
             with tape.region(ENCODER):
                 return encode(entry, there)
 
@@ -178,9 +177,9 @@ class _OneUnit:
         if trains:
             self._payload.register_post_accumulate_grad_hook(_drop)
 
-    def features(self, number: int) -> VisionFeatures:
+    def features(self, number: int) -> Features:
         """Whichever ``number`` it is."""
-        return VisionFeatures.unpacked(self._payload, hidden=self._hidden)
+        return Features.unpacked(self._payload, hidden=self._hidden)
 
 
 def _backwards(order: Sequence[Piece]) -> list[int]:

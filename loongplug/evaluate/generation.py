@@ -122,10 +122,10 @@ def _batch(
     videos = [medium for medium in media if not isinstance(medium, MediaFile)]
     if images:
         vision = loader.load(images, where=where)
-        inputs |= processor.images.model_inputs(vision.pixels, vision.grid_thw)
+        inputs |= processor.images.model_inputs(vision.rows, vision.grids)
     if videos:
         vision = loader.load(videos, where=where)
-        inputs |= {"pixel_values_videos": vision.pixels, "video_grid_thw": vision.grid_thw}
+        inputs |= {"pixel_values_videos": vision.rows, "video_grid_thw": vision.grids}
     # A model that is told of grids is told which tokens are of images and which of videos.
     if any(name.endswith("_grid_thw") for name in inputs):
         kinds = torch.zeros(shape, dtype=torch.int32)

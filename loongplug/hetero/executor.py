@@ -39,7 +39,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.models.entries import Entry
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
@@ -158,11 +158,11 @@ class Executor:
 
         return watching
 
-    def features(self, number: int) -> VisionFeatures:
+    def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""
         step = self._now
         rows = self._taken(number)
-        return VisionFeatures.unpacked(rows, hidden=step.model.text_decoder.config.hidden_size)
+        return Features.unpacked(rows, hidden=step.model.text_decoder.config.hidden_size)
 
     def end(self) -> None:
         """The schedule is through, and has not failed."""
@@ -228,7 +228,7 @@ class Executor:
         if movable:
             assert microbatch is not None
             assert microbatch.vision is not None
-            stays = step.weights | addresses([microbatch.vision.pixels])
+            stays = step.weights | addresses([microbatch.vision.rows])
             saves = movable_saves(device=self._platform.device, stays=stays)
         with saves if movable else nullcontext() as saved:
             payload = step.encoder.payload(microbatch)

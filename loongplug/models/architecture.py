@@ -14,6 +14,7 @@ from loongplug.models.rope_settings import (
 )
 
 if TYPE_CHECKING:
+    from loongplug.data.positions import Grid
     from loongplug.data.video import VideoStyle
 
 # The sections of transformers' config.json, with the modules that each describes.
@@ -27,23 +28,17 @@ HEAD = "lm_head.weight"  # of the output layer, in the files of most models
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionArchitecture:
-    """A vision transformer over patches, before its projector.
+class EncoderArchitecture:
+    """A transformer over rows of media, before its projector.
 
-    Fixed for a family: ``mlp_matrices`` are those of one layer; a gated MLP has three. ``one_size``
-    says that all images have the same, its ``image_size``.
+    Fixed for a family: ``mlp_matrices`` are those of one layer; a gated MLP has three.
     """
 
     mlp_matrices: ClassVar[int] = 2
-    one_size: ClassVar[bool] = False
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
-    patch_size: int
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    in_channels: int = 3
     layernorm_epsilon: float = 1e-6
     initializer_range: float = 0.02
     tensor_model_parallel_size: int | None = None  # None: the decoder's
@@ -57,13 +52,46 @@ class VisionArchitecture:
         """How many of its layers run; the others, behind them, only travel with the files."""
         return self.num_layers
 
-    def attention_windows(self) -> dict[int | None, int]:
-        """How many layers attend within windows of which side in patches; None: whole frames."""
-        return {None: self.computed_layers}
+    @property
+    def row_values(self) -> int:
+        """Numbers in one row of its input."""
+        raise NotImplementedError
+
+    def tokens(self, grid: "Grid") -> int:
+        """How many tokens stand in the text for a medium whose rows have this grid."""
+        raise NotImplementedError
 
     def taps(self) -> tuple[int, ...]:
         """The 0-based layers whose output goes to the decoder as well, behind its first layers."""
         return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionArchitecture(EncoderArchitecture):
+    """A vision transformer over patches, before its projector.
+
+    Fixed for a family: ``one_size`` says that all images have the same, its ``image_size``.
+    """
+
+    one_size: ClassVar[bool] = False
+    patch_size: int
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    in_channels: int = 3
+
+    @property
+    def row_values(self) -> int:
+        """Of one patch: channels x frames x height x width."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    def tokens(self, grid: "Grid") -> int:
+        """One for each merge block."""
+        time, height, width = grid
+        return time * height * width // self.spatial_merge_size**2
+
+    def attention_windows(self) -> dict[int | None, int]:
+        """How many layers attend within windows of which side in patches; None: whole frames."""
+        return {None: self.computed_layers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +205,7 @@ class MultimodalTextArchitecture(TextArchitecture):
         return replace(super().rope(), axes=axes(self.mrope_section))
 
 
-ModuleArchitecture = VisionArchitecture | ProjectorArchitecture | TextArchitecture
+ModuleArchitecture = EncoderArchitecture | ProjectorArchitecture | TextArchitecture
 
 
 @dataclass(frozen=True, kw_only=True)

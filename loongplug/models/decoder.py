@@ -17,7 +17,7 @@ from torch import Tensor
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.deepstack import DeepstackTransformerLayer, stack_features
 from loongplug.models.features import (
-    VisionFeatures,
+    Features,
     VisualPlaces,
     VisualTokens,
     place,
@@ -101,7 +101,7 @@ class TextDecoder(GPTModel):
             parts=group.size() if split else 1,
         )
 
-    def share_of(self, features: VisionFeatures, visual: VisualTokens) -> VisionFeatures:
+    def share_of(self, features: Features, visual: VisualTokens) -> Features:
         """What this rank needs of features that all ranks of the tensor parallel group have.
 
         Collective in the backward pass: that group, with sequence parallelism.
@@ -111,7 +111,7 @@ class TextDecoder(GPTModel):
         return share_of(features, visual=visual, group=self.pg_collection.tp)
 
     def embed(
-        self, input_ids: Tensor, features: VisionFeatures | None, visual: VisualTokens | None
+        self, input_ids: Tensor, features: Features | None, visual: VisualTokens | None
     ) -> Tensor:
         """The first layer's input: text embeddings, vision features in place, deepstack stacked.
 
@@ -144,7 +144,7 @@ class TextDecoder(GPTModel):
     def first_input(
         self,
         input_ids: Tensor | None,
-        features: VisionFeatures | None,
+        features: Features | None,
         visual: VisualTokens | None,
     ) -> Tensor | None:
         """What this stage's first layer is fed: see :meth:`embed`; None behind the first stage."""
@@ -170,7 +170,7 @@ class TextDecoder(GPTModel):
         input_ids: Tensor | None,
         position_ids: Tensor,
         *,
-        features: VisionFeatures | None = None,
+        features: Features | None = None,
         visual: VisualTokens | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,

@@ -17,7 +17,7 @@ VisualPlaces = Sequence[NDArray[np.int64]]  # as Microbatch.visual_places, on th
 
 
 @dataclass(frozen=True)
-class VisionFeatures:
+class Features:
     """Features of one unit, token by token in the order of the text's visual tokens.
 
     They are of all the unit's tokens where the encoder has made them, and of those in a rank's
@@ -30,9 +30,9 @@ class VisionFeatures:
     embeddings: Tensor
     deepstack: tuple[Tensor, ...]
 
-    def empty(self) -> "VisionFeatures":
+    def empty(self) -> "Features":
         """Zero tokens that still hang on the graph: every parameter gets a zero gradient."""
-        return VisionFeatures(
+        return Features(
             embeddings=self.embeddings[:0], deepstack=tuple(each[:0] for each in self.deepstack)
         )
 
@@ -41,7 +41,7 @@ class VisionFeatures:
         return torch.cat([self.embeddings, *self.deepstack], dim=1)
 
     @classmethod
-    def unpacked(cls, payload: Tensor, *, hidden: int) -> "VisionFeatures":
+    def unpacked(cls, payload: Tensor, *, hidden: int) -> "Features":
         """What :meth:`packed` was made of."""
         embeddings, *deepstack = payload.split(hidden, dim=1)
         return cls(embeddings=embeddings, deepstack=tuple(deepstack))
@@ -50,7 +50,7 @@ class VisionFeatures:
 class FeatureSource(Protocol):
     """Where a decoder gets its units' features from; it knows of no mode."""
 
-    def features(self, number: int) -> VisionFeatures:
+    def features(self, number: int) -> Features:
         """Of the step's microbatch ``number``, those in this rank's part of the sequence.
 
         Asked on the first stage, once per forward.
@@ -93,9 +93,7 @@ def visual_tokens(
     return VisualTokens(rows=row, sample=sample, position=position, count=len(positions))
 
 
-def share_of(
-    features: VisionFeatures, *, visual: VisualTokens, group: ProcessGroup
-) -> VisionFeatures:
+def share_of(features: Features, *, visual: VisualTokens, group: ProcessGroup) -> Features:
     """The features of one rank's part of the sequence, of those that every rank has whole.
 
     Collective in the backward pass: the decoder's tensor parallel ``group``, whose ranks each get
@@ -110,7 +108,7 @@ def share_of(
     _check_count(features.embeddings, visual_tokens=visual.count)
     payload = copy_to_tensor_model_parallel_region(features.packed(), group=group)
     mine = payload.index_select(0, visual.rows)
-    return VisionFeatures.unpacked(mine, hidden=features.embeddings.shape[1])
+    return Features.unpacked(mine, hidden=features.embeddings.shape[1])
 
 
 def place(target: Tensor, features: Tensor, *, visual: VisualTokens) -> Tensor:

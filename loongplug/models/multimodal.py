@@ -9,10 +9,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.entries import Entry, encoders
-from loongplug.models.features import FeatureSource, VisionFeatures, VisualPlaces, VisualTokens
+from loongplug.models.features import Features, FeatureSource, VisualPlaces, VisualTokens
 from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
@@ -120,7 +120,7 @@ class MultimodalModel(MegatronModule):
         """The tied embedding's weight on the stages that hold it."""
         return self.text_decoder.shared_embedding_or_output_weight()
 
-    def encode(self, entry: Entry, vision: VisionInput | None) -> VisionFeatures:
+    def encode(self, entry: Entry, vision: MediaInput | None) -> Features:
         """An encoder's features of one unit; its tensor parallel group enters together.
 
         A unit without images, or None, runs through the encoder like any other, as a blank image
@@ -129,23 +129,23 @@ class MultimodalModel(MegatronModule):
         """
         encoder, projector = self.modules_of(entry).values()
         trainable = any(parameter.requires_grad for parameter in encoder.parameters())
-        empty = vision is None or vision.pixels.shape[0] == 0
+        empty = vision is None or vision.rows.shape[0] == 0
         if vision is None or empty:
             vision = encoder.blank_unit()  # type: ignore[operator]
         # A frozen encoder's activations serve no backward pass: do not keep them.
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
             states, taps = encoder(vision)
-        features: VisionFeatures = projector(states, taps)
+        features: Features = projector(states, taps)
         return features.empty() if empty else features
 
     def features(
         self,
         input_ids: Tensor,
         *,
-        vision: VisionInput | None,
+        vision: MediaInput | None,
         visual_places: VisualPlaces,
         number: int | None,
-    ) -> tuple[VisionFeatures | None, VisualTokens | None]:
+    ) -> tuple[Features | None, VisualTokens | None]:
         """What the decoder embeds of microbatch ``number`` of the step, and where; first stage.
 
         From the feature source, or where there is none from ``vision``, with zero rows for a
@@ -167,7 +167,7 @@ class MultimodalModel(MegatronModule):
         input_ids: Tensor,
         position_ids: Tensor,
         *,
-        vision: VisionInput | None = None,
+        vision: MediaInput | None = None,
         visual_places: VisualPlaces = (),
         number: int | None = None,
         labels: Tensor | None = None,

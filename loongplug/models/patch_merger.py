@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 
 
 class PatchMerger(MegatronModule):
@@ -122,9 +122,9 @@ class VisionProjector(MegatronModule):
         self.merger = merger(norm_blocks=False)
         self.deepstack = _Mergers(merger(norm_blocks=True) for _ in vision.taps())
 
-    def forward(self, states: Tensor, taps: list[Tensor]) -> VisionFeatures:
+    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
-        return VisionFeatures(
+        return Features(
             embeddings=self.merger(states),
             deepstack=tuple(merger(tap) for merger, tap in zip(self.deepstack, taps, strict=True)),
         )

@@ -8,7 +8,7 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerMod
 from megatron.core.models.common.utils import PreProcessNode
 from torch import Tensor
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.features import VisualPlaces
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.multimodal import MultimodalModel
@@ -67,7 +67,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         input_ids: Tensor,
         position_ids: Tensor,
         *,
-        vision: VisionInput | None = None,
+        vision: MediaInput | None = None,
         visual_places: VisualPlaces = (),
         number: int | None = None,
         labels: Tensor | None = None,

@@ -78,7 +78,7 @@ class ReplicaDelivery:
             pixels = torch.empty(media.patches, self.patch_dim, device=self.device)
         else:
             # Pinned by the background processes' thread; where there are none, only here.
-            pixels = to_device(loaded.pixels, self.device)
+            pixels = to_device(loaded.rows, self.device)
         assert self.group is not None, "this rank encodes"
         if media.media and dist.get_world_size(self.group) > 1:
             dist.broadcast(pixels, group=self.group, group_src=0)

@@ -191,8 +191,8 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
     assert f"rows.jsonl:1: image {rows.parent / names[0]} is damaged ({reason})" in (
         loaded.bad[0].message
     )
-    assert not loaded.pixels[:4].any()
-    assert loaded.pixels[4:].any()
+    assert not loaded.rows[:4].any()
+    assert loaded.rows[4:].any()
 
     monkeypatch.setattr(Image, "open", lambda *_, **__: (_ for _ in ()).throw(error))
     fresh = ChatDataset(rows, processor=processor, seq_length=80, training_phase="sft")

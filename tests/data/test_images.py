@@ -49,10 +49,10 @@ def test_grid_from_the_header_is_the_grid_of_the_pixels(
     stands = placeholder(path, grid, processor, videos=videos)
     assert (stands.token, stands.text, stands.run) == (QWEN_TOKENS.image, QWEN_TOKENS.image, tokens)
     vision = media_loader(processor).load([path], where=WHERE)
-    assert vision.grid_thw.tolist() == [list(grid)]
-    assert vision.pixels.shape == (4 * tokens, 3 * 2 * 16 * 16)
-    assert vision.pixels.dtype == torch.float32
-    assert vision.grid_thw.dtype == torch.int64
+    assert vision.grids.tolist() == [list(grid)]
+    assert vision.rows.shape == (4 * tokens, 3 * 2 * 16 * 16)
+    assert vision.rows.dtype == torch.float32
+    assert vision.grids.dtype == torch.int64
 
 
 def test_patches_hold_the_pixels_in_merged_order(processor: Processor, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_patches_hold_the_pixels_in_merged_order(processor: Processor, tmp_path:
     vision = media_loader(processor).load([tmp_path / "a.png"], where=WHERE)
     # Patches of one merged token are neighbours: here the left 32 x 32 first, then the right.
     corners = [(0, 0), (0, 16), (16, 0), (16, 16), (0, 32), (0, 48), (16, 32), (16, 48)]
-    for patch, (top, left) in zip(vision.pixels, corners, strict=True):
+    for patch, (top, left) in zip(vision.rows, corners, strict=True):
         frames = patch.reshape(3, 2, 16, 16)  # [channel, time, height, width]
         expected = pixels[top : top + 16, left : left + 16].transpose(2, 0, 1) / 127.5 - 1
         for frame in range(2):
@@ -81,8 +81,8 @@ def test_many_images_come_in_order_whatever_is_cached(
     loader = media_loader(processor, cache_bytes=cache_bytes)
     for order in ([0, 1, 2, 3], [3, 1, 3, 0], [2, 2], [1, 0, 2, 3, 1]):
         vision = loader.load([paths[i] for i in order], where=WHERE)
-        assert torch.equal(vision.pixels, torch.cat([alone[i].pixels for i in order]))
-        assert torch.equal(vision.grid_thw, torch.cat([alone[i].grid_thw for i in order]))
+        assert torch.equal(vision.rows, torch.cat([alone[i].rows for i in order]))
+        assert torch.equal(vision.grids, torch.cat([alone[i].grids for i in order]))
 
 
 def test_a_changed_file_is_processed_anew(
@@ -93,15 +93,15 @@ def test_a_changed_file_is_processed_anew(
     before = loader.load([path], where=WHERE)
     write_image("a.png", height=32, width=64, seed=2)
     after = loader.load([path], where=WHERE)
-    assert before.grid_thw.tolist() == [[1, 2, 2]]
-    assert after.grid_thw.tolist() == [[1, 2, 4]]
+    assert before.grids.tolist() == [[1, 2, 2]]
+    assert after.grids.tolist() == [[1, 2, 4]]
 
 
 def test_no_images_are_a_zero_length_unit(processor: Processor) -> None:
     vision = media_loader(processor).load([], where=WHERE)
-    assert vision.pixels.shape == (0, 1536)
-    assert vision.grid_thw.shape == (0, 3)
-    assert vision.grid_thw.dtype == torch.int64
+    assert vision.rows.shape == (0, 1536)
+    assert vision.grids.shape == (0, 3)
+    assert vision.grids.dtype == torch.int64
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -129,8 +129,8 @@ def test_photographs_are_turned_upright(
     Image.fromarray(upright).save(tmp_path / "upright.png")
     assert image_grid(path, processor, where=WHERE) == (1, 2, 6)
     loader = media_loader(processor)
-    turned = loader.load([path], where=WHERE).pixels
-    expected = loader.load([tmp_path / "upright.png"], where=WHERE).pixels
+    turned = loader.load([path], where=WHERE).rows
+    expected = loader.load([tmp_path / "upright.png"], where=WHERE).rows
     assert torch.equal(turned, expected)
 
 
@@ -138,7 +138,7 @@ def test_photographs_are_turned_upright(
 def test_other_colour_modes_become_rgb(processor: Processor, tmp_path: Path, mode: str) -> None:
     Image.new("RGB", (32, 32), (255, 255, 255)).convert(mode).save(tmp_path / "a.png")
     vision = media_loader(processor).load([tmp_path / "a.png"], where=WHERE)
-    assert torch.equal(vision.pixels, torch.ones(4, 1536))
+    assert torch.equal(vision.rows, torch.ones(4, 1536))
 
 
 def test_a_grid_needs_the_header_only(

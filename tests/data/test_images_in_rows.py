@@ -54,7 +54,7 @@ def test_the_cache_of_pixels_keeps_none_and_knows_the_image_again(
     )
     loader = MediaLoader(processor, videos=dataset.videos)
     before = images_kept()
-    shapes = [tuple(loader.load(dataset[index].media, where="").pixels.shape) for index in (0, 1)]
+    shapes = [tuple(loader.load(dataset[index].media, where="").rows.shape) for index in (0, 1)]
     assert shapes == [(8, 1536)] * 2
     assert loader.decoded == 1
     assert images_kept() == before

@@ -92,9 +92,9 @@ def test_microbatch_is_padded_on_the_right(dataset: ChatDataset) -> None:
 def test_vision_has_the_images_in_the_order_of_their_tokens(dataset: ChatDataset) -> None:
     vision = next(loader(dataset, micro_batch_size=3)).vision
     assert vision is not None
-    assert vision.grid_thw.tolist() == [[1, 2, 2], [1, 2, 2], [1, 4, 2]]
-    assert torch.equal(vision.pixels[:4], vision.pixels[4:8])  # a.png in row 2 and in row 3
-    assert vision.pixels.shape == (16, 1536)
+    assert vision.grids.tolist() == [[1, 2, 2], [1, 2, 2], [1, 4, 2]]
+    assert torch.equal(vision.rows[:4], vision.rows[4:8])  # a.png in row 2 and in row 3
+    assert vision.rows.shape == (16, 1536)
 
 
 def test_an_image_in_the_row_is_as_its_file(
@@ -115,7 +115,7 @@ def test_an_image_in_the_row_is_as_its_file(
     file, inline = (next(made) for _ in range(2))
     made.source.close()
     assert torch.equal(file.input_ids, inline.input_ids)
-    assert torch.equal(file.vision.pixels, inline.vision.pixels)
+    assert torch.equal(file.vision.rows, inline.vision.rows)
     with pytest.raises(
         BadSampleError, match=r"rows.jsonl:3: of 2 bytes in the row is not an image"
     ):
@@ -125,8 +125,8 @@ def test_an_image_in_the_row_is_as_its_file(
 def test_a_microbatch_of_text_is_a_zero_length_unit(dataset: ChatDataset) -> None:
     vision = next(loader(dataset, micro_batch_size=1)).vision
     assert vision is not None
-    assert vision.pixels.shape == (0, 1536)
-    assert vision.grid_thw.shape == (0, 3)
+    assert vision.rows.shape == (0, 1536)
+    assert vision.grids.shape == (0, 3)
 
 
 def test_ranks_without_images_build_the_same_text_and_decode_nothing(

@@ -68,7 +68,7 @@ def dataset(
 
 def pixels(data: ChatDataset, index: int) -> Any:
     media = MediaLoader(data.processor, videos=data.videos)
-    return media.load(data[index].media, where=WHERE).pixels
+    return media.load(data[index].media, where=WHERE).rows
 
 
 def test_a_size_takes_the_first_bytes_alone(s3: S3) -> None:

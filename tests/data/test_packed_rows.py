@@ -90,7 +90,7 @@ def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -
     for pack in (next(packs) for _ in range(6)):
         expected = [list(grid) for ids in contents(pack) for grid in grids[tuple(ids)]]
         assert pack.vision is not None
-        assert pack.vision.grid_thw.tolist() == expected
+        assert pack.vision.grids.tolist() == expected
 
 
 def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> None:
@@ -237,7 +237,7 @@ def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
                 assert torch.equal(getattr(found, name), getattr(expected, name))
             assert found.vision is not None
-            assert torch.equal(found.vision.pixels, expected.vision.pixels)
+            assert torch.equal(found.vision.rows, expected.vision.rows)
         for each in (planned, read):
             each.source.close()
 

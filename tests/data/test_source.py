@@ -97,7 +97,7 @@ def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None
     for planned in step:
         assert planned.load is not None
         loaded = planned.load()
-        assert len(loaded.pixels) == planned.media.patches
+        assert len(loaded.rows) == planned.media.patches
     assert steps.decoded > 0
 
 
@@ -176,4 +176,4 @@ def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
         assert torch.equal(one.input_ids, other.input_ids)
         assert one.vision is not None
         assert other.vision is not None
-        assert torch.equal(one.vision.grid_thw, other.vision.grid_thw)
+        assert torch.equal(one.vision.grids, other.vision.grids)

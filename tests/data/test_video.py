@@ -122,13 +122,13 @@ def test_images_and_videos_come_in_order_whatever_is_cached(
         return MediaLoader(family.processor, videos=videos, cache_bytes=size)
 
     alone = [fresh().load([medium], where=WHERE) for medium in media]
-    assert not torch.equal(alone[1].pixels, alone[4].pixels)
-    assert torch.equal(alone[1].pixels, alone[5].pixels)
+    assert not torch.equal(alone[1].rows, alone[4].rows)
+    assert torch.equal(alone[1].rows, alone[5].rows)
     loader = fresh(cache_bytes)
     for order in ([0, 1, 2, 3], [3, 1, 3, 0, 4], [1, 1], [5, 4, 2, 0]):
         vision = loader.load([media[i] for i in order], where=WHERE)
-        assert torch.equal(vision.pixels, torch.cat([alone[i].pixels for i in order]))
-        assert torch.equal(vision.grid_thw, torch.cat([alone[i].grid_thw for i in order]))
+        assert torch.equal(vision.rows, torch.cat([alone[i].rows for i in order]))
+        assert torch.equal(vision.grids, torch.cat([alone[i].grids for i in order]))
 
 
 def test_a_cached_video_is_decoded_once_and_anew_when_a_frame_changes(
@@ -144,11 +144,11 @@ def test_a_cached_video_is_decoded_once_and_anew_when_a_frame_changes(
     before = loader.load([one, one], where=WHERE)
     with monkeypatch.context() as patch:
         patch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded a frame"))
-        assert torch.equal(loader.load([one], where=WHERE).pixels, before.pixels[:8])
+        assert torch.equal(loader.load([one], where=WHERE).rows, before.rows[:8])
     write_image("f2.png", height=32, width=32, seed=77)
     after = loader.load([one], where=WHERE)
-    assert torch.equal(after.pixels[:4], before.pixels[:4])  # the first two frames
-    assert not torch.equal(after.pixels[4:], before.pixels[4:8])
+    assert torch.equal(after.rows[:4], before.rows[:4])  # the first two frames
+    assert not torch.equal(after.rows[4:], before.rows[4:8])
 
 
 def load_copy(

@@ -164,7 +164,7 @@ def test_rows_agree_with_transformers(
     assert sample.input_ids.tolist() == features["input_ids"][0].tolist()
     assert [list(grid) for grid in sample.grids] == features["video_grid_thw"].tolist()
     assert sample.position_ids.tolist() == positions[:, 0].tolist()
-    assert torch.equal(vision.pixels, features["pixel_values_videos"])
+    assert torch.equal(vision.rows, features["pixel_values_videos"])
 
 
 def test_rates_of_row_flag_and_folder(
@@ -216,10 +216,10 @@ def test_the_cache_tells_clips_of_one_file_apart(
     loader = MediaLoader(processor, videos=videos)
     few, many = (videos.clip(VideoFile(path, fps), where=WHERE) for fps in (1, 5))
     assert few.indices != many.indices
-    shapes = [loader.load([clip], where=WHERE).grid_thw.tolist() for clip in (few, many)]
+    shapes = [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)]
     assert shapes[0] != shapes[1]
     monkeypatch.setattr(videos, "patches", lambda *_, **__: pytest.fail("decoded again"))
-    assert [loader.load([clip], where=WHERE).grid_thw.tolist() for clip in (few, many)] == shapes
+    assert [loader.load([clip], where=WHERE).grids.tolist() for clip in (few, many)] == shapes
 
 
 def test_files_that_cannot_be_used(

@@ -49,8 +49,8 @@ def compare(write_rows: Callable[..., Path]) -> Callable[..., None]:
             assert microbatch.input_ids[index, :length].tolist() == one["input_ids"]
             assert microbatch.position_ids[:, index, :length].tolist() == one["position_ids"]
         assert microbatch.vision is not None
-        assert microbatch.vision.grid_thw.tolist() == [g for one in expected for g in one["grids"]]
-        assert torch.equal(microbatch.vision.pixels, torch.cat([one["pixels"] for one in expected]))
+        assert microbatch.vision.grids.tolist() == [g for one in expected for g in one["grids"]]
+        assert torch.equal(microbatch.vision.rows, torch.cat([one["pixels"] for one in expected]))
 
     return check
 

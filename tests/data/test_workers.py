@@ -225,8 +225,8 @@ def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDat
                 assert torch.equal(getattr(one, name), getattr(other, name))
             assert one.vision is not None
             assert other.vision is not None
-            assert torch.equal(one.vision.pixels, other.vision.pixels)
-            assert torch.equal(one.vision.grid_thw, other.vision.grid_thw)
+            assert torch.equal(one.vision.rows, other.vision.rows)
+            assert torch.equal(one.vision.grids, other.vision.grids)
         assert ahead.source._bad_samples.counts == alone.source._bad_samples.counts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.estimate.ledger import (
     DECODER,
     ENCODER,
@@ -28,7 +28,7 @@ from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
 from loongplug.platform.cpu import CpuPlatform
@@ -129,12 +129,12 @@ class _Watch:
 
     def _name_regions(self) -> None:
         tape = self.tape
-        encode, packed = MultimodalModel.encode, VisionFeatures.packed
+        encode, packed = MultimodalModel.encode, Features.packed
 
         def encode_counted(model: Any, entry: Any, vision: Any) -> Any:
             with tape.region(ENCODER):
                 if vision is not None and not self.apart:  # else the loader's cache holds them
-                    vision = VisionInput(pixels=vision.pixels.clone(), grid_thw=vision.grid_thw)
+                    vision = MediaInput(rows=vision.rows.clone(), grids=vision.grids)
                 return encode(model, entry, vision)
 
         def packed_counted(features: Any) -> Any:
@@ -155,7 +155,7 @@ class _Watch:
             with tape.region(PIXELS):
                 for each in microbatches:
                     if each.vision is not None:
-                        tape.see(each.vision.pixels)
+                        tape.see(each.vision.rows)
             begin(executor, chunk, microbatches, training=training)
 
         def next_uncounted(self: Any) -> Any:
@@ -169,7 +169,7 @@ class _Watch:
             setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
         around(Executor, "_gather", inside=lambda: tape.region(FEATURES))
         if self.apart:
-            VisionFeatures.packed = packed_counted
+            Features.packed = packed_counted
         for name in ("forward_step", "backward_step"):
             around(schedules, name, before=self._sample)
         around(combined_1f1b, "combined_forward_backward_step", before=self._sample)

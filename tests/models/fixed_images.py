@@ -47,9 +47,9 @@ def pictures_of(media: Sequence[tuple[Medium, ...]], *, merge: int = 1) -> Batch
 def whole_images(data: Batch, *, merge: int) -> torch.Tensor:
     """What transformers takes: whole images [images, 3, height, width], made of our patches."""
     vision = data.microbatch(0, len(data.samples)).vision
-    frames, side, _ = vision.grid_thw.sum(0)[0].item(), *vision.grid_thw[0, 1:].tolist()
+    frames, side, _ = vision.grids.sum(0)[0].item(), *vision.grids[0, 1:].tolist()
     images = torch.empty(frames, 3, side * PATCH, side * PATCH)
-    patches = iter(vision.pixels)
+    patches = iter(vision.rows)
     for image in images:
         for block_row in range(0, side, merge):
             for block_column in range(0, side, merge):

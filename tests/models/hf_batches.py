@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from loongplug.data.microbatch import Microbatch, VisionInput
+from loongplug.data.microbatch import MediaInput, Microbatch
 from loongplug.data.positions import Grid, mrope_position_ids
 
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
@@ -98,9 +98,9 @@ class Batch:
             labels=torch.cat([sample.labels for sample in chosen]),
             loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
             tokens=sum(sample.tokens for sample in chosen),
-            vision=VisionInput(
-                pixels=torch.cat([vision.pixels for vision in visions]),
-                grid_thw=torch.cat([vision.grid_thw for vision in visions]),
+            vision=MediaInput(
+                rows=torch.cat([vision.rows for vision in visions]),
+                grids=torch.cat([vision.grids for vision in visions]),
             ),
             visual_places=sum((sample.visual_places for sample in chosen), ()),
         )
@@ -148,9 +148,9 @@ def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
         labels=joined("labels", value=1),
         loss_mask=joined("loss_mask", value=0),
         tokens=sum(lengths),
-        vision=VisionInput(
-            pixels=torch.cat([sample.vision.pixels for sample in samples]),
-            grid_thw=torch.cat([sample.vision.grid_thw for sample in samples]),
+        vision=MediaInput(
+            rows=torch.cat([sample.vision.rows for sample in samples]),
+            grids=torch.cat([sample.vision.grids for sample in samples]),
         ),
         segments=tuple(lengths),
         visual_places=visual_places(joined("input_ids", value=1)),
@@ -208,11 +208,9 @@ def _sample(
         labels=F.pad(padded[1:], (0, 1), value=1)[None],
         loss_mask=mask[None],
         tokens=length,
-        vision=VisionInput(
-            pixels=torch.randn(patches, style.patch_values, generator=generator),
-            grid_thw=torch.tensor([medium.grid for medium in media], dtype=torch.int64).reshape(
-                -1, 3
-            ),
+        vision=MediaInput(
+            rows=torch.randn(patches, style.patch_values, generator=generator),
+            grids=torch.tensor([medium.grid for medium in media], dtype=torch.int64).reshape(-1, 3),
         ),
         visual_places=visual_places(padded[None]),
     )

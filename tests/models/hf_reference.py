@@ -158,7 +158,7 @@ def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def _media_arguments(data: Batch) -> dict[str, Any]:
     """transformers takes images and videos apart, each in the order of the text."""
-    pixels = data.microbatch(0, len(data.samples)).vision.pixels
+    pixels = data.microbatch(0, len(data.samples)).vision.rows
     media = [medium for sample in data.media for medium in sample]
     pieces = pixels.split([medium.patches for medium in media])
     arguments: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.models.features import VisionFeatures, VisualTokens, share_of, visual_tokens
+from loongplug.models.features import Features, VisualTokens, share_of, visual_tokens
 
 TOKENS, HIDDEN = 6, 3
 # Two rows of three parts of two tokens: uneven parts, and none at all in the last one's.
@@ -14,8 +14,8 @@ PLACES = np.array([0, 1, 2]), np.array([1, 2, 3])
 PARTS = torch.tensor([0, 0, 1, 0, 1, 1])  # of each token
 
 
-def features(values: torch.Tensor) -> VisionFeatures:
-    return VisionFeatures(embeddings=values, deepstack=(values * 2,))
+def features(values: torch.Tensor) -> Features:
+    return Features(embeddings=values, deepstack=(values * 2,))
 
 
 def located(*, part: int, tokens: int) -> VisualTokens:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from loongplug.models.features import VisionFeatures, VisualTokens, place, visual_tokens
+from loongplug.models.features import Features, VisualTokens, place, visual_tokens
 
 pytestmark = pytest.mark.quick
 
@@ -56,7 +56,7 @@ def test_a_part_of_the_sequence_has_the_tokens_that_lie_in_it(rows, parts):
 
 def test_none_of_them_keeps_the_graph():
     weight = torch.ones(3, 2, requires_grad=True)
-    features = VisionFeatures(embeddings=weight * 2, deepstack=(weight * 3,)).empty()
+    features = Features(embeddings=weight * 2, deepstack=(weight * 3,)).empty()
     assert features.embeddings.shape == features.deepstack[0].shape == (0, 2)
     (features.embeddings.sum() + features.deepstack[0].sum()).backward()
     assert weight.grad.tolist() == torch.zeros(3, 2).tolist()

@@ -26,7 +26,7 @@ from towers import (
 )
 
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.hf_model import HuggingFaceModel
 from loongplug.models.layers.layer_scale import ScaledResidual
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
@@ -336,7 +336,7 @@ def refusal(rank: int, *, config: PatchTransformerConfig, grids: list[list[int]]
             assert grids is not None
             patches = sum(time * height * width for time, height, width in grids)
             pixels = torch.zeros(patches, config.in_channels * config.patch_size**2)
-            encoder(VisionInput(pixels=pixels, grid_thw=torch.tensor(grids)))
+            encoder(MediaInput(rows=pixels, grids=torch.tensor(grids)))
         except ValueError as error:
             return str(error)
     return "nothing"

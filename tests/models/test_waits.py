@@ -24,7 +24,6 @@ from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
 from loongplug.models.deepstack import features_behind
 from loongplug.models.multimodal import MultimodalModel
-from loongplug.models.vision_encoder import patch_values
 from loongplug.platform import current_platform
 from loongplug.platform.transfers import to_device
 from loongplug.schedule.chunk_plan import ChunkPlan, plan_schedules
@@ -70,7 +69,7 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
 def data_of(args: Any, model: Any) -> Batch:
     """Images, videos and text alone, in samples of different lengths."""
     style = Style(
-        patch_values=patch_values(model.image_encoder), frames_apart=True, positions=qwen3_positions
+        patch_values=model.image_encoder.row_values, frames_apart=True, positions=qwen3_positions
     )
     data = batch(style)
     if args.packing:
@@ -84,13 +83,13 @@ def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbat
     made = []
     for number in range(2):
         found = data.microbatch(number * size, size)
-        vision = replace(found.vision, pixels=to_device(found.vision.pixels, META))
+        vision = replace(found.vision, rows=to_device(found.vision.rows, META))
         made.append(
             replace(
                 found,
                 vision=vision,
                 number=number,
-                patches=len(vision.pixels),
+                patches=len(vision.rows),
                 encoder_replica=number % len(here.engine.place.edge.replicas),
             )
         )

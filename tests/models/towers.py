@@ -10,7 +10,7 @@ import transformers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.parts import Part, load
@@ -129,12 +129,12 @@ def order_of(config: PatchTransformerConfig) -> torch.Tensor:
     return row * config.side + column
 
 
-def unit(config: PatchTransformerConfig, pixels: torch.Tensor) -> VisionInput:
+def unit(config: PatchTransformerConfig, pixels: torch.Tensor) -> MediaInput:
     """The images as patches in block order, each as (channel, row, column)."""
     patches = F.unfold(pixels, config.patch_size, stride=config.patch_size)
     rows = patches.transpose(1, 2)[:, order_of(config)]  # [images, patches, values]
     grid = torch.tensor([[1, config.side, config.side]] * len(pixels))
-    return VisionInput(pixels=rows.flatten(0, 1), grid_thw=grid)
+    return MediaInput(rows=rows.flatten(0, 1), grids=grid)
 
 
 def weights_of_loss(config: PatchTransformerConfig, *, count: int) -> torch.Tensor:

@@ -133,7 +133,7 @@ def take_a_stale_feature(rank: int) -> None:
 
 
 @fault("only the first stream of a unit's gradient travels back", spec="placement.md P2, payloads")
-@at("loongplug.models.features:VisionFeatures.unpacked")
+@at("loongplug.models.features:Features.unpacked")
 def drop_deepstack_gradients(original: Any, cls: type, payload: Tensor, *, hidden: int) -> Any:
     found = original(cls, payload, hidden=hidden)
     return replace(found, deepstack=tuple(each.detach() for each in found.deepstack))
@@ -261,8 +261,8 @@ def swap_units(rank: int) -> None:
             not swapped
             and one is not None
             and other is not None
-            and len(one.pixels)
-            and one.grid_thw.tolist() == other.grid_thw.tolist()
+            and len(one.rows)
+            and one.grids.tolist() == other.grids.tolist()
         ):
             swapped.append(True)
             first, second = replace(first, vision=other), replace(second, vision=one)

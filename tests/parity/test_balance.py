@@ -53,7 +53,7 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
 
 
 def parts_with_images(rank: int, *, flags: list[str], part: int) -> list[set[int]]:
-    """Of each sample of a cell: in which parts of the sequence, ``part`` tokens each, images lie."""
+    """Of each sample of a cell: in which parts of so many tokens its images lie."""
     parsed = parse_arguments(flags)
     data = DatasetProvider(parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model))
     texts = padded_texts(

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import family_of
@@ -92,9 +92,9 @@ def microbatch(seed: int, *, images: int) -> Inputs:
         "position_ids": positions,
         "labels": torch.randint(100, (2, LENGTH), generator=generator),
         "loss_mask": mask,
-        "vision": VisionInput(
-            pixels=torch.randn(16 * images, 1536, generator=generator),
-            grid_thw=torch.tensor([[1, 4, 4]] * images).reshape(images, 3),
+        "vision": MediaInput(
+            rows=torch.randn(16 * images, 1536, generator=generator),
+            grids=torch.tensor([[1, 4, 4]] * images).reshape(images, 3),
         ),
         "visual_places": places,
     }

@@ -368,7 +368,7 @@ def test_targets_that_are_refused(target: str, expected: str) -> None:
 def test_root_target_is_held_to_the_same_rules() -> None:
     for target, expected in (
         ("os.system", "os.system is not in loongplug"),
-        ("loongplug.data.microbatch.VisionInput", "describes no known model family"),
+        ("loongplug.data.microbatch.MediaInput", "describes no known model family"),
     ):
         assert expected in problem(model_name=TINY, overrides=[f"model._target_={target}"])
 

@@ -21,7 +21,7 @@ from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 from loongplug.platform.cpu import CpuPlatform
 from loongplug.platform.prefetch import PrefetchQueue
 from loongplug.training.run import run
@@ -271,10 +271,10 @@ def encoder_in_phase_2(rank: int, *, flags: list[str]) -> bool:
         begin(self, chunk, *args, **kwargs)
         self.parameter = next(chunk.parts["image_encoder"].module.parameters())
 
-    def using(self: Any, number: int) -> VisionFeatures:
+    def using(self: Any, number: int) -> Features:
         found = features(self, number)
         nothing = 0 * self.parameter.detach().sum()
-        return VisionFeatures(embeddings=found.embeddings + nothing, deepstack=found.deepstack)
+        return Features(embeddings=found.embeddings + nothing, deepstack=found.deepstack)
 
     Executor.begin, Executor.features = noting, using
     return all(math.isfinite(step.loss) for step in run(flags))

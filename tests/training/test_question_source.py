@@ -56,7 +56,7 @@ def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
             assert (steps == 1).all()  # text goes on behind the question
             assert not sample.loss_mask.any()
         loaded = first[0].load()
-        assert loaded.pixels.shape[0] == first[0].media.patches
+        assert loaded.rows.shape[0] == first[0].media.patches
         asked.append([question.where for question in source.questions])
     assert [len(each) for each in asked] == [3, 2]
     assert sorted(asked[0] + asked[1]) == sorted(question.where for question in questions)

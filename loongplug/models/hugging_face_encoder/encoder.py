@@ -10,12 +10,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
+from loongplug.models.encoder import encoder_config
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.models.hugging_face_encoder.towers import make_tower, states_of
 from loongplug.models.layers.specs import Backend
 from loongplug.models.patch_grids import frame_sizes
-from loongplug.models.vision_encoder import patch_values, vision_transformer_config
 
 
 class HuggingFaceEncoder(MegatronModule):
@@ -53,16 +53,16 @@ class HuggingFaceEncoder(MegatronModule):
             setattr(module, own, table.to(module.get_buffer(own).device))
         return self
 
-    def blank_unit(self) -> VisionInput:
+    def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as: one image, all zero."""
         side = self.architecture.side
         device = next(self.tower.parameters()).device
-        return VisionInput(
-            pixels=torch.zeros(side**2, patch_values(self.architecture), device=device),
-            grid_thw=torch.tensor([[1, side, side]]),
+        return MediaInput(
+            rows=torch.zeros(side**2, self.architecture.row_values, device=device),
+            grids=torch.tensor([[1, side, side]]),
         )
 
-    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.
 
         Returns:
@@ -73,7 +73,7 @@ class HuggingFaceEncoder(MegatronModule):
         """
         architecture, weight = self.architecture, next(self.tower.parameters())
         side, patch = architecture.side, architecture.patch_size
-        sizes = frame_sizes(vision.grid_thw)
+        sizes = frame_sizes(vision.grids)
         for height, width in sizes:
             if (height, width) != (side, side):
                 raise ValueError(
@@ -82,7 +82,7 @@ class HuggingFaceEncoder(MegatronModule):
                     "resize images to that size in the processor."
                 )
         # [images, row of patches, column of patches, channels, row, column]
-        apart = vision.pixels.to(weight.dtype).view(
+        apart = vision.rows.to(weight.dtype).view(
             len(sizes), side, side, architecture.in_channels, patch, patch
         )
         # [images, channels, height, width]
@@ -119,5 +119,5 @@ def build_encoder(
             "tensor_model_parallel_size=1 with --enable-encoder-hetero-dp or "
             "--enable-full-hetero-dp, or --tensor-model-parallel-size 1."
         )
-    config = vision_transformer_config(architecture, decoder=decoder, tp=1)
+    config = encoder_config(architecture, decoder=decoder, tp=1)
     return HuggingFaceEncoder(config, architecture)

@@ -7,7 +7,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
+from loongplug.models.encoder import blank_image, encoder_config
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.layer_scale import with_layer_scale
@@ -18,7 +19,6 @@ from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_sizes, patch_coordinates
 from loongplug.models.patch_transformer.carried import Carried, carried_tensors
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
-from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
 
 
@@ -46,7 +46,7 @@ class PatchTransformer(MegatronModule):
         hidden, names = architecture.hidden_size, architecture.names
         own_tokens = 0 if names.class_token is None else 1
         # A convolution whose stride is its kernel is a linear map of each patch.
-        self.patch_embed = nn.Linear(patch_values(architecture), hidden, bias=names.patches_bias)
+        self.patch_embed = nn.Linear(architecture.row_values, hidden, bias=names.patches_bias)
         self.position_embedding = nn.Embedding(own_tokens + architecture.side**2, hidden)
         self.class_token = nn.Parameter(torch.zeros(hidden)) if own_tokens else None
         self.pre_norm = self._norm() if names.pre_norm else None
@@ -75,11 +75,11 @@ class PatchTransformer(MegatronModule):
         size, eps = self.architecture.hidden_size, self.architecture.layernorm_epsilon
         return LayerNorm(self.config, size, eps=eps)
 
-    def blank_unit(self) -> VisionInput:
+    def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as; it has the positions of the table's first corner."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_image(self.architecture, device=self.patch_embed.weight.device)
 
-    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.
 
         Returns:
@@ -91,7 +91,7 @@ class PatchTransformer(MegatronModule):
         side, images = self._grid(vision)
         weight = self.patch_embed.weight
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = self.patch_embed(vision.pixels.to(weight.dtype))
+        patches = self.patch_embed(vision.rows.to(weight.dtype))
         tokens = patches.unflatten(0, (images, side**2))  # [images, tokens, hidden]
         if self.class_token is not None:
             tokens = torch.cat([self.class_token.expand(images, 1, -1), tokens], dim=1)
@@ -110,9 +110,9 @@ class PatchTransformer(MegatronModule):
         apart = states[:, 0].unflatten(0, (images, tokens.shape[1]))
         return apart[:, tokens.shape[1] - side**2 :].flatten(0, 1), []
 
-    def _grid(self, vision: VisionInput) -> tuple[int, int]:
+    def _grid(self, vision: MediaInput) -> tuple[int, int]:
         """The side of all of a unit's images in patches, and how many images there are."""
-        sizes = frame_sizes(vision.grid_thw)
+        sizes = frame_sizes(vision.grids)
         architecture = self.architecture
         side, merge = architecture.side, architecture.spatial_merge_size
         if sizes == [(merge, merge)]:
@@ -164,7 +164,7 @@ def build_encoder(
         ValueError: the architecture asks for what there is not.
     """
     _check(architecture)
-    config = vision_transformer_config(
+    config = encoder_config(
         architecture,
         decoder=decoder,
         tp=groups.tp.size(),

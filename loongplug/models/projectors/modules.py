@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from loongplug.models.architecture import VisionArchitecture
-from loongplug.models.features import VisionFeatures
+from loongplug.models.features import Features
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.projectors.config import AveragePoolConfig, MlpConfig, PixelShuffleConfig
@@ -59,7 +59,7 @@ class MlpProjector(MegatronModule):
             tp_group=groups.tp,
         )
 
-    def forward(self, states: Tensor, taps: list[Tensor]) -> VisionFeatures:
+    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden].
 
         Collective: the tensor parallel group, forward and backward.
@@ -68,7 +68,7 @@ class MlpProjector(MegatronModule):
         merged = self._merged(states)
         inner, _ = self.linear_fc1(merged if self.norm is None else self.norm(merged))
         tokens, _ = self.linear_fc2(self._activation(inner))
-        return VisionFeatures(embeddings=tokens, deepstack=())
+        return Features(embeddings=tokens, deepstack=())
 
 
 def build_mlp(

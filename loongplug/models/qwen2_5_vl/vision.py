@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
+from loongplug.models.encoder import blank_image, encoder_config
 from loongplug.models.layers.norm import RMSNorm
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
@@ -30,7 +31,6 @@ from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_merger import VisionProjector
 from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
-from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
 
 
@@ -98,9 +98,7 @@ class Qwen25VisionEncoder(MegatronModule):
             merge=architecture.spatial_merge_size,
         )
         # A 3D convolution whose stride is its kernel is a linear map of each patch.
-        self.patch_embed = nn.Linear(
-            patch_values(architecture), architecture.hidden_size, bias=False
-        )
+        self.patch_embed = nn.Linear(architecture.row_values, architecture.hidden_size, bias=False)
         if config.perform_initialization:
             config.init_method(self.patch_embed.weight)
         full = vision_layer_spec(config, backend=backend)
@@ -117,24 +115,24 @@ class Qwen25VisionEncoder(MegatronModule):
             pg_collection=pg_collection,
         )
 
-    def blank_unit(self) -> VisionInput:
+    def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_image(self.architecture, device=self.patch_embed.weight.device)
 
-    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.
 
         Returns:
             the last layer's states in the patches' own order, [patches, hidden], and no taps.
         """
         weight = self.patch_embed.weight
-        plan = self._geometry.plan(vision.grid_thw)
+        plan = self._geometry.plan(vision.grids)
         order, inverse = (
             to_device(plan.order, weight.device),
             to_device(plan.inverse, weight.device),
         )
         # Pixels need no gradient, so that moving them costs no backward pass.
-        patches = permute_blocks(vision.pixels.to(weight.dtype), order)
+        patches = permute_blocks(vision.rows.to(weight.dtype), order)
         angles = to_device(plan.angles, weight.device)[:, None, None, :]
         hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
         states = self.blocks(
@@ -156,7 +154,7 @@ def build_encoder(
     backend: Backend,
 ) -> Qwen25VisionEncoder:
     """The encoder with the decoder's precision, over ``groups``."""
-    config = vision_transformer_config(
+    config = encoder_config(
         architecture,
         decoder=decoder,
         tp=groups.tp.size(),

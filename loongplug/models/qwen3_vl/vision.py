@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
+from loongplug.models.encoder import blank_image, encoder_config
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
@@ -22,7 +23,6 @@ from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.patch_merger import VisionProjector
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
-from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
 
 
@@ -52,7 +52,7 @@ class Qwen3VisionEncoder(MegatronModule):
             merge=architecture.spatial_merge_size,
         )
         # A 3D convolution whose stride is its kernel is a linear map of each patch.
-        self.patch_embed = nn.Linear(patch_values(architecture), architecture.hidden_size)
+        self.patch_embed = nn.Linear(architecture.row_values, architecture.hidden_size)
         self.position_embedding = nn.Embedding(
             architecture.num_position_embeddings, architecture.hidden_size
         )
@@ -64,11 +64,11 @@ class Qwen3VisionEncoder(MegatronModule):
             config=config, spec=layer_spec, post_layer_norm=False, pg_collection=pg_collection
         )
 
-    def blank_unit(self) -> VisionInput:
+    def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_image(self.architecture, device=self.patch_embed.weight.device)
 
-    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.
 
         Returns:
@@ -77,7 +77,7 @@ class Qwen3VisionEncoder(MegatronModule):
         """
         device = self.patch_embed.weight.device
         taps, shares, angles = (
-            to_device(each, device) for each in self._geometry.packed(vision.grid_thw)
+            to_device(each, device) for each in self._geometry.packed(vision.grids)
         )
         hidden_states = self._embed(vision, taps, shares)[:, None]  # [patches, 1, hidden]
         deepstack_layers = self.architecture.deepstack_layers
@@ -85,18 +85,18 @@ class Qwen3VisionEncoder(MegatronModule):
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
             rotary_pos_emb=rope_table(angles[:, None, None, :], dtype=torch.float32),
-            packed_seq_params=pack_segments(frame_lengths(vision.grid_thw), device=device),
+            packed_seq_params=pack_segments(frame_lengths(vision.grids), device=device),
             extract_layer_indices=set(deepstack_layers),
         )
         states, tapped = output if deepstack_layers else (output, [])
         return states[:, 0], [tap[:, 0] for tap in tapped]
 
-    def _embed(self, vision: VisionInput, taps: Tensor, shares: Tensor) -> Tensor:
+    def _embed(self, vision: MediaInput, taps: Tensor, shares: Tensor) -> Tensor:
         """Patch embeddings plus the interpolated position table, [patches, hidden]."""
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
-        patches = self.patch_embed(vision.pixels.to(self.patch_embed.weight.dtype))
+        patches = self.patch_embed(vision.rows.to(self.patch_embed.weight.dtype))
         return patches + positions.to(patches.dtype)
 
 
@@ -108,7 +108,7 @@ def build_encoder(
     backend: Backend,
 ) -> Qwen3VisionEncoder:
     """The encoder with the decoder's precision, over ``groups``."""
-    config = vision_transformer_config(
+    config = encoder_config(
         architecture,
         decoder=decoder,
         tp=groups.tp.size(),

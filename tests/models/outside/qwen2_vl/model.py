@@ -8,16 +8,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import VisionInput
+from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.features import VisionFeatures
+from loongplug.models.encoder import blank_image, encoder_config
+from loongplug.models.features import Features
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths, frame_rotary_angles, frame_sizes
 from loongplug.models.patch_merger import PatchMerger
-from loongplug.models.vision_encoder import blank_unit, patch_values, vision_transformer_config
 from loongplug.platform.transfers import to_device
 from qwen2_vl.config import Qwen2VisionConfig
 
@@ -30,7 +30,7 @@ def build_encoder(
     backend: Backend,
 ) -> "Qwen2VisionEncoder":
     """The encoder with the decoder's precision, over ``groups``."""
-    config = vision_transformer_config(
+    config = encoder_config(
         architecture,
         decoder=decoder,
         tp=groups.tp.size(),
@@ -72,9 +72,7 @@ class Qwen2VisionEncoder(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.architecture = architecture
-        self.patch_embed = nn.Linear(
-            patch_values(architecture), architecture.hidden_size, bias=False
-        )
+        self.patch_embed = nn.Linear(architecture.row_values, architecture.hidden_size, bias=False)
         if config.perform_initialization:
             config.init_method(self.patch_embed.weight)
         self.blocks = TransformerBlock(
@@ -84,20 +82,20 @@ class Qwen2VisionEncoder(MegatronModule):
             pg_collection=pg_collection,
         )
 
-    def blank_unit(self) -> VisionInput:
+    def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_image(self.architecture, device=self.patch_embed.weight.device)
 
-    def forward(self, vision: VisionInput) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit: the last layer's states [patches, hidden], no taps."""
         weight = self.patch_embed.weight
-        hidden_states = self.patch_embed(vision.pixels.to(weight.dtype))[:, None]
-        angles = to_device(self._angles(vision.grid_thw), weight.device)
+        hidden_states = self.patch_embed(vision.rows.to(weight.dtype))[:, None]
+        angles = to_device(self._angles(vision.grids), weight.device)
         states = self.blocks(
             hidden_states=hidden_states,  # [patches, 1, hidden]
             attention_mask=None,
             rotary_pos_emb=rope_table(angles[:, None, None, :], dtype=torch.float32),
-            packed_seq_params=pack_segments(frame_lengths(vision.grid_thw), device=weight.device),
+            packed_seq_params=pack_segments(frame_lengths(vision.grids), device=weight.device),
         )
         return states[:, 0], []
 
@@ -140,6 +138,6 @@ class Qwen2VisionProjector(MegatronModule):
             tp_group=pg_collection.tp,
         )
 
-    def forward(self, states: Tensor, taps: list[Tensor]) -> VisionFeatures:
+    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
         """Encoder output [patches, encoder hidden] to features [tokens, decoder hidden]."""
-        return VisionFeatures(embeddings=self.merger(states), deepstack=())
+        return Features(embeddings=self.merger(states), deepstack=())

@@ -1,4 +1,4 @@
-"""What the families' image encoders share: their Megatron config, their smallest input."""
+"""What encoders share: their Megatron config, and the smallest image."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 
-from loongplug.data.microbatch import VisionInput
-from loongplug.models.architecture import VisionArchitecture
+from loongplug.data.microbatch import MediaInput
+from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
 
 
-def vision_transformer_config(
-    architecture: VisionArchitecture, *, decoder: TransformerConfig, tp: int, **family: Any
+def encoder_config(
+    architecture: EncoderArchitecture, *, decoder: TransformerConfig, tp: int, **family: Any
 ) -> TransformerConfig:
     """The encoder's Megatron config: its own architecture and ``tp``, the decoder's precision.
 
@@ -51,15 +51,10 @@ def vision_transformer_config(
     )
 
 
-def patch_values(architecture: VisionArchitecture) -> int:
-    """Numbers in one patch: channels x frames x height x width."""
-    return architecture.in_channels * architecture.temporal_patch_size * architecture.patch_size**2
-
-
-def blank_unit(architecture: VisionArchitecture, *, device: torch.device) -> VisionInput:
+def blank_image(architecture: VisionArchitecture, *, device: torch.device) -> MediaInput:
     """The smallest image there is, all zero: one merge block of one frame."""
     merge = architecture.spatial_merge_size
-    return VisionInput(
-        pixels=torch.zeros(merge * merge, patch_values(architecture), device=device),
-        grid_thw=torch.tensor([[1, merge, merge]]),
+    return MediaInput(
+        rows=torch.zeros(merge * merge, architecture.row_values, device=device),
+        grids=torch.tensor([[1, merge, merge]]),
     )
