@@ -153,7 +153,7 @@ def _on(device: str, microbatch: Any) -> Any:
         return replace(owner, **{name: getattr(owner, name).to(device) for name in names})
 
     there_too = there(microbatch, "input_ids", "position_ids", "labels", "loss_mask")
-    return replace(there_too, vision=there(microbatch.vision, "pixels"))
+    return replace(there_too, vision=there(microbatch.units["image_encoder"].media, "pixels"))
 
 
 def _step(
@@ -166,8 +166,8 @@ def _step(
         output = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            pixel_values=batch.vision.rows,
-            image_grid_thw=batch.vision.grids.to(device),
+            pixel_values=batch.units["image_encoder"].media.rows,
+            image_grid_thw=batch.units["image_encoder"].media.grids.to(device),
             use_cache=False,
         )
         logits = output.logits.float().flatten(0, 1)  # [b * s, vocabulary]

@@ -60,12 +60,12 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
         counted = sum(_whole(microbatch)[1].sum() for microbatch in batch)
         total = 0.0
         for microbatch in batch:
-            assert microbatch.vision is not None
+            assert microbatch.units["image_encoder"].media is not None
             output = model(
                 input_ids=microbatch.input_ids,
                 position_ids=microbatch.position_ids,
-                pixel_values=microbatch.vision.rows,
-                image_grid_thw=microbatch.vision.grids,
+                pixel_values=microbatch.units["image_encoder"].media.rows,
+                image_grid_thw=microbatch.units["image_encoder"].media.grids,
                 use_cache=False,
             )
             labels, loss_mask = _whole(microbatch)

@@ -1,8 +1,10 @@
 """The microbatches that a rank's chunks consume, made of what a source gives."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, repeat
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -10,34 +12,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.dataset import Sample
-from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds
-from loongplug.data.positions import Grid
+from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.source import PlannedMicrobatch, StepSource
 
-# A microbatch's pixels, or None where this rank does not encode them, and which of its samples
-# have bad ones, the same on every rank of a replica.
-Delivery = Callable[[PlannedMicrobatch], tuple[Tensor | None, Container[int]]]
+# The rows of a microbatch's units by encoder, of those that this rank encodes, and which of its
+# samples have bad media, the same on every rank of a replica.
+Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, Tensor], Container[int]]]
 
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-def loaded_here(planned: PlannedMicrobatch) -> tuple[Tensor | None, Container[int]]:
+def loaded_here(planned: PlannedMicrobatch) -> tuple[Mapping[str, Tensor], Container[int]]:
     """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
-    if planned.load is None:
-        return None, ()
-    loaded = planned.load()
-    return loaded.rows, loaded.bad
+    loaded = {name: unit.load() for name, unit in planned.units.items() if unit.load is not None}
+    bad = {number for unit in loaded.values() for number in unit.bad}
+    return {name: unit.rows for name, unit in loaded.items()}, bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
     """Endless microbatches for each of a rank's virtual chunks; as an iterator, for the first.
 
-    Each is made once for each chunk, with the text that it ``needs`` and, for the first, the
-    pixels. The schedule runs chunks at different times; what the others have yet to ask for is
-    kept for them, at most the microbatches of one step.
+    Each is made once for each chunk, with the text that it ``needs`` and, for the first, the media.
+    ``token_ids`` has, by encoder, those of the tokens that hold its features' places. The schedule
+    runs chunks at different times; what the others have yet to ask for is kept for them, at most
+    the microbatches of one step.
 
-    ``deliver`` takes the pixels when a microbatch is asked for, and not later, when the encoder
+    ``deliver`` takes the media when a microbatch is asked for, and not later, when the encoder
     wants them: it may communicate, and all ranks of a replica ask for microbatches in one order.
     A bad sample, which it tells of, also changes the text.
     """
@@ -48,6 +49,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         *,
         processor: Processor,
         seq_length: int,
+        token_ids: Mapping[str, Sequence[int]],
         packed: bool = False,
         deliver: Delivery = loaded_here,
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
@@ -61,6 +63,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self.source = source
         self._processor = processor
         self._seq_length = seq_length
+        self._token_ids = token_ids
         self._packed = packed
         self._deliver = deliver
         self._needs = tuple(needs)
@@ -89,24 +92,27 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if planned is None:
             self._step = self.source.next_step()
             planned = next(self._step)
-        pixels, bad = self._deliver(planned)
-        media, processor = planned.media, self._processor
-        vision = None if pixels is None else MediaInput(rows=pixels, grids=media.grid_thw())
+        rows, bad = self._deliver(planned)
+        units = {
+            name: Unit(
+                grids=unit.media.grids,
+                encoder_replica=unit.encoder_replica,
+                media=unit.media.input(rows[name]) if name in rows else None,
+            )
+            for name, unit in planned.units.items()
+        }
         made = collate(
             [
                 sample.untrained() if place in bad else sample
                 for place, sample in enumerate(planned.samples)
             ],
-            pad_token_id=processor.pad_token_id,
+            pad_token_id=self._processor.pad_token_id,
             seq_length=self._seq_length,
-            visual_token_ids=processor.visual_token_ids,
+            token_ids=self._token_ids,
             packed=self._packed,
             needs=self._needs,
-            vision=vision,
-            patches=media.patches,
-            grids=tuple(media.grids),
+            units=units,
             number=planned.number,
-            encoder_replica=planned.encoder_replica,
             pins=self._pins,
         )
         for waiting, microbatch in zip(self._waiting, made, strict=True):
@@ -120,23 +126,21 @@ def collate(
     *,
     pad_token_id: int,
     seq_length: int,
-    visual_token_ids: Sequence[int] = (),
+    token_ids: Mapping[str, Sequence[int]] = MappingProxyType({}),
     packed: bool = False,
     needs: Sequence[TextNeeds] = (ALL_TEXT,),
-    vision: MediaInput | None = None,
-    patches: int = 0,
-    grids: tuple[Grid, ...] = (),
+    units: Mapping[str, Unit] = MappingProxyType({}),
     number: int = 0,
-    encoder_replica: int = 0,
     pins: bool = False,
 ) -> tuple[Microbatch, ...]:
     """Samples into one microbatch for each chunk, of which ``needs`` says what text it consumes.
 
     Text is padded to ``seq_length`` on the right, with position 0 and mask 0, and made once for
-    all chunks; with ``pins``, in page-locked memory. ``vision`` is for the first chunk.
+    all chunks; with ``pins``, in page-locked memory. ``units`` by encoder come without places, and
+    their media are for the first chunk.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Tokens with one of ``visual_token_ids`` hold the places of vision features.
+    Tokens with one of an encoder's ``token_ids`` hold the places of its features.
     """
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
@@ -155,18 +159,25 @@ def collate(
         return placed(target)  # [b, s]
 
     position_ids = np.zeros((3, *shape), dtype=np.int64)
-    places: list[list[NDArray[np.int64]]] = [[_NOWHERE] for _ in rows]
+    places: dict[str, list[list[NDArray[np.int64]]]] = {
+        name: [[_NOWHERE] for _ in rows] for name in token_ids
+    }
     for row, span, sample in spans:
         position_ids[:, row, span] = sample.position_ids
-        (found,) = np.isin(sample.input_ids, visual_token_ids).nonzero()
-        places[row].append(found + span.start)
+        for name, ids in token_ids.items():
+            (found,) = np.isin(sample.input_ids, ids).nonzero()
+            places[name][row].append(found + span.start)
     lengths = [len(sample) for sample in samples]
     anywhere = TextNeeds.any_of(needs)
     input_ids = filled(anywhere.input_ids, "input_ids", pad_token_id, np.int64)
     labels = filled(anywhere.labels, "labels", pad_token_id, np.int64)
     loss_mask = filled(anywhere.loss_mask, "loss_mask", 0, np.float32)
     positions = placed(position_ids)  # [3, b, s]
-    visual_places = tuple(map(np.concatenate, places))
+    first = {
+        name: replace(units.get(name, Unit()), places=tuple(map(np.concatenate, each)))
+        for name, each in places.items()
+    }
+    later = {name: replace(unit, media=None) for name, unit in first.items()}
     return tuple(
         Microbatch(
             input_ids=input_ids if chunk.input_ids else None,
@@ -174,14 +185,10 @@ def collate(
             labels=labels if chunk.labels else None,
             loss_mask=loss_mask if chunk.loss_mask else None,
             tokens=sum(lengths),
-            vision=vision if index == 0 else None,
+            units=later if index else first,
             segments=tuple(length for length in lengths if length) if packed else None,
-            patches=patches,
             lengths=tuple(lengths),
-            grids=grids,
-            visual_places=visual_places,
             number=number,
-            encoder_replica=encoder_replica,
         )
         for index, chunk in enumerate(needs)
     )

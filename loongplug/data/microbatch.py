@@ -1,7 +1,8 @@
 """What one microbatch holds when it reaches the model."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,31 @@ class MediaInput:
     def __post_init__(self) -> None:
         expected = int(self.grids.prod(dim=-1).sum())
         assert self.rows.shape[0] == expected, (self.rows.shape, self.grids.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What a microbatch has for one encoder; all but ``media`` is the same on a replica's ranks.
+
+    ``places`` has, of each row, where the media's tokens lie, ascending; ``grids`` are as
+    :attr:`MediaInput.grids`. ``encoder_replica`` says which of the encoder's replicas encodes it.
+    ``media`` is None on ranks that do not, and in later chunks.
+    """
+
+    places: tuple[NDArray[np.int64], ...] = ()
+    grids: tuple[Grid, ...] = ()
+    encoder_replica: int = 0
+    media: MediaInput | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the encoder's input, known also where that is not loaded."""
+        return sum(map(prod, self.grids))
+
+    @property
+    def tokens(self) -> int:
+        """In the text, and so features."""
+        return sum(map(len, self.places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +105,10 @@ class Microbatch:
     labels: Tensor | None  # [b, s] int64
     loss_mask: Tensor | None  # [b, s] float32
     tokens: int  # tokens before padding
-    vision: MediaInput | None  # None on ranks that do not encode it, and in later chunks
+    units: Mapping[str, Unit] = field(default_factory=dict)  # by the encoder's name
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
-    patches: int = 0  # of its images and videos, known also where they are not loaded
-    # Of each row: where its visual tokens lie, ascending, known also where the ids are not needed.
-    visual_places: tuple[NDArray[np.int64], ...] = ()
     number: int = 0  # in its step
-    encoder_replica: int = 0  # which of the encoder's replicas encodes its images and videos
     lengths: tuple[int, ...] = ()  # tokens of each sample
-    grids: tuple[Grid, ...] = ()  # of its images and videos, as ``patches``
 
     def __post_init__(self) -> None:
         if self.segments is not None:

@@ -1,7 +1,7 @@
-"""The data of a step: the text of its microbatches, who encodes what, and pixels to come."""
+"""The data of a step: the text of its microbatches, who encodes what, and media to come."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,19 +22,26 @@ _MEDIA_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedMicrobatch:
-    """What is known of a microbatch before its pixels are there.
+class PlannedUnit:
+    """A microbatch's media for one encoder, before they are there.
 
     But for ``load``, it is the same on every rank of a model replica. ``load`` is the future of
-    the pixels on the rank that loads them, None on others: it waits until they are loaded.
-    Call it once, and in the order of the microbatches.
+    the rows on the rank that loads them, None on others: it waits until they are loaded. Call it
+    once, in the order of the microbatches, and of the units within one.
     """
 
-    number: int  # in its step
-    samples: tuple[Sample, ...]
     media: MediaBatch
     encoder_replica: int  # which of the encoder's replicas encodes ``media``
     load: Callable[[], LoadedUnit] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMicrobatch:
+    """What is known of a microbatch before its media are there."""
+
+    number: int  # in its step
+    samples: tuple[Sample, ...]
+    units: Mapping[str, PlannedUnit]  # by the encoder's name
     begins: ResumePoint | None  # where a source of packs goes on that begins with it
 
 
@@ -43,15 +50,12 @@ class Assignment:
     """Which replica of the encoder encodes which microbatch's media. Pure; the same on all ranks.
 
     Each replica in turn, from a step's first microbatch on. With ``by_cost``, by what the media of
-    all microbatches of a step cost: it is given their grids and the number of ``replicas``.
+    all microbatches of a step cost: it is given their grids and the number of ``replicas``, and
+    then asked for a whole step at a time.
     """
 
     replicas: int = 1
     by_cost: Callable[..., Sequence[int]] | None = None
-
-    def together(self, first: int, *, step: int) -> range:
-        """The microbatches that are assigned with number ``first`` of ``step`` microbatches."""
-        return range(first, first + 1 if self.by_cost is None else step)
 
     def of(self, numbers: range, media: Sequence[Sequence[Grid]]) -> Sequence[int]:
         """The replica of each of these microbatches, whose media have such grids."""
@@ -62,6 +66,42 @@ class Assignment:
 
 
 ONE_REPLICA = Assignment()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderUnits:
+    """How units are made for one encoder: of which kinds of media, and for which replicas.
+
+    Media are loaded for those replicas that ``loads`` names.
+    """
+
+    kinds: tuple[str, ...]
+    assignment: Assignment = ONE_REPLICA
+    loads: Collection[int] = (0,)
+
+
+def planned_units(
+    numbers: range,
+    samples: Sequence[Sequence[Sample]],
+    *,
+    first_index: int,
+    encoders: Mapping[str, EncoderUnits],
+    load: Callable[[MediaBatch], LoadedUnit],
+) -> list[dict[str, PlannedUnit]]:
+    """Of each of these microbatches of a step, with its ``samples``, the units by encoder."""
+    found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
+    for name, encoder in encoders.items():
+        media = [
+            MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds)
+            for index, each in enumerate(samples, first_index)
+        ]
+        replicas = encoder.assignment.of(numbers, [each.grids for each in media])
+        for units, each, replica in zip(found, media, replicas, strict=True):
+            loads = replica in encoder.loads
+            units[name] = PlannedUnit(
+                media=each, encoder_replica=replica, load=partial(load, each) if loads else None
+            )
+    return found
 
 
 class StepSource(Protocol):
@@ -89,9 +129,9 @@ class StepSource(Protocol):
 class LocalSource:
     """Steps of one data parallel rank, read here, from any number of consumed samples on. Endless.
 
-    Text and pixels are made apart, each in background processes of its own where ``workers`` has
-    some. Every rank of a replica makes all of its text, and all make the same. Pixels are loaded
-    for the encoder replicas that ``loads`` names. No communication.
+    Text and media are made apart, each in background processes of its own where ``workers`` has
+    some. Every rank of a replica makes all of its text, and all make the same. Media are loaded as
+    ``encoders``, by name, say. No communication.
 
     Which microbatches there are depends on neither the number of processes nor the split over
     ranks. ``seed=None`` keeps the file's order; ``restart_after`` (in samples, over all
@@ -114,8 +154,7 @@ class LocalSource:
         dp_rank: int,
         dp_size: int,
         seed: int | None,
-        assignment: Assignment = ONE_REPLICA,
-        loads: Collection[int] = (0,),
+        encoders: Mapping[str, EncoderUnits],
         consumed_samples: int = 0,
         restart_after: int | None = None,
         look_ahead: int | None = None,
@@ -128,11 +167,12 @@ class LocalSource:
         assert look_ahead is None or micro_batch_size == 1, "a microbatch is one pack"
         self._each = micro_batch_size * dp_size
         self._packed = look_ahead is not None
-        self._assignment = assignment
-        self._loads = loads
+        self._encoders = encoders
+        # Where one encoder's units are assigned over a whole step, all of the step is planned.
+        self._whole_steps = any(each.assignment.by_cost is not None for each in encoders.values())
         self._bad_samples = bad_samples or BadSamples()
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
-        self.decoded = 0  # images and videos that this rank has read for its microbatches
+        self.decoded = 0  # media that this rank has read for its microbatches
         self._steps = sizes.microbatches(each=self._each, consumed=consumed_samples)
         # Planning runs ahead of what is taken.
         self._steps_to_plan = sizes.microbatches(each=self._each, consumed=consumed_samples)
@@ -200,7 +240,8 @@ class LocalSource:
 
     def _load(self, unit: MediaBatch) -> LoadedUnit:
         loaded = next(self._loaded)
-        assert loaded.index == unit.index, (loaded.index, unit.index)
+        found, expected = (loaded.index, loaded.encoder), (unit.index, unit.encoder)
+        assert found == expected, (found, expected)
         self.decoded += loaded.decoded
         for bad in loaded.bad.values():
             self._bad_samples.meet(bad)
@@ -217,28 +258,25 @@ class LocalSource:
         """Make the text of as many microbatches as are assigned together."""
         if self._number == self._step:
             self._number, self._step = 0, next(self._steps_to_plan)
-        numbers = self._assignment.together(self._number, step=self._step)
+        number = self._number
+        numbers = range(number, self._step if self._whole_steps else number + 1)
         texts = [self._next_text() for _ in numbers]
-        replicas = self._assignment.of(numbers, [media.grids for _, media, _ in texts])
-        for number, replica, (samples, media, begins) in zip(numbers, replicas, texts, strict=True):
-            loads = replica in self._loads
+        units = planned_units(
+            numbers,
+            [samples for samples, _ in texts],
+            first_index=self._index,
+            encoders=self._encoders,
+            load=self._load,
+        )
+        self._index += len(numbers)
+        for place, (samples, begins), each in zip(numbers, texts, units, strict=True):
             self._planned.append(
-                PlannedMicrobatch(
-                    number=number,
-                    samples=samples,
-                    media=media,
-                    encoder_replica=replica,
-                    load=partial(self._load, media) if loads else None,
-                    begins=begins,
-                )
+                PlannedMicrobatch(number=place, samples=samples, units=each, begins=begins)
             )
-            if loads:
-                self._to_load.append(media)
+            self._to_load += [unit.media for unit in each.values() if unit.load is not None]
         self._number = numbers.stop
 
-    def _next_text(self) -> tuple[tuple[Sample, ...], MediaBatch, ResumePoint | None]:
+    def _next_text(self) -> tuple[tuple[Sample, ...], ResumePoint | None]:
         samples = tuple(next(self._texts))
-        media = MediaBatch.of(self._index, samples)
-        self._index += 1
         begins = None if isinstance(self._texts, Background) else self._texts.before
-        return samples, media, begins
+        return samples, begins

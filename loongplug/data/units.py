@@ -1,7 +1,8 @@
-"""The vision part of a microbatch (a *unit*), apart from its text: named, measured, then loaded."""
+"""The media of a microbatch, a *unit* for each encoder: named, measured, then loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Self
 
 import torch
@@ -11,57 +12,81 @@ from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.conversation import Medium
 from loongplug.data.dataset import Sample
 from loongplug.data.media import MediaLoader
+from loongplug.data.media_files import MediaFile
+from loongplug.data.microbatch import MediaInput
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.video import VideoProcessor
 
 
+def kind_of(medium: Medium) -> str:
+    """What an encoder's entry calls it."""
+    return "image" if isinstance(medium, MediaFile) else "video"
+
+
+def token_ids(processor: Processor, kinds: Sequence[str]) -> tuple[int, ...]:
+    """Of the tokens that hold the places of such media."""
+    ids = (getattr(processor, f"{kind}_token_id") for kind in kinds)
+    return tuple(each for each in ids if each is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MediaBatch:
-    """The images and videos of one microbatch, in the order of their tokens, not loaded.
+    """The media of one microbatch for an encoder, in the order of their tokens, not loaded.
 
     Every rank of a replica knows it from the text part, and so what it will cost to encode.
     """
 
     index: int  # of the microbatch among those that a source of this replica gives, from 0
+    encoder: str
     media: tuple[Medium, ...]
     grids: tuple[Grid, ...]  # of each medium
     samples: tuple[int, ...]  # of each medium: which of the microbatch's samples has it
     where: tuple[str, ...]  # of each medium: path:line
 
     @classmethod
-    def of(cls, index: int, samples: Sequence[Sample]) -> Self:
-        """The unit of these samples."""
-        owners = [(number, sample) for number, sample in enumerate(samples) for _ in sample.media]
+    def of(
+        cls, index: int, samples: Sequence[Sample], *, encoder: str, kinds: Sequence[str]
+    ) -> Self:
+        """The unit of these samples for an encoder that takes such media."""
+        taken = [
+            (number, sample.where, medium, grid)
+            for number, sample in enumerate(samples)
+            for medium, grid in zip(sample.media, sample.grids, strict=True)
+            if kind_of(medium) in kinds
+        ]
         return cls(
             index=index,
-            media=tuple(medium for sample in samples for medium in sample.media),
-            grids=tuple(grid for sample in samples for grid in sample.grids),
-            samples=tuple(number for number, _ in owners),
-            where=tuple(sample.where for _, sample in owners),
+            encoder=encoder,
+            media=tuple(medium for _, _, medium, _ in taken),
+            grids=tuple(grid for _, _, _, grid in taken),
+            samples=tuple(number for number, _, _, _ in taken),
+            where=tuple(where for _, where, _, _ in taken),
         )
 
     @property
-    def patches(self) -> int:
-        """Rows of pixels."""
-        return sum(time * height * width for time, height, width in self.grids)
+    def rows(self) -> int:
+        """Of the encoder's input."""
+        return sum(map(prod, self.grids))
 
-    def grid_thw(self) -> Tensor:
-        """The grids as a tensor, [media, 3] int64."""
-        return torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
+    def input(self, rows: Tensor) -> MediaInput:
+        """What the encoder is given, of its ``rows``."""
+        grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
+        return MediaInput(rows=rows, grids=grids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedUnit:
-    """A unit's pixels; those of media that cannot be decoded are zero."""
+    """A unit's rows; those of media that cannot be decoded are zero."""
 
     index: int
+    encoder: str
     rows: Tensor  # [rows, values of a row] float32
     bad: dict[int, BadSample]  # by the number of the sample within the microbatch
-    decoded: int  # images and videos that were read for it, and not found in a cache
+    decoded: int  # media that were read for it, and not found in a cache
 
     def pin_memory(self) -> "LoadedUnit":
-        """The same with pixels in page-locked memory (torch's data loader asks for it)."""
+        """The same with rows in page-locked memory (torch's data loader asks for it)."""
         return replace(self, rows=self.rows.pin_memory())
 
 
@@ -79,30 +104,34 @@ class UnitLoader:
         before = self._media.decoded
         bad: dict[int, BadSample] = {}
         try:
-            pixels = self._load(unit, range(len(unit.media)))  # in one call: see MediaLoader
+            rows = self._load(unit, range(len(unit.media)))  # in one call: see MediaLoader
         except BadSampleError:  # of one of them
             parts = []
-            for number, (time, height, width) in enumerate(unit.grids):
+            for number, grid in enumerate(unit.grids):
                 try:
                     parts.append(self._load(unit, (number,)))
                 except BadSampleError as error:
                     bad.setdefault(unit.samples[number], error.sample)
-                    parts.append(torch.zeros(time * height * width, self._patch_dim))
-            pixels = torch.cat(parts)
+                    parts.append(torch.zeros(prod(grid), self._patch_dim))
+            rows = torch.cat(parts)
         return LoadedUnit(
-            index=unit.index, rows=pixels, bad=bad, decoded=self._media.decoded - before
+            index=unit.index,
+            encoder=unit.encoder,
+            rows=rows,
+            bad=bad,
+            decoded=self._media.decoded - before,
         )
 
     def _load(self, unit: MediaBatch, numbers: Sequence[int]) -> Tensor:
-        """Pixels [patches, patch_dim] of these media of the unit."""
+        """Rows [rows, values of a row] of these media of the unit."""
         where = ", ".join(dict.fromkeys(unit.where[number] for number in numbers))
         grids = [list(unit.grids[number]) for number in numbers]
         with bad_as("pixels"):
-            vision = self._media.load([unit.media[number] for number in numbers], where=where)
-            if vision.grids.tolist() != grids:
+            loaded = self._media.load([unit.media[number] for number in numbers], where=where)
+            if loaded.grids.tolist() != grids:
                 raise ValueError(
-                    f"{where}: the images and videos have patch grids {vision.grids.tolist()},"
+                    f"{where}: the images and videos have patch grids {loaded.grids.tolist()},"
                     f" but the text was written for {grids}: do not change image files while they"
                     " are in use."
                 )
-        return vision.rows
+        return loaded.rows

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loongplug.hetero.modes import mode_of
-from loongplug.models.entries import only_encoder
 from loongplug.training.arguments import ParsedArguments
 
 _ONE_NODE = 8  # ranks of a tensor parallel group talk in every layer
@@ -81,8 +80,12 @@ def _copies(parsed: ParsedArguments) -> Iterator[Change]:
 
 def _recompute(parsed: ParsedArguments) -> Iterator[Change]:
     """Forwards that are computed twice: of the encoder, of the decoder, of both."""
-    key = parsed.model.keys[only_encoder(parsed.model.entries()).name]
-    encoder = () if parsed.model.vision.recompute else (f"model.{key}.recompute=true",)
+    model = parsed.model
+    encoder = tuple(
+        f"model.{model.keys[name]}.recompute=true"
+        for name in model.encoders
+        if not model.encoder(name).recompute
+    )
     decoder = () if parsed.args.recompute_granularity == "full" else _FULL_RECOMPUTE
     drops = frozenset(
         f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")

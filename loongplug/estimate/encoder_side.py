@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, PIXELS, Ledger
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import (
@@ -32,21 +32,20 @@ from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transf
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
-    """What units of any size cost: what lies between two traced ones grows with the patches.
+    """What units of any size cost: what lies between two traced ones grows with the rows.
 
-    ``blank`` is the cost of the smallest, of so many ``blank_patches``, which stands in for no
-    images.
+    ``blank`` is the cost of the smallest, of so many ``blank_rows``, which stands in for no media.
     """
 
     blank: Cost
-    blank_patches: int
+    blank_rows: int
     largest: Cost
-    largest_patches: int
+    largest_rows: int
 
-    def of(self, patches: int) -> Cost:
+    def of(self, rows: int) -> Cost:
         """Of a unit of so many."""
-        more = max(patches, self.blank_patches) - self.blank_patches
-        part = more / max(1, self.largest_patches - self.blank_patches)
+        more = max(rows, self.blank_rows) - self.blank_rows
+        part = more / max(1, self.largest_rows - self.blank_rows)
 
         def at(low: int, high: int) -> int:
             return round(low + (high - low) * part)
@@ -61,12 +60,11 @@ class UnitCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSide:
-    """What a step's plan has in memory for the encoder of one rank, around the decoder's passes.
+    """What a step's plan has in memory for an encoder of one rank, around the decoder's passes.
 
-    ``merge`` patches make a visual token; ``payload`` and ``pixels`` are the bytes of a token's
-    features and of a patch; ``blank_pixels`` those that the backward of a unit without images
-    keeps. ``away`` is what of the encoder's state leaves the device with it, by its name in the
-    ledger.
+    ``payload`` and ``row`` are the bytes of a token's features and of a row of input;
+    ``blank_input`` those of the input that the backward of a unit without media keeps. ``away`` is
+    what of the encoder's state leaves the device with it, by its name in the ledger.
     """
 
     plan: StepPlan
@@ -75,24 +73,23 @@ class EncoderSide:
     rank: int
     units: Sequence[UnitSize]
     encoder_replicas: tuple[int, ...]
-    merge: int
     costs: UnitCosts
     payload: int
-    pixels: int
-    blank_pixels: int
+    row: int
+    blank_input: int
     copies_shards: bool  # a shard is of several pieces, which are put together to travel
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
         if when == BEGIN:
-            ledger.add(PIXELS, self._own_pixels())
+            ledger.add(INPUT, self._own_input())
         held = 0
         if when.event is Event.GRADIENT and when.microbatch is not None:
             held = self._consumed(when.microbatch)  # by the decoder's backward, in which it comes
         for operation in self.plan.get(when, ()):
             self._enter(ledger, operation, held=held)
         if when == END:
-            ledger.clear(PIXELS)
+            ledger.take(INPUT, self._own_input())
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:
@@ -138,27 +135,27 @@ class EncoderSide:
             case Kept.GRADIENTS:
                 return [(FEATURE_GRADIENTS, self._consumed(unit)) for unit in units]
 
-    def _own_pixels(self) -> int:
-        return self.pixels * sum(
-            self._patches(each.unit)
+    def _own_input(self) -> int:
+        return self.row * sum(
+            self._rows(each.unit)
             for operations in self.plan.values()
             for each in operations
             if isinstance(each, Encode)
         )
 
     def _cost(self, unit: int | None) -> Cost:
-        """In the encoder; without images that of the blank one, whose pixels are its own."""
-        patches = self._patches(unit)
-        cost = self.costs.of(patches)
-        return cost if patches else replace(cost, kept=cost.kept + self.blank_pixels)
+        """In the encoder; without media that of the blank one, whose input is its own."""
+        rows = self._rows(unit)
+        cost = self.costs.of(rows)
+        return cost if rows else replace(cost, kept=cost.kept + self.blank_input)
 
-    def _patches(self, unit: int | None) -> int:
-        """Of all images of a unit; None stands for one without any."""
-        return 0 if unit is None else self.units[unit].patches
+    def _rows(self, unit: int | None) -> int:
+        """Of all media of a unit; None stands for one without any."""
+        return 0 if unit is None else self.units[unit].rows
 
     def _features(self, unit: int | None) -> int:
-        """Bytes of all of a unit's features; one without images has no rows."""
-        return self._patches(unit) // self.merge * self.payload
+        """Bytes of all of a unit's features; one without media has none."""
+        return 0 if unit is None else self.units[unit].tokens * self.payload
 
     def _consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""

@@ -9,10 +9,8 @@ from megatron.core import parallel_state
 from loongplug.estimate.ledger import Ledger
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.step import Step
-from loongplug.estimate.trace import Cost
-from loongplug.estimate.units import UnitSize
-from loongplug.models.entries import only_encoder
+from loongplug.estimate.step import EncoderCosts, Step
+from loongplug.estimate.units import MicrobatchSize
 from loongplug.training.arguments import ParsedArguments
 
 
@@ -42,26 +40,26 @@ class RankMemory:
 
 def estimate(
     parsed: ParsedArguments,
-    units: Sequence[UnitSize],
+    microbatches: Sequence[MicrobatchSize],
     *,
     stepping: Stepping,
     on_stage: Callable[[int, int], None] = lambda stage, stages: None,
 ) -> list[RankMemory]:
     """The fullest rank of each pipeline stage of the first model replica.
 
-    ``units`` are the microbatches of a replica's step; ``stepping`` is how the run's optimizer
+    ``microbatches`` are those of a replica's step; ``stepping`` is how the run's optimizer
     works, which the machine decides; ``on_stage`` is told which of how many stages comes next. No
     collectives; there must be no process group. Makes no tensor with memory that grows with the
     model.
     """
     stages = parsed.args.pipeline_model_parallel_size
     found = []
-    encoder_costs: dict[UnitSize, Cost] = {}  # all stages that encode have the same encoder
+    encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders
     for stage in range(stages):
         on_stage(stage, stages)
         with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
             found.append(
-                _fullest(rank, parsed, units, stepping=stepping, encoder_costs=encoder_costs)
+                _fullest(rank, parsed, microbatches, stepping=stepping, encoder_costs=encoder_costs)
             )
     return found
 
@@ -69,23 +67,16 @@ def estimate(
 def _fullest(
     rank: EstimatedRank,
     parsed: ParsedArguments,
-    units: Sequence[UnitSize],
+    microbatches: Sequence[MicrobatchSize],
     *,
     stepping: Stepping,
-    encoder_costs: dict[UnitSize, Cost],
+    encoder_costs: EncoderCosts,
 ) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
     args = parsed.args
     states = rank_state(rank.chunks, args, stepping=stepping)
     state = sum(states.values(), State())
-    encoder = only_encoder(parsed.model.entries())
-    step = Step(
-        rank,
-        parsed,
-        units,
-        encoder_state=states[encoder.name],
-        encoder_costs=encoder_costs,
-    )
+    step = Step(rank, parsed, microbatches, states=states, encoder_costs=encoder_costs)
     found = []
     for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
         ledger = Ledger()

@@ -21,10 +21,10 @@ _OF_THE_MACHINE = frozenset(("device", "transformer_impl", "distributed_backend"
 
 @dataclass(frozen=True, kw_only=True)
 class Estimated:
-    """A run's memory. ``patches`` are those of each microbatch of a replica's first step."""
+    """A run's memory. ``rows`` are those that encoders take of each microbatch of a step."""
 
     parsed: "ParsedArguments"
-    patches: tuple[int, ...]
+    rows: tuple[int, ...]
     stages: "tuple[RankMemory, ...]"
 
     @property
@@ -57,21 +57,23 @@ class Estimator:
             stand_ins = None if self.visual_tokens is None else self.folder
             parsed = parsed_for(flags, ranks=self.ranks, stand_ins=stand_ins)
             from loongplug.estimate.estimate import estimate
-            from loongplug.estimate.units import units_of_data, units_of_size
+            from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
 
-            units = (
-                units_of_data(parsed.args, parsed.model)
+            microbatches = (
+                microbatches_of_data(parsed.args, parsed.model)
                 if self.visual_tokens is None
-                else units_of_size(parsed.args, parsed.model, visual_tokens=self.visual_tokens)
+                else microbatches_of_size(
+                    parsed.args, parsed.model, visual_tokens=self.visual_tokens
+                )
             )
             found = estimate(
                 parsed,
-                units,
+                microbatches,
                 stepping=stepping_of(flags),
                 on_stage=lambda stage, stages: self.says(f"{name}: stage {stage} of {stages}"),
             )
         return Estimated(
-            parsed=parsed, patches=tuple(unit.patches for unit in units), stages=tuple(found)
+            parsed=parsed, rows=tuple(each.rows for each in microbatches), stages=tuple(found)
         )
 
 

@@ -5,8 +5,8 @@ Layers are those without TransformerEngine, attention keeps what flash kernels k
 
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.pipeline_parallel.utils import set_streams
 from torch import Tensor
 
-from loongplug.data.microbatch import MediaInput
-from loongplug.estimate.ledger import DECODER, ENCODER, PIXELS
+from loongplug.data.microbatch import Unit
+from loongplug.estimate.ledger import DECODER, ENCODER
 from loongplug.estimate.schedule import Piece
 from loongplug.estimate.tape import Tape
-from loongplug.estimate.units import UnitSize
 from loongplug.models.deepstack import features_behind
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.multimodal import MultimodalModel
@@ -32,23 +31,25 @@ _Backward = tuple[Any, Any, Any]  # a chunk's input, its output and the gradient
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes on the device behind a piece of work, and the most within it, of both together."""
+    """Bytes on the device behind a piece of work, and the most within it, of all together.
 
-    encoder: int = 0
+    ``encoders`` are those that encode within the chunk's forward, by name.
+    """
+
+    encoders: Mapping[str, int] = field(default_factory=dict)
     decoder: int = 0
     most: int = 0
 
     @property
     def total(self) -> int:
         """Behind it."""
-        return self.encoder + self.decoder
+        return sum(self.encoders.values()) + self.decoder
 
 
 class Stage:
     """Its chunks, with what its schedule keeps between the pieces.
 
-    All microbatches have the images and segments of ``unit``; ``vision`` are the images, which
-    chunks take that encode within their forwards.
+    All microbatches have these ``units`` by encoder, and ``segments`` where they are packs.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class Stage:
         chunks: Sequence[MultimodalModel],
         args: Namespace,
         *,
-        unit: UnitSize,
-        vision: MediaInput,
+        units: Mapping[str, Unit],
+        segments: tuple[int, ...] | None,
     ) -> None:
         self._tape = tape
         self._chunks = chunks
         self._args = args
-        self._segments = unit.segments
-        self._vision = vision
+        self._segments = segments
+        self._units = units
         # By chunk, in the order of its microbatches.
         self._inputs: defaultdict[int, list[Tensor | None]] = defaultdict(list)
         self._outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -83,7 +84,7 @@ class Stage:
             live = self._tape.live
             found.append(
                 Held(
-                    encoder=live.get(ENCODER, 0) + live.get(PIXELS, 0),
+                    encoders={name: live.get(region_of(name), 0) for name in self._units},
                     decoder=live.get(DECODER, 0),
                     most=self._tape.most,
                 )
@@ -178,7 +179,7 @@ class Stage:
         output = (chunk.build_schedule_plan if planned else chunk)(
             ids,
             torch.empty((3, *shape), dtype=torch.int64, device=_META),
-            vision=self._vision,
+            units=self._units,
             number=0,
             labels=ids if chunk.post_process else None,
             loss_mask=mask,
@@ -195,6 +196,11 @@ class Stage:
                 self._output, self._chunks[0].config.deallocate_pipeline_outputs
             )
             self._output = None
+
+
+def region_of(encoder: str) -> str:
+    """Where a tape counts what an encoder makes, and the rows that it is given."""
+    return f"{ENCODER} of {encoder}"
 
 
 def buffers(chunks: Sequence[MultimodalModel], args: Namespace) -> int:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from loongplug.estimate.tape import Answer, Tape
 from loongplug.models.decoder import TextDecoder
-from loongplug.models.features import VisualPlaces, VisualTokens
+from loongplug.models.features import Places, TokenPlaces
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _META = torch.device("meta")
@@ -32,18 +32,19 @@ def answers(*, experts_per_token: int, experts: int) -> dict[Any, Answer]:
     return {_aten.masked_select.default: masked_select}
 
 
-def spread_visual_tokens(decoder: TextDecoder, *, tokens: int, share: int) -> None:
-    """Have ``decoder`` take it that ``share`` of a microbatch's visual ``tokens`` are its rank's.
+def spread_places(decoder: TextDecoder, *, parts: int) -> None:
+    """Have ``decoder`` take it that places are spread evenly over the sequence's ``parts``.
 
     Where they lie is of no account.
     """
 
-    def visual_tokens(places: VisualPlaces, input_ids: Tensor) -> VisualTokens:
-        found = torch.empty(3, share, dtype=torch.int64, device=input_ids.device)
+    def token_places(places: Places, input_ids: Tensor) -> TokenPlaces:
+        count = sum(map(len, places))
+        found = torch.empty(3, -(-count // parts), dtype=torch.int64, device=input_ids.device)
         rows, sample, position = found.unbind()
-        return VisualTokens(rows=rows, sample=sample, position=position, count=tokens)
+        return TokenPlaces(rows=rows, sample=sample, position=position, count=count)
 
-    decoder.visual_tokens = visual_tokens  # type: ignore[method-assign]
+    decoder.token_places = token_places  # type: ignore[method-assign]
 
 
 def spread_tokens_evenly(module: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """One step of a rank, followed piece by piece."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,18 @@ from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, s
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
 from loongplug.estimate.trace import Cost, Tracer
-from loongplug.estimate.units import UnitSize, encoder_replicas_of
-from loongplug.hetero.operations import BEGIN, END, backward, forward, gradient
+from loongplug.estimate.units import MicrobatchSize, UnitSize
+from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
+from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
+from loongplug.training.datasets import assignment_of
 
-_PIXEL_BYTES = 4  # float32, as they come
+_INPUT_BYTES = 4  # float32, as it comes
+_FIRST_MAPS = ("patch_embed", "conv1")
+_NO_COSTS = UnitCosts(blank=Cost(), blank_rows=0, largest=Cost(), largest_rows=0)
+
+# Of an encoder's units that were traced.
+EncoderCosts = dict[tuple[str, UnitSize], Cost]
 
 # What is held before a piece of the step and within it, by its number.
 _Around = Callable[[int, Piece], tuple[Held, Held]]
@@ -33,20 +40,23 @@ class Step:
         self,
         rank: EstimatedRank,
         parsed: ParsedArguments,
-        units: Sequence[UnitSize],
+        microbatches: Sequence[MicrobatchSize],
         *,
-        encoder_state: State,
-        encoder_costs: dict[UnitSize, Cost],
+        states: Mapping[str, State],
+        encoder_costs: EncoderCosts,
     ) -> None:
-        """``encoder_costs`` has units that were traced before, on a stage with the same encoder."""
+        """``states`` are those of the entries.
+
+        ``encoder_costs`` has units that were traced before, on a stage with the same encoders.
+        """
         self._rank = rank
         self._args = args = parsed.args
         self._model: Any = parsed.model
-        self._units = units
-        self._encoder_state = encoder_state
+        self._microbatches = microbatches
+        self._states = states
         first = rank.chunks[0]
         self.has_encoder = first.encodes
-        self._trains = any(first.trains(entry) for entry in first.encoders)
+        self._trains = {entry.name: first.trains(entry) for entry in first.encoders}
         self._pipeline = Pipeline(
             stages=args.pipeline_model_parallel_size,
             stage=rank.stage,
@@ -54,35 +64,67 @@ class Step:
             group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
             overlaps=args.overlap_moe_expert_parallel_comm,
         )
-        side = self._model.vision.spatial_merge_size
-        self._merge = side * side
-        blank = UnitSize(grids=((1, side, side),))
-        largest = max(units, key=lambda each: each.patches)
-        if not largest.grids:
-            largest = replace(largest, grids=blank.grids)
-        apart = rank.engine.steps
-        tracer = Tracer(args, self._model, largest, features_train=self._trains if apart else None)
-        blank_cost = largest_cost = Cost()
-        for unit in (blank, largest) if apart else (blank,):
-            if self.has_encoder and unit not in encoder_costs:
-                encoder_costs[unit] = Tracer(args, self._model, unit).encoder(first)
-        if self.has_encoder:
-            blank_cost = encoder_costs[blank]
-        if self.has_encoder and apart:
-            largest_cost = encoder_costs[largest]
+        blank = MicrobatchSize(units={name: self._blank(name) for name in rank.engine.encoders})
+        largest = self._largest(blank)
+        self._apart = {name for name, engine in rank.engine.encoders.items() if engine.steps}
+        tracer = Tracer(
+            args,
+            self._model,
+            largest,
+            features_train={name: self._trains.get(name, False) for name in self._apart},
+        )
         self.host = self._buffers = 0
         depend = self._pipeline.overlaps or args.offload_tensors
         self._around = self._whole(tracer) if depend else self._one_by_one(tracer)
         # The first piece is a forward of the first chunk alone.
         _, held = self._around(0, Piece(forward=Pass(chunk=0, microbatch=0)))
-        self._encodes_inline = held.encoder > 0
-        if self._encodes_inline:
-            largest_cost = Cost(kept=held.encoder)
-        self._costs = UnitCosts(
-            blank=blank_cost,
-            blank_patches=self._merge,
-            largest=largest_cost,
-            largest_patches=largest.patches,
+        self._costs = {
+            entry.name: self._unit_costs(
+                entry, blank, largest, inline=held.encoders.get(entry.name, 0), known=encoder_costs
+            )
+            for entry in first.encoders
+        }
+
+    def _blank(self, encoder: str) -> UnitSize:
+        """The smallest unit, which stands in for no media."""
+        architecture = self._model.encoder(encoder)
+        grid = architecture.blank_grid()
+        return UnitSize(grids=(grid,), tokens=architecture.tokens(grid))
+
+    def _largest(self, blank: MicrobatchSize) -> MicrobatchSize:
+        """Of each encoder the largest unit, or ``blank`` media where there are none."""
+        units = {}
+        for name, smallest in blank.units.items():
+            found = max((each.units[name] for each in self._microbatches), key=lambda u: u.rows)
+            if not found.grids:
+                found = replace(smallest, shards=found.shards)
+            units[name] = found
+        fullest = max(self._microbatches, key=lambda each: each.rows)
+        return MicrobatchSize(units=units, segments=fullest.segments)
+
+    def _unit_costs(
+        self,
+        entry: Entry,
+        blank: MicrobatchSize,
+        largest: MicrobatchSize,
+        *,
+        inline: int,
+        known: EncoderCosts,
+    ) -> UnitCosts:
+        """What units cost in an encoder; ``inline``: what the largest keeps within a forward."""
+        chunk = self._rank.chunks[0]
+
+        def traced(like: MicrobatchSize) -> Cost:
+            key = entry.name, like.units[entry.name]
+            if key not in known:
+                known[key] = Tracer(self._args, self._model, like).encoder(chunk, entry)
+            return known[key]
+
+        return UnitCosts(
+            blank=traced(blank),
+            blank_rows=blank.units[entry.name].rows,
+            largest=traced(largest) if entry.name in self._apart else Cost(kept=inline),
+            largest_rows=largest.units[entry.name].rows,
         )
 
     def _one_by_one(self, tracer: Tracer) -> _Around:
@@ -101,31 +143,36 @@ class Step:
 
     def _whole(self, tracer: Tracer) -> _Around:
         """Passes that depend on each other, traced as a step."""
-        few = enough(self._pipeline, len(self._units))
+        few = enough(self._pipeline, len(self._microbatches))
         held, self.host = tracer.step(self._rank.chunks, list(pieces(self._pipeline, few)))
 
         def traced(number: int) -> Held:
             if number < 0:
                 return Held()
-            return held[stands_for(self._pipeline, len(self._units), number=number)]
+            return held[stands_for(self._pipeline, len(self._microbatches), number=number)]
 
         return lambda number, _: (traced(number - 1), traced(number))
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
-        side = self._side(rank)
-        side.at(ledger, BEGIN)
+        sides = [self._side(name, rank) for name in self._rank.engine.encoders]
+
+        def at(when: When) -> None:
+            for side in sides:
+                side.at(ledger, when)
+
+        at(BEGIN)
         ledger.add(PIPELINE, self._buffers)
-        for number, piece in enumerate(pieces(self._pipeline, len(self._units))):
+        for number, piece in enumerate(pieces(self._pipeline, len(self._microbatches))):
             if piece.forward is not None and piece.forward.chunk == 0:
-                side.at(ledger, forward(piece.forward.microbatch))
+                at(forward(piece.forward.microbatch))
             if piece.backward is not None and piece.backward.chunk == 0:
-                side.at(ledger, backward(piece.backward.microbatch))
+                at(backward(piece.backward.microbatch))
             self._work(ledger, number, piece)
             if piece.backward is not None and piece.backward.chunk == 0:
-                side.at(ledger, gradient(piece.backward.microbatch))
+                at(gradient(piece.backward.microbatch))
         ledger.clear(PIPELINE)
-        side.at(ledger, END)
+        at(END)
 
     def _work(self, ledger: Ledger, number: int, piece: Piece) -> None:
         """What stays is entered before the work, what goes is there until it is done."""
@@ -142,43 +189,52 @@ class Step:
             ledger.take(part, more[part] - nbytes)
 
     def _encoder_of(self, each: Pass | None) -> int:
-        """What a pass keeps of the encoder's, where the chunk encodes within its forward."""
-        if each is None or each.chunk or not self._encodes_inline:
+        """What a pass keeps of encoders that encode within the chunk's forward."""
+        if each is None or each.chunk:
             return 0
-        return self._costs.of(self._units[each.microbatch].patches).kept
+        units = self._microbatches[each.microbatch].units
+        return sum(
+            costs.of(units[name].rows).kept
+            for name, costs in self._costs.items()
+            if name not in self._apart and self._rank.chunks[0].pre_process
+        )
 
-    def _keeps_pixels(self) -> bool:
-        """Whether a backward takes them as they come: of the first linear, where that trains."""
+    def _keeps_input(self, encoder: str) -> bool:
+        """Whether a backward takes it as it comes: of the first map, where that trains."""
         first = self._rank.chunks[0]
         return any(
             parameter.requires_grad and parameter.dtype == torch.float32
             for entry in first.encoders
+            if entry.name == encoder
             for name, parameter in first.modules_of(entry)[entry.name].named_parameters()
-            if name.startswith("patch_embed")
+            if name.startswith(_FIRST_MAPS)
         )
 
-    def _side(self, rank: int) -> EncoderSide:
-        model, engine = self._model, self._rank.engine
-        edge = engine.place.edge
+    def _side(self, encoder: str, rank: int) -> EncoderSide:
+        model, engine = self._model, self._rank.engine.encoders[encoder]
+        architecture, edge = model.encoder(encoder), engine.place.edge
         config = self._rank.chunks[0].text_decoder.config
-        pixels = model.vision.row_values * _PIXEL_BYTES
-        encoder_replicas = encoder_replicas_of(
-            self._units, self._args, model, replicas=len(edge.replicas)
-        )
+        row = architecture.row_values * _INPUT_BYTES
+        units = [each.units[encoder] for each in self._microbatches]
+        assignment = assignment_of(self._args, architecture, replicas=len(edge.replicas))
+        replicas = assignment.of(range(len(units)), [unit.grids for unit in units])
         plan = engine.plan(
-            encoder_replicas=encoder_replicas, training=True, trains=self._trains, rank=rank
+            encoder_replicas=tuple(replicas),
+            training=True,
+            trains=self._trains.get(encoder, False),
+            rank=rank,
         )
+        width = (1 + len(architecture.taps())) * config.hidden_size
         return EncoderSide(
             plan=plan,
-            away=self._encoder_state.by_name(),
+            away=self._states[encoder].by_name(),
             edge=edge,
             rank=rank,
-            units=self._units,
-            encoder_replicas=encoder_replicas,
-            merge=self._merge,
-            costs=self._costs,
-            payload=config.feature_width * config.params_dtype.itemsize,
-            pixels=pixels,
-            blank_pixels=self._merge * pixels if self._keeps_pixels() else 0,
+            units=units,
+            encoder_replicas=tuple(replicas),
+            costs=self._costs.get(encoder, _NO_COSTS),
+            payload=width * config.params_dtype.itemsize,
+            row=row,
+            blank_input=self._blank(encoder).rows * row if self._keeps_input(encoder) else 0,
             copies_shards=self._args.sequence_parallel and self._args.micro_batch_size > 1,
         )

@@ -31,8 +31,7 @@ def print_stages(run: Estimated) -> None:
     unit = _unit(fullest.total)
     table = Table(
         _UNITS[unit],
-        title=f"{_title(run)}, {len(run.patches)} microbatch(es) of up to "
-        f"{max(run.patches)} patches",
+        title=f"{_title(run)}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches",
         caption="* the fullest",
     )
     for each in found:

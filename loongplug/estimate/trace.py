@@ -5,28 +5,30 @@ recompute, adapters, sequence parallelism and deepstack streams are those of the
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loongplug.data.microbatch import MediaInput
-from loongplug.estimate.ledger import DECODER, ENCODER, PIXELS
+from loongplug.data.microbatch import MediaInput, Unit
+from loongplug.estimate.ledger import DECODER, ENCODER
 from loongplug.estimate.schedule import Pass, Piece
-from loongplug.estimate.stage import Held, Stage
+from loongplug.estimate.stage import Held, Stage, region_of
 from loongplug.estimate.stand_ins import (
     Away,
     answers,
     devices_and_buffers,
+    spread_places,
     spread_tokens_evenly,
-    spread_visual_tokens,
 )
 from loongplug.estimate.tape import FlashAttention, Tape
-from loongplug.estimate.units import UnitSize
+from loongplug.estimate.units import MicrobatchSize
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.layers.linear import DelayedGradient
@@ -55,30 +57,41 @@ class Cost:
 class Tracer:
     """Traces the chunks of one rank, which has to be Megatron's current one.
 
-    All units are like ``unit``, which has images. ``features_train`` is None where the first chunk
-    encodes within its forward; else its features come from a feature source.
+    All microbatches are like ``like``, which has media for each encoder. ``features_train`` has
+    the encoders whose features come from a feature source; the first chunk encodes the units of
+    others within its forward.
     """
 
     def __init__(
-        self, args: Namespace, model: Any, unit: UnitSize, *, features_train: bool | None = None
+        self,
+        args: Namespace,
+        model: Any,
+        like: MicrobatchSize,
+        *,
+        features_train: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self._args = args
-        self._unit = unit
+        self._model = model
+        self._segments = like.segments
         self._features_train = features_train
-        self._tokens = unit.patches // model.vision.spatial_merge_size**2
-        # Visual tokens in this rank's part of the sequence, where they are spread evenly.
-        parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        self._share = -(-self._tokens // parts)
-        self._vision = MediaInput(  # in the host's memory, which no tape looks at
-            rows=torch.empty(unit.patches, model.vision.row_values, device="meta"),
-            grids=torch.tensor(unit.grids),
-        )
+        # Parts of the sequence, over which tokens of media are spread evenly.
+        self._parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        self._units = {
+            name: Unit(
+                grids=unit.grids,
+                places=(np.arange(unit.tokens),),
+                media=MediaInput(  # grids in the host's memory, which no tape looks at
+                    rows=torch.empty(unit.rows, model.encoder(name).row_values, device="meta"),
+                    grids=torch.tensor(unit.grids),
+                ),
+            )
+            for name, unit in like.units.items()
+        }
 
-    def encoder(self, chunk: MultimodalModel) -> Cost:
-        """A unit through encoder and projector, to its payload (which is not counted)."""
+    def encoder(self, chunk: MultimodalModel, entry: Entry) -> Cost:
+        """A unit through an encoder and its projector, to its payload (which is not counted)."""
         with self._tape(ENCODER, chunk) as tape:
-            (entry,) = chunk.encoders
-            payload = chunk.encode(entry, self._vision).packed()
+            payload = chunk.encode(entry, self._units[entry.name].media).packed()
             forward = tape.most
             kept = tape.live[ENCODER] - payload.nbytes
             if not payload.requires_grad:
@@ -130,7 +143,7 @@ class Tracer:
         with ExitStack() as entered:
             for chunk in chunks:
                 spread_tokens_evenly(chunk)
-                spread_visual_tokens(chunk.text_decoder, tokens=self._tokens, share=self._share)
+                spread_places(chunk.text_decoder, parts=self._parts)
                 for each in chunk.parameters():
                     if each.requires_grad:
                         hook = each.register_post_accumulate_grad_hook(_drop)
@@ -142,28 +155,33 @@ class Tracer:
 
     @contextmanager
     def _stage(self, *chunks: MultimodalModel) -> Iterator[tuple[Tape, Stage]]:
-        """The chunks under a tape, which has what the encoder makes apart from the decoder's."""
+        """The chunks under a tape, which has what encoders make apart from the decoder's."""
         first = chunks[0]
-        if first.pre_process and self._features_train is not None:
-            first.feature_source = self._source(first, trains=self._features_train)
+        if first.pre_process:
+            first.feature_sources = {
+                name: self._source(first, name, trains=trains)
+                for name, trains in self._features_train.items()
+            }
         encode = first.encode
 
-        def apart(entry: Entry, vision: MediaInput) -> Features:
-            with tape.region(PIXELS):
-                there = MediaInput(rows=vision.rows.clone(), grids=vision.grids)
-            with tape.region(ENCODER):
-                return encode(entry, there)
+        def apart(entry: Entry, media: MediaInput) -> Features:
+            with tape.region(region_of(entry.name)):
+                return encode(entry, MediaInput(rows=media.rows.clone(), grids=media.grids))
 
         first.encode = apart  # type: ignore[method-assign, assignment]
         try:
             with self._tape(DECODER, *chunks) as tape:
-                yield tape, Stage(tape, chunks, self._args, unit=self._unit, vision=self._vision)
+                yield (
+                    tape,
+                    Stage(tape, chunks, self._args, units=self._units, segments=self._segments),
+                )
         finally:
             del first.encode
 
-    def _source(self, chunk: MultimodalModel, *, trains: bool) -> "_OneUnit":
+    def _source(self, chunk: MultimodalModel, encoder: str, *, trains: bool) -> "_OneUnit":
         config = chunk.text_decoder.config
-        shape = (self._share, config.feature_width)
+        width = (1 + len(self._model.encoder(encoder).taps())) * config.hidden_size
+        shape = (-(-self._units[encoder].tokens // self._parts), width)
         payload = torch.empty(shape, dtype=config.params_dtype, device="meta")
         return _OneUnit(payload, hidden=config.hidden_size, trains=trains)
 

@@ -1,16 +1,17 @@
-"""The microbatches of a replica's first step: their lengths, their images, who encodes which."""
+"""The microbatches of a replica's first step: their lengths and their media."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 from loongplug.data.loader import collate
-from loongplug.data.source import Assignment, LocalSource
+from loongplug.data.source import EncoderUnits, LocalSource
 from loongplug.data.step_sizes import StepSizes
-from loongplug.hetero.modes import balance_of
+from loongplug.data.units import token_ids
 from loongplug.hetero.routes import sequence_shards, size
+from loongplug.models.entries import encoders
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
 
@@ -19,20 +20,32 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSize:
-    """A microbatch's images and videos as patch grids.
+    """A microbatch's media for one encoder, by their grids, and their ``tokens`` in the text.
 
-    ``shards`` are its visual tokens in each part of the sequence, where that is split over ranks.
-    ``segments`` are the lengths of the samples in a pack.
+    ``shards`` are those tokens in each part of the sequence, where that is split over ranks.
     """
 
-    grids: tuple[Grid, ...]
+    grids: tuple[Grid, ...] = ()
+    tokens: int = 0
     shards: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the encoder's input."""
+        return sum(map(prod, self.grids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchSize:
+    """A microbatch's units by encoder; ``segments`` are the lengths of the samples in a pack."""
+
+    units: Mapping[str, UnitSize]
     segments: tuple[int, ...] | None = None
 
     @property
-    def patches(self) -> int:
-        """Of all its images and videos."""
-        return sum(time * height * width for time, height, width in self.grids)
+    def rows(self) -> int:
+        """Of all its media."""
+        return sum(unit.rows for unit in self.units.values())
 
 
 def microbatches_of(args: Namespace) -> int:
@@ -41,7 +54,7 @@ def microbatches_of(args: Namespace) -> int:
     return next(StepSizes.constant(args.global_batch_size).microbatches(each=each))
 
 
-def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSize]:
+def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[MicrobatchSize]:
     """Those of the data that the flags name, in a step of the first replica, counted from 0.
 
     Reads the text parts and the headers of media only.
@@ -58,34 +71,44 @@ def units_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[UnitSiz
         dp_rank=0,
         dp_size=args.data_parallel_size,
         seed=args.seed,
-        loads=(),
+        encoders={
+            entry.name: EncoderUnits(kinds=entry.media, loads=())
+            for entry in encoders(model.entries())
+        },
         consumed_samples=step * args.global_batch_size,
         bad_samples=provider.bad_samples,
         look_ahead=args.packing_look_ahead if args.packing else None,
     )
     found = []
+    ids = {entry.name: token_ids(processor, entry.media) for entry in encoders(model.entries())}
     tp = args.tensor_model_parallel_size if args.sequence_parallel else None
     for planned in source.next_step():
         (microbatch,) = collate(
             planned.samples,
             pad_token_id=processor.pad_token_id,
             seq_length=args.seq_length,
-            visual_token_ids=processor.visual_token_ids,
+            token_ids=ids,
             packed=args.packing,
         )
-        shards = None
-        if tp is not None:
-            parts = sequence_shards(microbatch.visual_places, length=args.seq_length, parts=tp)
-            shards = tuple(size(rows) for rows in parts)
+        units = {}
+        for name, unit in microbatch.units.items():
+            shards = None
+            if tp is not None:
+                parts = sequence_shards(unit.places, length=args.seq_length, parts=tp)
+                shards = tuple(size(rows) for rows in parts)
+            grids = planned.units[name].media.grids
+            units[name] = UnitSize(grids=grids, tokens=unit.tokens, shards=shards)
         segments = microbatch.segments
         if segments is not None:
             segments = (*segments, args.seq_length - microbatch.tokens)
-        found.append(UnitSize(grids=planned.media.grids, shards=shards, segments=segments))
+        found.append(MicrobatchSize(units=units, segments=segments))
     return found
 
 
-def units_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> list[UnitSize]:
-    """As many of ``visual_tokens`` to each row, in one image of about a square.
+def microbatches_of_size(
+    args: Namespace, model: Any, *, visual_tokens: int
+) -> list[MicrobatchSize]:
+    """As many of ``visual_tokens`` to each row, in one image of about a square; no other media.
 
     Raises:
         ValueError: there are more of them than a row has tokens.
@@ -95,25 +118,24 @@ def units_of_size(args: Namespace, model: Any, *, visual_tokens: int) -> list[Un
             f"--visual-tokens is {visual_tokens}: expected 0 or more, and less than "
             f"--seq-length {args.seq_length}, for a row of one image and its text"
         )
-    merge = model.vision.spatial_merge_size
+    sees = next(entry.name for entry in encoders(model.entries()) if "image" in entry.media)
+    merge = model.encoder(sees).spatial_merge_size
     height = next(
         (side for side in range(isqrt(visual_tokens), 0, -1) if visual_tokens % side == 0), 0
     )
     grids: tuple[Grid, ...] = ()
     if height:
         grids = ((1, height * merge, visual_tokens // height * merge),) * args.micro_batch_size
-    shards = None
-    if args.sequence_parallel:
+    tokens = visual_tokens * args.micro_batch_size
+
+    def shards(count: int) -> tuple[int, ...] | None:
         tp = args.tensor_model_parallel_size
-        shards = (-(-visual_tokens * args.micro_batch_size // tp),) * tp
-    return [UnitSize(grids=grids, shards=shards)] * microbatches_of(args)
+        return (-(-count // tp),) * tp if args.sequence_parallel else None
 
-
-def encoder_replicas_of(
-    units: Sequence[UnitSize], args: Namespace, model: Any, *, replicas: int
-) -> tuple[int, ...]:
-    """Which of the encoder's ``replicas`` encodes each, as the run assigns them."""
-    balance = balance_of(args, model.vision)
-    by_cost = None if balance is None else balance.assign
-    assigned = Assignment(replicas=replicas, by_cost=by_cost)
-    return tuple(assigned.of(range(len(units)), [unit.grids for unit in units]))
+    units = {
+        entry.name: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))
+        if entry.name == sees
+        else UnitSize(shards=shards(0))
+        for entry in encoders(model.entries())
+    }
+    return [MicrobatchSize(units=units)] * microbatches_of(args)

@@ -11,7 +11,7 @@ from heapq import heapreplace
 from typing import Self
 
 from loongplug.data.positions import Grid
-from loongplug.models.architecture import VisionArchitecture
+from loongplug.models.architecture import EncoderArchitecture
 
 THRESHOLD = 0.2
 
@@ -28,34 +28,36 @@ _Held = list[list[tuple[int, int]]]  # by replica: cost and place of its units, 
 class EncoderWork:
     """Multiplications and additions of an encoder's forward; its backward is twice as much.
 
-    A patch takes ``linear`` in projections and MLPs. In attention each patch of a frame meets
-    each other of its window: ``attention`` has, by the window's side in patches (None: the whole
-    frame), what one such pair takes in all layers with that window. The patch embedding and the
-    projector, a few percent, are left out.
+    A row, such as a patch, takes ``linear`` in projections and MLPs. In attention each row of a
+    frame meets each other of its window: ``attention`` has, by the window's side in rows (None: the
+    whole frame), what one such pair takes in all layers with that window. What is before and
+    behind the layers, a few percent, is left out.
     """
 
     linear: int
     attention: tuple[tuple[int | None, int], ...]
-    merge: int  # the smallest image's side
+    blank: Grid  # of the smallest medium
 
     @classmethod
-    def of(cls, encoder: VisionArchitecture) -> Self:
+    def of(cls, encoder: EncoderArchitecture) -> Self:
         """Counted from the sizes of its layers."""
         hidden, ffn = encoder.hidden_size, encoder.ffn_hidden_size
         layer = 4 * hidden * hidden + encoder.mlp_matrices * hidden * ffn
-        windows = encoder.attention_windows()
+        windows, rows = encoder.attention_windows(), encoder.rows_per_state
         return cls(
-            linear=encoder.computed_layers * layer,
-            attention=tuple((side, layers * 2 * hidden) for side, layers in windows.items()),
-            merge=encoder.spatial_merge_size,
+            linear=encoder.computed_layers * layer // rows,
+            attention=tuple(
+                (side, layers * 2 * hidden // rows**2) for side, layers in windows.items()
+            ),
+            blank=encoder.blank_grid(),
         )
 
     def of_units(self, units: Sequence[Sequence[Grid]]) -> list[int]:
-        """Each unit's; without images it is encoded as the smallest image there is.
+        """Each unit's; without media it is encoded as the smallest there is.
 
         A size of frame is counted once: the images of a step share few sizes.
         """
-        smallest = ((1, self.merge, self.merge),)
+        smallest = (self.blank,)
         sizes = {grid[1:] for grids in units for grid in grids} | {smallest[0][1:]}
         of_frame = {size: self._of_frame(*size) for size in sizes}
         return [
@@ -81,7 +83,7 @@ class Balance:
     threshold: float = THRESHOLD
 
     def assign(self, units: Sequence[Sequence[Grid]], *, replicas: int) -> tuple[int, ...]:
-        """The replica of each unit of a step, given as the grids of its images."""
+        """The replica of each unit of a step, given as the grids of its media."""
         return plan(self.work.of_units(units), replicas, self.threshold)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
 from loongplug.models.entries import Entry
@@ -25,12 +25,12 @@ class EncoderOfStep:
         self._model = model
         self.trains = training and model.trains(entry)
 
-    def payload(self, microbatch: Microbatch | None) -> Tensor:
-        """A unit's features as they travel, [tokens, width]; None stands for no images at all."""
-        vision = None if microbatch is None else microbatch.vision
-        assert microbatch is None or vision is not None, "the unit was loaded somewhere else"
+    def payload(self, unit: Unit | None) -> Tensor:
+        """A unit's features as they travel, [tokens, width]; None stands for no media at all."""
+        media = None if unit is None else unit.media
+        assert unit is None or media is not None, "the unit was loaded somewhere else"
         with torch.set_grad_enabled(self.trains):
-            return self._model.encode(self._entry, vision).packed()
+            return self._model.encode(self._entry, media).packed()
 
     def backward(self, payload: Tensor | GradientEdge, gradient: Tensor, *, more: bool) -> None:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
@@ -39,21 +39,22 @@ class EncoderOfStep:
 
 
 def units_of(
-    microbatches: Sequence[Microbatch], *, model: MultimodalModel, patches_per_token: int
+    microbatches: Sequence[Microbatch], *, model: MultimodalModel, entry: Entry, taps: int
 ) -> ExchangeSpec:
-    """What every rank of the replica knows of these microbatches' units."""
+    """What every rank of the replica knows of these microbatches' units for an encoder."""
     config = model.text_decoder.config
+    units = [each.units[entry.name] for each in microbatches]
     shards = None
     if config.sequence_parallel:
         tp = config.tensor_model_parallel_size
         shards = tuple(
-            sequence_shards(each.visual_places, length=each.position_ids.shape[-1], parts=tp)
-            for each in microbatches
+            sequence_shards(unit.places, length=each.position_ids.shape[-1], parts=tp)
+            for unit, each in zip(units, microbatches, strict=True)
         )
     return ExchangeSpec(
-        tokens=tuple(each.patches // patches_per_token for each in microbatches),
-        encoder_replicas=tuple(each.encoder_replica for each in microbatches),
-        width=config.feature_width,
+        tokens=tuple(unit.tokens for unit in units),
+        encoder_replicas=tuple(unit.encoder_replica for unit in units),
+        width=(1 + taps) * config.hidden_size,
         dtype=config.params_dtype,
         shards=shards,
     )

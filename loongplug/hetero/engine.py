@@ -1,6 +1,6 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from loongplug.parallel.states import (
     adopt_parallel_state,
     create_exchange_group,
     create_parallel_state,
+    is_adopted,
     process_groups,
 )
 from loongplug.platform import current_platform
@@ -45,8 +46,8 @@ class EncoderPlace:
     exchange_group: dist.ProcessGroup | None
 
 
-class Engine:
-    """Puts a mode's strategies to work in one run; the same on every rank."""
+class EncoderEngine:
+    """Puts a mode's strategies to work for one encoder in one run; the same on every rank."""
 
     def __init__(
         self,
@@ -54,17 +55,20 @@ class Engine:
         *,
         entry: Entry,
         encoder_tp: int | None,
-        patches_per_token: int,
+        taps: int,
         seed: int,
         timeout_minutes: float,
         nccl_config_path: str | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
-        """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing."""
+        """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
+
+        ``taps`` are how many features of a token it has for the decoder's first layers.
+        """
         self._mode = mode
         self._entry = entry
         self._encoder_tp = encoder_tp or mode.encoder_tp
-        self._block = patches_per_token
+        self._taps = taps
         self._seed = seed
         self._timeout = timeout_minutes
         self._nccl_config_path = nccl_config_path
@@ -80,29 +84,9 @@ class Engine:
         return self._place
 
     @property
-    def states(self) -> dict[str, ModuleState | None]:
-        """The encoder's state by its entry's name, None where it lies on other ranks.
-
-        Collective like :attr:`place`.
-        """
-        return {self._entry.name: self.place.state}
-
-    @property
     def steps(self) -> bool:
         """Whether something is put around the decoder's schedules."""
         return self._mode.around_schedule
-
-    def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        """Wrap Megatron's ``get_forward_backward_func``, for a mode that :attr:`steps`."""
-
-        def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
-            return self.executor().around(get_schedule(*args, **kwargs))
-
-        return get_forward_backward_func
-
-    def attach(self, chunk: MultimodalModel) -> None:
-        """Have a chunk ask this engine for features, where its forward does not make them."""
-        chunk.feature_source = self.executor() if self.steps else None
 
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Before the first step: the wrapped chunks and the optimizer of all modules."""
@@ -154,7 +138,7 @@ class Engine:
                 self.plan,
                 exchange,
                 entry=self._entry,
-                patches_per_token=self._block,
+                taps=self._taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 recorder=self.recorder,
@@ -172,7 +156,8 @@ class Engine:
         if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp):
             state = ModuleState(groups=groups)
         else:
-            adopt_parallel_state()
+            if not is_adopted():  # the first encoder with a state of its own
+                adopt_parallel_state()
             create_parallel_state(
                 name,
                 encoder,
@@ -210,3 +195,49 @@ class Engine:
             replica_group=together,
             exchange_group=exchange_group,
         )
+
+
+class Engine:
+    """The engines of a run's encoders, in the entries' order; the same on every rank."""
+
+    def __init__(self, encoders: Mapping[str, EncoderEngine], *, recorder: Recorder) -> None:
+        self.encoders = encoders
+        self.recorder = recorder
+
+    @property
+    def states(self) -> dict[str, ModuleState | None]:
+        """The encoders' states by their entries' names, None where they lie on other ranks.
+
+        Collective over all ranks when asked for the first time.
+        """
+        return {name: each.place.state for name, each in self.encoders.items()}
+
+    @property
+    def steps(self) -> bool:
+        """Whether something is put around the decoder's schedules."""
+        return any(each.steps for each in self.encoders.values())
+
+    def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        """Wrap Megatron's ``get_forward_backward_func``, for modes of which one :attr:`steps`.
+
+        The operations of the encoders nest: those of the first are done outermost, on every rank.
+        """
+
+        def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
+            schedule = get_schedule(*args, **kwargs)
+            for each in reversed([each for each in self.encoders.values() if each.steps]):
+                schedule = each.executor().around(schedule)
+            return schedule
+
+        return get_forward_backward_func
+
+    def attach(self, chunk: MultimodalModel) -> None:
+        """Have a chunk ask these engines for features, where its forward does not make them."""
+        chunk.feature_sources = {
+            name: each.executor() for name, each in self.encoders.items() if each.steps
+        }
+
+    def built(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Before the first step: the wrapped chunks and the optimizer of all modules."""
+        for each in self.encoders.values():
+            each.built(chunks, optimizer)

@@ -63,20 +63,21 @@ class Executor:
         exchange: Exchange,
         *,
         entry: Entry,
-        patches_per_token: int,
+        taps: int,
         outside_schedule: bool,
         platform: Platform,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
 
-        ``entry`` is the encoder's. ``outside_schedule``: it works before and behind the schedule
+        ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
+        decoder's first layers. ``outside_schedule``: it works before and behind the schedule
         alone, in every step and on every rank.
         """
         self._planned = planned
         self._exchange = exchange
         self._entry = entry
-        self._block = patches_per_token
+        self._taps = taps
         self._outside_schedule = outside_schedule
         self._platform = platform
         self._recorder = recorder
@@ -132,7 +133,9 @@ class Executor:
         model = _unwrapped(chunk)
         encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
         plan = self._planned(
-            encoder_replicas=tuple(each.encoder_replica for each in microbatches),
+            encoder_replicas=tuple(
+                each.units[self._entry.name].encoder_replica for each in microbatches
+            ),
             training=training,
             trains=encoder.trains,
         )
@@ -224,14 +227,14 @@ class Executor:
 
     def _encode(self, unit: int | None, *, movable: bool) -> None:
         step = self._now
-        microbatch = None if unit is None else step.microbatches[unit]
+        encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
         if movable:
-            assert microbatch is not None
-            assert microbatch.vision is not None
-            stays = step.weights | addresses([microbatch.vision.rows])
+            assert encoded is not None
+            assert encoded.media is not None
+            stays = step.weights | addresses([encoded.media.rows])
             saves = movable_saves(device=self._platform.device, stays=stays)
         with saves if movable else nullcontext() as saved:
-            payload = step.encoder.payload(microbatch)
+            payload = step.encoder.payload(encoded)
         if saved is not None:
             step.saved[unit] = list(saved.values())
         if step.encoder.trains:
@@ -246,7 +249,8 @@ class Executor:
         spec = step.specs[units] = units_of(
             step.microbatches[units.start : units.stop],
             model=step.model,
-            patches_per_token=self._block,
+            entry=self._entry,
+            taps=self._taps,
         )
         own = [unit for unit in units if unit in step.payloads]
         arrived = self._exchange.gather_variable_shape_embeddings(

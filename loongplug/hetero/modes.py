@@ -8,7 +8,7 @@ from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
 from loongplug.hetero.policies import Policy, group_ahead, inline, separated
-from loongplug.models.architecture import VisionArchitecture
+from loongplug.models.architecture import EncoderArchitecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def mode_of(args: Namespace) -> Mode:
     return UNIFORM
 
 
-def balance_of(args: Namespace, encoder: VisionArchitecture) -> Balance | None:
+def balance_of(args: Namespace, encoder: EncoderArchitecture) -> Balance | None:
     """How units are assigned by cost; None where they are in turn."""
     if not args.use_vit_dp_balance:
         return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from loongplug.models.entries import Entry, Role, checked
@@ -31,10 +32,12 @@ HEAD = "lm_head.weight"  # of the output layer, in the files of most models
 class EncoderArchitecture:
     """A transformer over rows of media, before its projector.
 
-    Fixed for a family: ``mlp_matrices`` are those of one layer; a gated MLP has three.
+    Fixed for a family: ``mlp_matrices`` are those of one layer; a gated MLP has three. Its layers
+    have one state for so many ``rows_per_state``.
     """
 
     mlp_matrices: ClassVar[int] = 2
+    rows_per_state: ClassVar[int] = 1
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -61,6 +64,14 @@ class EncoderArchitecture:
         """How many tokens stand in the text for a medium whose rows have this grid."""
         raise NotImplementedError
 
+    def blank_grid(self) -> "Grid":
+        """Of the smallest medium there is, which is encoded where there is none."""
+        raise NotImplementedError
+
+    def attention_windows(self) -> dict[int | None, int]:
+        """How many layers attend within windows of which side in rows; None: whole frames."""
+        return {None: self.computed_layers}
+
     def taps(self) -> tuple[int, ...]:
         """The 0-based layers whose output goes to the decoder as well, behind its first layers."""
         return ()
@@ -86,12 +97,11 @@ class VisionArchitecture(EncoderArchitecture):
 
     def tokens(self, grid: "Grid") -> int:
         """One for each merge block."""
-        time, height, width = grid
-        return time * height * width // self.spatial_merge_size**2
+        return prod(grid) // self.spatial_merge_size**2
 
-    def attention_windows(self) -> dict[int | None, int]:
-        """How many layers attend within windows of which side in patches; None: whole frames."""
-        return {None: self.computed_layers}
+    def blank_grid(self) -> "Grid":
+        """One merge block of one frame."""
+        return 1, self.spatial_merge_size, self.spatial_merge_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,25 +215,87 @@ class MultimodalTextArchitecture(TextArchitecture):
         return replace(super().rope(), axes=axes(self.mrope_section))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How an encoder stands in a family: its projector's name, the media that it takes."""
+
+    projector: str
+    media: tuple[str, ...]
+
+
 ModuleArchitecture = EncoderArchitecture | ProjectorArchitecture | TextArchitecture
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionLanguageArchitecture:
-    """Encoder, projector and decoder, and the ids of the special tokens.
+class MultimodalArchitecture:
+    """Encoders with their projectors, and a decoder; which encoders, families say.
 
-    A token id that is None is the tokenizer's; it is filled in before the model is built.
     ``keys`` has, by a module's name in the built model, its key here and in the YAML;
-    ``plain_positions``, fixed for a family, says whether it counts tokens alone, or images' rows
-    and columns as well; ``media`` are what its encoder takes.
+    ``encoders``, by the name of an encoder's module, that of its projector and the kinds of media
+    that it takes. ``plain_positions``, fixed for a family, says whether it counts tokens alone, or
+    images' rows and columns as well.
     """
 
     plain_positions: ClassVar[bool] = False
-    media: ClassVar[tuple[str, ...]] = ("image", "video")
+    keys: ClassVar[dict[str, str]]
+    encoders: ClassVar[dict[str, Encoding]]
+    foundation: TextArchitecture
+
+    @classmethod
+    def entries(cls) -> tuple[Entry, ...]:
+        """The modules with layouts of their own, in the order of parameters and optimizers."""
+        (decoder,) = (name for name, key in cls.keys.items() if key == "foundation")
+        return checked(
+            (
+                *(
+                    Entry(
+                        name=name,
+                        role=Role.ENCODER,
+                        media=each.media,
+                        beside=(each.projector,),
+                        into=decoder,
+                    )
+                    for name, each in cls.encoders.items()
+                ),
+                Entry(name=decoder, role=Role.DECODER),
+            )
+        )
+
+    def modules(self) -> dict[str, ModuleArchitecture]:
+        """The architecture of each module, by its name in the built model."""
+        return {name: getattr(self, key) for name, key in self.keys.items()}
+
+    def encoder(self, name: str) -> EncoderArchitecture:
+        """That of the encoder with this name."""
+        found = self.modules()[name]
+        assert isinstance(found, EncoderArchitecture), name
+        return found
+
+    def taps(self) -> int:
+        """How many features of a token the decoder adds behind its first layers, at most."""
+        return max(len(self.encoder(name).taps()) for name in self.encoders)
+
+    def video_style(self) -> "VideoStyle":
+        """How the family tells the time in a video; the time as text, unless it says otherwise."""
+        from loongplug.data.video import TIMESTAMPS
+
+        return TIMESTAMPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageArchitecture(MultimodalArchitecture):
+    """Encoder, projector and decoder, and the ids of the special tokens.
+
+    A token id that is None is the tokenizer's; it is filled in before the model is built.
+    """
+
     keys: ClassVar[dict[str, str]] = {
         "image_encoder": "image_encoder",
         "image_projector": "image_projector",
         "text_decoder": "foundation",
+    }
+    encoders: ClassVar[dict[str, Encoding]] = {
+        "image_encoder": Encoding(projector="image_projector", media=("image", "video"))
     }
     image_encoder: VisionArchitecture
     image_projector: ProjectorArchitecture
@@ -232,34 +304,3 @@ class VisionLanguageArchitecture:
     video_token_id: int | None = None
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
-
-    @classmethod
-    def entries(cls) -> tuple[Entry, ...]:
-        """The modules with layouts of their own, in the order of parameters and optimizers."""
-        return checked(
-            (
-                Entry(
-                    name="image_encoder",
-                    role=Role.ENCODER,
-                    media=cls.media,
-                    beside=("image_projector",),
-                    into="text_decoder",
-                ),
-                Entry(name="text_decoder", role=Role.DECODER),
-            )
-        )
-
-    def modules(self) -> dict[str, ModuleArchitecture]:
-        """The architecture of each module, by its name in the built model."""
-        return {name: getattr(self, key) for name, key in self.keys.items()}
-
-    @property
-    def vision(self) -> VisionArchitecture:
-        """The encoder of images and videos."""
-        return self.image_encoder
-
-    def video_style(self) -> "VideoStyle":
-        """How the family tells the time in a video; the time as text, unless it says otherwise."""
-        from loongplug.data.video import TIMESTAMPS
-
-        return TIMESTAMPS

@@ -1,5 +1,6 @@
-"""The text decoder: Megatron's GPTModel with rope of three axes and vision features in place."""
+"""The text decoder: Megatron's GPTModel with rope of three axes and features in their places."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,12 @@ from loongplug.models.architecture import TextArchitecture
 from loongplug.models.deepstack import DeepstackTransformerLayer, stack_features
 from loongplug.models.features import (
     Features,
-    VisualPlaces,
-    VisualTokens,
+    PlacedFeatures,
+    Places,
+    TokenPlaces,
     place,
     share_of,
-    visual_tokens,
+    token_places,
 )
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.recompute import input_for_recompute
@@ -51,16 +53,11 @@ class DecoderConfig(TransformerConfig):
         super().__post_init__()
         self.bf16 = bf16
 
-    @property
-    def feature_width(self) -> int:
-        """Values of a visual token's features as they travel: its embedding and deepstack's."""
-        return (1 + self.deepstack_features) * self.hidden_size
-
 
 class TextDecoder(GPTModel):
     """One pipeline stage (or virtual chunk) of the decoder.
 
-    Text is always embedded here, from input ids; vision features take the visual tokens' places
+    Text is always embedded here, from input ids; features take the places of their media's tokens
     afterwards, so that a text embedding's gradient is the same in every layout.
     """
 
@@ -86,14 +83,14 @@ class TextDecoder(GPTModel):
         assert config.kv_channels == rope.channels
         self.rotary_pos_emb = MultimodalRotary(rope, dtype=config.params_dtype)
 
-    def visual_tokens(self, places: VisualPlaces, input_ids: Tensor) -> VisualTokens:
-        """Those of ``input_ids`` [b, s] in this rank's part of the sequence, on their device.
+    def token_places(self, places: Places, input_ids: Tensor) -> TokenPlaces:
+        """Those within ``input_ids`` [b, s] in this rank's part of the sequence, on their device.
 
-        ``places`` are those of the microbatch, which the device is not asked for. No collectives.
+        ``places`` are those of a unit, which the device is not asked for. No collectives.
         """
         group = self.pg_collection.tp
         split = self.config.sequence_parallel
-        return visual_tokens(
+        return token_places(
             places,
             length=input_ids.shape[1],
             device=input_ids.device,
@@ -101,57 +98,46 @@ class TextDecoder(GPTModel):
             parts=group.size() if split else 1,
         )
 
-    def share_of(self, features: Features, visual: VisualTokens) -> Features:
+    def share_of(self, features: Features, places: TokenPlaces) -> Features:
         """What this rank needs of features that all ranks of the tensor parallel group have.
 
         Collective in the backward pass: that group, with sequence parallelism.
         """
         if not self.config.sequence_parallel:
             return features
-        return share_of(features, visual=visual, group=self.pg_collection.tp)
+        return share_of(features, places=places, group=self.pg_collection.tp)
 
-    def embed(
-        self, input_ids: Tensor, features: Features | None, visual: VisualTokens | None
-    ) -> Tensor:
-        """The first layer's input: text embeddings, vision features in place, deepstack stacked.
+    def embed(self, input_ids: Tensor, placed: Sequence[PlacedFeatures]) -> Tensor:
+        """The first layer's input: text embeddings, features in their places, deepstack stacked.
 
         Collective: the tensor parallel group (vocabulary-parallel embedding).
 
         Args:
             input_ids: [b, s] int64.
-            features: of the visual tokens in this rank's part of the sequence, which is all of it
-                without sequence parallelism. None only for a model without an image encoder.
-            visual: where these lie; there where ``features`` are.
+            placed: of each encoder, in this rank's part of the sequence, which is all of it without
+                sequence parallelism.
 
         Returns:
             [(1 + deepstack features) * s / tp, b, hidden] with sequence parallelism, s without.
         """
         # [s, b, hidden], or [s / tp, b, hidden] with sequence parallelism
         hidden_states = self.embedding(input_ids=input_ids, position_ids=None)
-        if features is None:
-            return hidden_states
-        assert visual is not None, "features come with their places"
         nothing = hidden_states.new_zeros(hidden_states.shape)
-        streams = [
-            place(target, feature, visual=visual)
-            for target, feature in (
-                (hidden_states, features.embeddings),
-                *((nothing, feature) for feature in features.deepstack),
-            )
-        ]
+        streams = [hidden_states, *[nothing] * self.config.deepstack_features]
+        for each in placed:
+            # An encoder without deepstack features leaves the streams of others alone.
+            for number, feature in enumerate((each.features.embeddings, *each.features.deepstack)):
+                streams[number] = place(streams[number], feature, places=each.places)
         return stack_features(streams[0], streams[1:])
 
     def first_input(
-        self,
-        input_ids: Tensor | None,
-        features: Features | None,
-        visual: VisualTokens | None,
+        self, input_ids: Tensor | None, placed: Sequence[PlacedFeatures]
     ) -> Tensor | None:
         """What this stage's first layer is fed: see :meth:`embed`; None behind the first stage."""
         if not self.pre_process:
             return None
         assert input_ids is not None, "the first stage embeds the text"
-        return input_for_recompute(self.embed(input_ids, features, visual), layers=self.decoder)
+        return input_for_recompute(self.embed(input_ids, placed), layers=self.decoder)
 
     def router_mask(
         self,
@@ -170,8 +156,7 @@ class TextDecoder(GPTModel):
         input_ids: Tensor | None,
         position_ids: Tensor,
         *,
-        features: Features | None = None,
-        visual: VisualTokens | None = None,
+        placed: Sequence[PlacedFeatures] = (),
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
@@ -182,8 +167,7 @@ class TextDecoder(GPTModel):
         Args:
             input_ids: [b, s] int64, on the first stage.
             position_ids: [3, b, s] int64, on every stage.
-            features: on the first stage, the unit's vision features, and with ``visual`` where
-                they go (see :meth:`embed`).
+            placed: on the first stage, the features of each encoder's unit (see :meth:`embed`).
             labels: [b, s] int64, on the last stage.
             loss_mask: [b, s] float32; on every stage where experts have balancing losses.
             packed_seq_params: of a pack (b = 1), on every stage: the segments that cover the row.
@@ -196,7 +180,7 @@ class TextDecoder(GPTModel):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=None,
-            decoder_input=self.first_input(input_ids, features, visual),
+            decoder_input=self.first_input(input_ids, placed),
             labels=labels,
             padding_mask=self.router_mask(
                 position_ids, loss_mask, packed_seq_params=packed_seq_params

@@ -1,5 +1,6 @@
-"""What encoders share: their Megatron config, and the smallest image."""
+"""What encoders share: their Megatron config, and the smallest unit."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
+from loongplug.models.architecture import EncoderArchitecture
 
 
 def encoder_config(
@@ -51,10 +52,10 @@ def encoder_config(
     )
 
 
-def blank_image(architecture: VisionArchitecture, *, device: torch.device) -> MediaInput:
-    """The smallest image there is, all zero: one merge block of one frame."""
-    merge = architecture.spatial_merge_size
+def blank_unit(architecture: EncoderArchitecture, *, device: torch.device) -> MediaInput:
+    """The smallest medium there is, all zero."""
+    grid = architecture.blank_grid()
     return MediaInput(
-        rows=torch.zeros(merge * merge, architecture.row_values, device=device),
-        grids=torch.tensor([[1, merge, merge]]),
+        rows=torch.zeros(prod(grid), architecture.row_values, device=device),
+        grids=torch.tensor([grid]),
     )

@@ -64,12 +64,6 @@ def encoders(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if entry.role is Role.ENCODER)
 
 
-def only_encoder(entries: Sequence[Entry]) -> Entry:
-    """The encoder of a model that has one, which so far is every model."""
-    (entry,) = encoders(entries)
-    return entry
-
-
 def only_decoder(entries: Sequence[Entry]) -> Entry:
     """The decoder, which every model has one of."""
     (entry,) = (entry for entry in entries if entry.role is Role.DECODER)

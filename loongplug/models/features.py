@@ -1,4 +1,4 @@
-"""Vision features: what the projector hands to the decoder, and where they go."""
+"""Features: what projectors hand to the decoder, and where they go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from torch.distributed import ProcessGroup
 
 from loongplug.platform.transfers import to_device
 
-VisualPlaces = Sequence[NDArray[np.int64]]  # as Microbatch.visual_places, on the host
+Places = Sequence[NDArray[np.int64]]  # as Unit.places, on the host
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of one unit, token by token in the order of the text's visual tokens.
+    """Features of one unit, token by token in the order of the text's tokens for them.
 
     They are of all the unit's tokens where the encoder has made them, and of those in a rank's
     part of the sequence where the decoder takes them.
 
-    ``embeddings`` take the place of the visual tokens' embeddings, [tokens, hidden];
+    ``embeddings`` take the place of those tokens' embeddings, [tokens, hidden];
     ``deepstack[i]`` is added to the hidden states behind decoder layer i, [tokens, hidden].
     """
 
@@ -59,11 +59,12 @@ class FeatureSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisualTokens:
-    """Where the visual tokens in a rank's part of the sequence lie, sample by sample.
+class TokenPlaces:
+    """Where the tokens of one encoder's media lie in a rank's part of the sequence.
 
-    All are [tokens in the part] int64 on the device: which of the unit's ``rows`` of features they
-    take, their ``sample``, their ``position`` within the part. ``count`` is of the whole sequence.
+    Sample by sample; all are [tokens in the part] int64 on the device: which of the unit's ``rows``
+    of features they take, their ``sample``, their ``position`` within the part. ``count`` is of the
+    whole sequence.
     """
 
     rows: Tensor
@@ -72,14 +73,22 @@ class VisualTokens:
     count: int
 
 
-def visual_tokens(
-    places: VisualPlaces,
+@dataclass(frozen=True, kw_only=True)
+class PlacedFeatures:
+    """An encoder's features of one unit, in a rank's part of the sequence, and their places."""
+
+    features: Features
+    places: TokenPlaces
+
+
+def token_places(
+    places: Places,
     *,
     length: int,
     device: torch.device,
     part: int = 0,
     parts: int = 1,
-) -> VisualTokens:
+) -> TokenPlaces:
     """Those at ``places``, in the ``part``-th of so many ``parts`` of a sequence of ``length``.
 
     Made on the host, which knows them from the text and so never waits for the device.
@@ -90,43 +99,43 @@ def visual_tokens(
     rows = np.flatnonzero(positions // size == part)
     found = np.stack([rows, samples[rows], positions[rows] % size])  # [3, tokens in the part]
     row, sample, position = to_device(torch.from_numpy(found), device).unbind()
-    return VisualTokens(rows=row, sample=sample, position=position, count=len(positions))
+    return TokenPlaces(rows=row, sample=sample, position=position, count=len(positions))
 
 
-def share_of(features: Features, *, visual: VisualTokens, group: ProcessGroup) -> Features:
+def share_of(features: Features, *, places: TokenPlaces, group: ProcessGroup) -> Features:
     """The features of one rank's part of the sequence, of those that every rank has whole.
 
     Collective in the backward pass: the decoder's tensor parallel ``group``, whose ranks each get
     the gradient of the whole.
 
     Args:
-        visual: the visual tokens in this rank's part.
+        places: of the tokens in this rank's part.
 
     Raises:
-        ValueError: when the text has more or fewer visual tokens than there are features.
+        ValueError: when the text has more or fewer tokens for media than there are features.
     """
-    _check_count(features.embeddings, visual_tokens=visual.count)
+    _check_count(features.embeddings, tokens=places.count)
     payload = copy_to_tensor_model_parallel_region(features.packed(), group=group)
-    mine = payload.index_select(0, visual.rows)
+    mine = payload.index_select(0, places.rows)
     return Features.unpacked(mine, hidden=features.embeddings.shape[1])
 
 
-def place(target: Tensor, features: Tensor, *, visual: VisualTokens) -> Tensor:
-    """``target`` [s, b, hidden] with ``features`` [tokens, hidden] at the visual positions.
+def place(target: Tensor, features: Tensor, *, places: TokenPlaces) -> Tensor:
+    """``target`` [s, b, hidden] with ``features`` [tokens, hidden] at its places.
 
     Both are of this rank's part of the sequence.
 
     Raises:
-        ValueError: when the text has more or fewer visual tokens than there are features.
+        ValueError: when the text has more or fewer tokens for media than there are features.
     """
-    _check_count(features, visual_tokens=visual.sample.shape[0])
-    return target.index_put((visual.position, visual.sample), features.to(target.dtype))
+    _check_count(features, tokens=places.sample.shape[0])
+    return target.index_put((places.position, places.sample), features.to(target.dtype))
 
 
-def _check_count(features: Tensor, *, visual_tokens: int) -> None:
-    if features.shape[0] != visual_tokens:
+def _check_count(features: Tensor, *, tokens: int) -> None:
+    if features.shape[0] != tokens:
         raise ValueError(
-            f"The text of this microbatch has {visual_tokens} visual tokens, its images give "
-            f"{features.shape[0]} features. Each image needs exactly one visual token per merged "
-            "patch: make the text with the same processor that makes the patches."
+            f"The text of this microbatch has {tokens} tokens for media, which give "
+            f"{features.shape[0]} features: make the text with the same processor that reads the "
+            "media."
         )

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loongplug.models.architecture import ModuleArchitecture, VisionLanguageArchitecture
-from loongplug.models.entries import only_decoder, only_encoder
+from loongplug.models.architecture import ModuleArchitecture, MultimodalArchitecture
+from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hf_mapping import Mapping, Row
 from loongplug.models.parts import ANY_TYPE, Part, load
 from loongplug.models.registry import WHOLE, Family, InTransformers
@@ -58,7 +58,7 @@ class HuggingFaceModel:
         return name
 
 
-def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceModel:
+def describe(family: Family, config: MultimodalArchitecture) -> HuggingFaceModel:
     """The tensors and the config.json of ``config``'s model."""
     theirs = family.in_transformers
     parts = family.parts_of(config)
@@ -97,11 +97,10 @@ def describe(family: Family, config: VisionLanguageArchitecture) -> HuggingFaceM
 
 
 def _modules(
-    family: Family, config: VisionLanguageArchitecture, parts: Dictionary[str, Part]
+    family: Family, config: MultimodalArchitecture, parts: Dictionary[str, Part]
 ) -> dict[str, HuggingFacePart]:
     """What the parts say, by the modules' names."""
     entries, architectures = config.entries(), config.modules()
-    encoder, projector = only_encoder(entries).modules
     decoder = only_decoder(entries).name
 
     def ask(name: str, **neighbours: Any) -> HuggingFacePart:
@@ -114,11 +113,14 @@ def _modules(
         )
         return replace(described, values=_values(part, architectures[name], described.values))
 
-    return {
-        encoder: ask(encoder),
-        projector: ask(projector, vision=architectures[encoder], out=config.foundation.hidden_size),
-        decoder: ask(decoder, head=family.in_transformers.head),
-    }
+    found: dict[str, HuggingFacePart] = {}
+    for entry in encoders(entries):
+        encoder, projector = entry.modules
+        found[encoder] = ask(encoder)
+        found[projector] = ask(
+            projector, vision=architectures[encoder], out=config.foundation.hidden_size
+        )
+    return found | {decoder: ask(decoder, head=family.in_transformers.head)}
 
 
 def _values(

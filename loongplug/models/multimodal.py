@@ -1,6 +1,7 @@
 """The composed model: encoders, their projectors and the decoder as one Megatron module."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import MediaInput
+from loongplug.data.microbatch import MediaInput, Unit
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.entries import Entry, encoders
-from loongplug.models.features import Features, FeatureSource, VisualPlaces, VisualTokens
+from loongplug.models.features import Features, FeatureSource, PlacedFeatures
 from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
@@ -54,7 +55,8 @@ class MultimodalModel(MegatronModule):
         self.pg_collection = pg_collection
         self.states = states
         self.lr_mults = lr_mults or {}
-        self.feature_source: FeatureSource | None = None  # None: encode in each forward
+        # By the encoder's name; one that has none encodes in each forward.
+        self.feature_sources: dict[str, FeatureSource] = {}
         self.pre_process = text_decoder.pre_process
         self.post_process = text_decoder.post_process
         self.vp_stage = text_decoder.vp_stage
@@ -120,63 +122,59 @@ class MultimodalModel(MegatronModule):
         """The tied embedding's weight on the stages that hold it."""
         return self.text_decoder.shared_embedding_or_output_weight()
 
-    def encode(self, entry: Entry, vision: MediaInput | None) -> Features:
+    def encode(self, entry: Entry, media: MediaInput | None) -> Features:
         """An encoder's features of one unit; its tensor parallel group enters together.
 
-        A unit without images, or None, runs through the encoder like any other, as a blank image
+        A unit without media, or None, runs through the encoder like any other, as a blank one
         whose features are dropped: its parameters then have a (zero) gradient in every microbatch,
         which the overlapped gradient reduction counts on.
         """
         encoder, projector = self.modules_of(entry).values()
         trainable = any(parameter.requires_grad for parameter in encoder.parameters())
-        empty = vision is None or vision.rows.shape[0] == 0
-        if vision is None or empty:
-            vision = encoder.blank_unit()  # type: ignore[operator]
+        empty = media is None or media.rows.shape[0] == 0
+        if media is None or empty:
+            media = encoder.blank_unit()  # type: ignore[operator]
         # A frozen encoder's activations serve no backward pass: do not keep them.
         with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
-            states, taps = encoder(vision)
+            states, taps = encoder(media)
         features: Features = projector(states, taps)
         return features.empty() if empty else features
 
-    def features(
-        self,
-        input_ids: Tensor,
-        *,
-        vision: MediaInput | None,
-        visual_places: VisualPlaces,
-        number: int | None,
-    ) -> tuple[Features | None, VisualTokens | None]:
-        """What the decoder embeds of microbatch ``number`` of the step, and where; first stage.
+    def placed(
+        self, input_ids: Tensor, units: Mapping[str, Unit], *, number: int | None
+    ) -> list[PlacedFeatures]:
+        """What the decoder embeds of microbatch ``number`` of the step, by encoder; first stage.
 
-        From the feature source, or where there is none from ``vision``, with zero rows for a
-        text-only one; None on other stages. All schedules ask here. Collective as the source is,
-        or as :meth:`encode`. ``visual_places`` are the microbatch's.
+        From the feature sources, or where an encoder has none from its unit's media, with zero
+        rows for a microbatch without; nothing on other stages. All schedules ask here. Collective
+        as the sources are, or as :meth:`encode`, encoder by encoder.
         """
-        if not self.pre_process or (self.feature_source is None and not self.encodes):
-            return None, None
-        visual = self.text_decoder.visual_tokens(visual_places, input_ids)
-        if self.feature_source is not None:
-            assert number is not None, "the source knows units by their microbatch's number"
-            return self.feature_source.features(number), visual
-        assert vision is not None, "the first stage needs the unit's images"
-        (entry,) = self.encoders
-        return self.text_decoder.share_of(self.encode(entry, vision), visual), visual
+        found: list[PlacedFeatures] = []
+        for entry in encoders(self.entries) if self.pre_process else ():
+            source = self.feature_sources.get(entry.name)
+            if source is None and entry not in self.encoders:
+                continue
+            unit = units[entry.name]
+            places = self.text_decoder.token_places(unit.places, input_ids)
+            if source is not None:
+                assert number is not None, "the source knows units by their microbatch's number"
+                features = source.features(number)
+            else:
+                assert unit.media is not None, "the first stage needs the unit's media"
+                features = self.text_decoder.share_of(self.encode(entry, unit.media), places)
+            found.append(PlacedFeatures(features=features, places=places))
+        return found
 
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         *,
-        vision: MediaInput | None = None,
-        visual_places: VisualPlaces = (),
+        units: Mapping[str, Unit] = MappingProxyType({}),
         number: int | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """This stage's forward; shapes as in :meth:`features` and :meth:`TextDecoder.forward`."""
-        features, visual = self.features(
-            input_ids, vision=vision, visual_places=visual_places, number=number
-        )
-        return self.text_decoder(
-            input_ids, position_ids, features=features, visual=visual, labels=labels, **kwargs
-        )
+        """This stage's forward; shapes as in :meth:`placed` and :meth:`TextDecoder.forward`."""
+        placed = self.placed(input_ids, units, number=number)
+        return self.text_decoder(input_ids, position_ids, placed=placed, labels=labels, **kwargs)

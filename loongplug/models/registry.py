@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from loongplug.models.architecture import HEAD, SECTIONS, VisionLanguageArchitecture
+from loongplug.models.architecture import HEAD, SECTIONS, MultimodalArchitecture
 from loongplug.models.entries import only_decoder
 from loongplug.models.parts import ArchitectureArgument, DecoderPart, Part, load
 
@@ -74,14 +74,14 @@ class Family:
     """
 
     name: str
-    config_class: type[VisionLanguageArchitecture]
+    config_class: type[MultimodalArchitecture]
     parts: Mapping[str, str]
     in_transformers: InTransformers
     special_tokens: Mapping[str, str]  # config field -> the token's text
     configs: Path | None = None
     joined: Mapping[str, tuple[Part, ...]] = field(default_factory=dict, repr=False)
 
-    def parts_of(self, config: VisionLanguageArchitecture) -> dict[str, Part]:
+    def parts_of(self, config: MultimodalArchitecture) -> dict[str, Part]:
         """The parts of ``config``'s model by the names of its modules: those of their configs.
 
         Raises:
@@ -92,23 +92,21 @@ class Family:
             for name, architecture in config.modules().items()
         }
 
-    def load_builder(self, config: VisionLanguageArchitecture) -> Callable[..., Any]:
+    def load_builder(self, config: MultimodalArchitecture) -> Callable[..., Any]:
         """:func:`~loongplug.models.stage.build_model` with the parts of ``config``'s model."""
         parts = self.parts_of(config)
         for part in parts.values():
             load(part.build)
         return functools.partial(load("loongplug.models.stage:build_model"), parts)
 
-    def megatron_arguments(
-        self, config: VisionLanguageArchitecture
-    ) -> dict[str, ArchitectureArgument]:
+    def megatron_arguments(self, config: MultimodalArchitecture) -> dict[str, ArchitectureArgument]:
         """Megatron's architecture arguments for ``config``, by their names in its namespace."""
         name = only_decoder(config.entries()).name
         part = self.parts_of(config)[name]
         assert isinstance(part, DecoderPart)
         return part.arguments(config.foundation, key=config.keys[name])
 
-    def load_hugging_face(self, config: VisionLanguageArchitecture) -> "HuggingFaceModel":
+    def load_hugging_face(self, config: MultimodalArchitecture) -> "HuggingFaceModel":
         """The tensors and the config.json of ``config``'s model in ``transformers``."""
         model: HuggingFaceModel = load("loongplug.models.hf_model:describe")(self, config)
         return model

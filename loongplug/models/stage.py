@@ -6,9 +6,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_pg_size
 
-from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.decoder import DecoderConfig, carry_deepstack
-from loongplug.models.entries import only_decoder, only_encoder
+from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.adapter import add_adapters
 from loongplug.models.multimodal import MultimodalModel
@@ -18,7 +18,7 @@ from loongplug.parallel.module_state import ModuleState
 
 def build_model(
     parts: Mapping[str, Part],
-    model: VisionLanguageArchitecture,
+    model: MultimodalArchitecture,
     config: DecoderConfig,
     *,
     pre_process: bool,
@@ -30,7 +30,7 @@ def build_model(
 ) -> MultimodalModel:
     """One stage (or virtual chunk) of ``model``; ``config`` is the decoder's Megatron config.
 
-    ``parts`` are those of the modules, by name. Encoder and projector are built where
+    ``parts`` are those of the modules, by name. An encoder and its projector are built where
     ``pre_process`` is set, or on the first chunk of every rank that a state of its own has for the
     encoder, in that state and with its groups, and always run in it. ``states`` are those of
     encoders by the names of entries; an encoder that is not among them has the decoder's groups,
@@ -38,7 +38,7 @@ def build_model(
     """
     # All weights start with one deviation; Megatron would start the output projections smaller.
     config.output_layer_init_method = config.init_method
-    carry_deepstack(config, features=len(model.vision.taps()))
+    carry_deepstack(config, features=model.taps())
     entries = model.entries()
     states = {
         **{entry.name: ModuleState(groups=pg_collection) for entry in entries},
@@ -56,11 +56,12 @@ def build_model(
         backend=backend,
     )
     encoding: dict[str, MegatronModule] = {}
-    entry = only_encoder(entries)
-    state = states[entry.name]
-    # In a state of its own it lies on the first chunk of each of that state's ranks.
-    own = state is not None and state.state is not None and not vp_stage
-    if pre_process or own:
+    for entry in encoders(entries):
+        state = states[entry.name]
+        # In a state of its own it lies on the first chunk of each of that state's ranks.
+        own = state is not None and state.state is not None and not vp_stage
+        if not pre_process and not own:
+            continue
         assert state is not None, "the first stage has the encoder"
         assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         name, projector = entry.modules
@@ -76,7 +77,7 @@ def build_model(
                 output_size=model.foundation.hidden_size,
                 groups=state.groups,
             )
-        for module in encoding.values():
+        for module in (encoding[name], encoding[projector]):
             # Whoever asks where its slices lie (checkpoints, Hugging Face folders) asks it.
             module.pg_collection = state.groups
             state.run(module)

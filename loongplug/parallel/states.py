@@ -103,6 +103,11 @@ class _ParallelStatesDict(dict[str, _State]):
 PARALLEL_STATES = _ParallelStatesDict()
 
 
+def is_adopted() -> bool:
+    """Whether there are states: whether :func:`adopt_parallel_state` was called."""
+    return bool(PARALLEL_STATES)
+
+
 def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
     """Make what Megatron has initialized the first state, and the current one; its layout.
 

@@ -1,15 +1,15 @@
 """A chunk's schedule plan: the node that asks for features, and the plans of its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.models.common.utils import PreProcessNode
 from torch import Tensor
 
-from loongplug.data.microbatch import MediaInput
-from loongplug.models.features import VisualPlaces
+from loongplug.data.microbatch import Unit
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.schedule.layer_plan import LayerPlan
@@ -34,14 +34,9 @@ class InputNode(PreProcessNode):
     def forward_impl(self) -> Tensor:
         """[(1 + deepstack features) * s, b, hidden], or what the stage before has sent."""
         state = self.chunk_state
-        features, visual = state.composed.features(
-            state.input_ids,
-            vision=state.vision,
-            visual_places=state.visual_places,
-            number=state.number,
-        )
-        state.vision = None  # its pixels may be let go before the microbatch's backward
-        decoder_input = self.model.first_input(state.input_ids, features, visual)
+        placed = state.composed.placed(state.input_ids, state.units, number=state.number)
+        state.units = None  # media may be let go before the microbatch's backward
+        decoder_input = self.model.first_input(state.input_ids, placed)
         if decoder_input is not None and not decoder_input.requires_grad:
             # Nodes go backward by their inputs: they ask for a gradient even where nothing in
             # front of the layers trains.
@@ -67,8 +62,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         input_ids: Tensor,
         position_ids: Tensor,
         *,
-        vision: MediaInput | None = None,
-        visual_places: VisualPlaces = (),
+        units: Mapping[str, Unit] = MappingProxyType({}),
         number: int | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
@@ -93,8 +87,7 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
             ),
         )
         self.state.composed = model
-        self.state.vision = vision
-        self.state.visual_places = visual_places
+        self.state.units = units
         self.state.number = number
         self._before_backward: Callable[[], None] | None = None
 

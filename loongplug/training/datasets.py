@@ -21,19 +21,32 @@ from loongplug.data.length_index import sample_lengths
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.pixel_limits import PixelLimits
-from loongplug.data.processor import TOKEN_IDS, VisionTokens, load_processor, require_fit
-from loongplug.data.source import Assignment, LocalSource, StepSource
+from loongplug.data.processor import (
+    TOKEN_IDS,
+    Processor,
+    VisionTokens,
+    load_processor,
+    require_fit,
+)
+from loongplug.data.source import Assignment, EncoderUnits, LocalSource, StepSource
 from loongplug.data.step_sizes import StepSizes
+from loongplug.data.units import token_ids
 from loongplug.data.workers import WorkerSettings
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.modes import balance_of
-from loongplug.models.architecture import VisionLanguageArchitecture
+from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
+from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
 from loongplug.models.registry import family_of
 from loongplug.platform import current_platform
 from loongplug.training.answers import Asked
-from loongplug.training.delivery import ReplicaDelivery, loaded_replicas, replica_group
+from loongplug.training.delivery import (
+    ReplicaDelivery,
+    deliver,
+    loaded_replicas,
+    replica_group,
+)
 from loongplug.training.packing_place import note_packing_place, packing_place
 from loongplug.training.question_source import QuestionSource, end_tokens, questions_in
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
@@ -46,43 +59,17 @@ class DatasetProvider:
     """Megatron's dataset provider, for ``--dataloader-type external``.
 
     Every rank reads the text of its data parallel replica's samples and builds what its stages
-    consume of it; images are loaded by one rank of those that encode them.
+    consume of it; media are loaded by one rank of those that encode them.
     """
 
     is_distributed = True  # Megatron calls it on every rank, not only on tensor parallel rank 0
 
-    def __init__(
-        self, args: Namespace, model: VisionLanguageArchitecture, *, engine: Engine
-    ) -> None:
+    def __init__(self, args: Namespace, model: MultimodalArchitecture, *, engine: Engine) -> None:
         """Open the files; raises ValueError for what is missing or does not fit the model."""
         self._args = args
         self._engine = engine
-        self._balance = balance_of(args, model.vision)
-        texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
-        processor = load_processor(
-            args.tokenizer_model,
-            tokens=VisionTokens(
-                image=texts["image_token_id"],
-                video=texts.get("video_token_id"),
-                start=texts.get("vision_start_token_id"),
-                end=texts.get("vision_end_token_id"),
-            ),
-            patch_sizes=PatchSizes(
-                patch_size=model.vision.patch_size,
-                spatial_merge_size=model.vision.spatial_merge_size,
-                image_size=getattr(model.vision, "image_size", None),  # of encoders that fix it
-            ),
-            special_tokens_in_text=args.special_tokens_in_text,
-            pixel_limits=(limits := PixelLimits.of(args)),
-        )
-        require_fit(
-            processor,
-            **{name: getattr(model, name) for name in TOKEN_IDS},
-            vocab_size=model.foundation.vocab_size,
-            patch_size=model.vision.patch_size,
-            temporal_patch_size=model.vision.temporal_patch_size,
-            spatial_merge_size=model.vision.spatial_merge_size,
-        )
+        self._model = model
+        processor = self._processor_of(model)
 
         def open_dataset(
             files: Sequence[str] | None, *, flag: str, split: str
@@ -115,7 +102,7 @@ class DatasetProvider:
             "packing_look_ahead": args.packing_look_ahead if args.packing else None,
             # Absent without it, as in the notes of runs before there was such a flag.
             **({"special_tokens_in_text": True} if args.special_tokens_in_text else {}),
-            **limits.given(),
+            **PixelLimits.of(args).given(),
         }
         self.fingerprint = fingerprint(train.sources, processor, weights=blend.weights, **settings)
         self.questions = (
@@ -166,7 +153,6 @@ class DatasetProvider:
         longest = max(len(each.input_ids) for each in self.questions)
         length = -(-(longest + MAX_NEW_TOKENS) // tp) * tp
         virtual = args.virtual_pipeline_model_parallel_size is not None
-        replicas = self._engine.place.edge.replicas
         source = QuestionSource(
             self.questions,
             self._valid,
@@ -180,8 +166,7 @@ class DatasetProvider:
             ),
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
-            assignment=self._assignment(),
-            loads=loaded_replicas(replicas, rank=dist.get_rank()),
+            encoders=self._encoder_units(),
             bad_samples=BadSamples(args.bad_sample),
         )
         return Asked(
@@ -231,13 +216,12 @@ class DatasetProvider:
 
     def _source(self, dataset: ChatDataset, **options: Any) -> LocalSource:
         """The steps of this rank's model replica; ``options`` are training's or validation's."""
-        args, replicas = self._args, self._engine.place.edge.replicas
+        args = self._args
         return LocalSource(
             dataset,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
-            assignment=self._assignment(),
-            loads=loaded_replicas(replicas, rank=dist.get_rank()),
+            encoders=self._encoder_units(),
             look_ahead=args.packing_look_ahead if args.packing else None,
             workers=WorkerSettings(
                 processes=args.num_workers, pin_memory=current_platform().name == "cuda"
@@ -245,11 +229,19 @@ class DatasetProvider:
             **options,
         )
 
-    def _assignment(self) -> Assignment:
-        replicas, balance = self._engine.place.edge.replicas, self._balance
-        return Assignment(
-            replicas=len(replicas), by_cost=None if balance is None else balance.assign
-        )
+    def _encoder_units(self) -> dict[str, EncoderUnits]:
+        """How this rank makes units, by encoder. Collective like the engine's places."""
+        found = {}
+        for entry in encoders(self._model.entries()):
+            replicas = self._engine.encoders[entry.name].place.edge.replicas
+            found[entry.name] = EncoderUnits(
+                kinds=entry.media,
+                assignment=assignment_of(
+                    self._args, self._model.encoder(entry.name), replicas=len(replicas)
+                ),
+                loads=loaded_replicas(replicas, rank=dist.get_rank()),
+            )
+        return found
 
     def _loader(
         self,
@@ -262,24 +254,71 @@ class DatasetProvider:
         on_made: Callable[[], None] | None = None,
     ) -> MicrobatchLoader:
         """``seq_length`` and ``packed``: the run's, unless others are given."""
-        place, platform, processor = self._engine.place, current_platform(), self.train.processor
+        platform, processor = current_platform(), self.train.processor
+        deliveries = {}
+        for name, engine in self._engine.encoders.items():
+            place = engine.place
+            deliveries[name] = ReplicaDelivery(
+                place.edge.replicas,
+                place.replica_group,
+                row_values=self._model.encoder(name).row_values,
+                device=platform.device,
+                news=news,
+                channel=channel,
+            )
         return MicrobatchLoader(
             source,
             processor=processor,
             seq_length=seq_length or self._args.seq_length,
+            token_ids={
+                entry.name: token_ids(processor, entry.media)
+                for entry in encoders(self._model.entries())
+            },
             packed=self._args.packing if packed is None else packed,
-            deliver=ReplicaDelivery(
-                place.edge.replicas,
-                place.replica_group,
-                patch_dim=processor.patch_dim,
-                device=platform.device,
-                news=news,
-                channel=channel,
-            ),
+            deliver=partial(deliver, deliveries),
             needs=text_needs(self._args),
             pins=platform.name == "cuda",
             on_made=on_made,
         )
+
+    def _processor_of(self, model: MultimodalArchitecture) -> Processor:
+        """That of ``--tokenizer-model``; ValueError where it does not fit the model."""
+        args = self._args
+        texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
+        vision: Any = next(
+            model.encoder(each.name) for each in encoders(model.entries()) if "image" in each.media
+        )
+        processor = load_processor(
+            args.tokenizer_model,
+            tokens=VisionTokens(
+                image=texts["image_token_id"],
+                video=texts.get("video_token_id"),
+                start=texts.get("vision_start_token_id"),
+                end=texts.get("vision_end_token_id"),
+            ),
+            patch_sizes=PatchSizes(
+                patch_size=vision.patch_size,
+                spatial_merge_size=vision.spatial_merge_size,
+                image_size=getattr(vision, "image_size", None),  # of encoders that fix it
+            ),
+            special_tokens_in_text=args.special_tokens_in_text,
+            pixel_limits=PixelLimits.of(args),
+        )
+        require_fit(
+            processor,
+            **{name: getattr(model, name, None) for name in TOKEN_IDS},
+            vocab_size=model.foundation.vocab_size,
+            patch_size=vision.patch_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            spatial_merge_size=vision.spatial_merge_size,
+        )
+        return processor
+
+
+def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
+    """Which of an encoder's replicas encodes what, as the flags say."""
+    balance = balance_of(args, encoder)
+    return Assignment(replicas=replicas, by_cost=None if balance is None else balance.assign)
 
 
 def speaks_for_replica() -> bool:

@@ -1,7 +1,7 @@
-"""How a microbatch's pixels come from the rank that loads them to those that encode them."""
+"""How a microbatch's media come from the rank that loads them to those that encode them."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from loongplug.data.source import PlannedMicrobatch
+from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.platform.transfers import to_device
 
@@ -21,14 +21,14 @@ def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[in
 
 @dataclass(eq=False)
 class ReplicaDelivery:
-    """The first rank of an encoder replica loads for it; all ranks of the replica get the pixels.
+    """The first rank of an encoder's replica loads for it; all ranks of the replica get the rows.
 
-    An encoder that is sharded over the replica, or encodes the same on all of it, needs the pixels
+    An encoder that is sharded over the replica, or encodes the same on all of it, needs the rows
     on each rank. Decoding them once and sending them costs a share of the processor time and
     memory of decoding them everywhere, and what is sent (6 KB for 16 x 16 pixels of 2 frames) is
     little for what connects such a replica. No other rank ever has them.
 
-    Which samples have bad pixels is known to the loading rank alone. Where they may be left out,
+    Which samples have bad media is known to the loading rank alone. Where they may be left out,
     it tells all ranks of its model replica, through ``news``, without waiting: a rank of a later
     stage may ask for a microbatch only once that has come through the stages before.
     """
@@ -36,16 +36,16 @@ class ReplicaDelivery:
     replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica of this model replica
     group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
     _: KW_ONLY
-    patch_dim: int
+    row_values: int
     device: torch.device
     news: dist.ProcessGroup | None  # gloo, of the model replica; None: no sample may be left out
     channel: int  # tells apart several of these on one group
     _sending: deque[dist.Work] = field(default_factory=deque, init=False)
 
-    def __call__(self, planned: PlannedMicrobatch) -> tuple[Tensor | None, set[int]]:
-        """A :data:`~loongplug.data.loader.Delivery`.
+    def __call__(self, planned: PlannedUnit) -> tuple[Tensor | None, set[int]]:
+        """The unit's rows, None where this rank does not encode it, and the bad samples' numbers.
 
-        Collective: all ranks of the model replica, as far as ``planned`` has images or videos.
+        Collective: all ranks of the model replica, as far as ``planned`` has media.
         """
         ranks, media = self.replicas[planned.encoder_replica], planned.media
         loaded = None if planned.load is None else planned.load()
@@ -53,7 +53,7 @@ class ReplicaDelivery:
         if self.news is not None and media.media:
             bad = self._told(media, bad, self.news, first=ranks[0])
         encodes = dist.get_rank() in ranks
-        return (self._pixels(media, loaded) if encodes else None), bad
+        return (self._rows(media, loaded) if encodes else None), bad
 
     def _told(
         self, media: MediaBatch, bad: set[int], news: dist.ProcessGroup, *, first: int
@@ -73,16 +73,33 @@ class ReplicaDelivery:
                 self._sending.append(work)
         return bad
 
-    def _pixels(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
+    def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
         if loaded is None:
-            pixels = torch.empty(media.patches, self.patch_dim, device=self.device)
+            rows = torch.empty(media.rows, self.row_values, device=self.device)
         else:
             # Pinned by the background processes' thread; where there are none, only here.
-            pixels = to_device(loaded.rows, self.device)
+            rows = to_device(loaded.rows, self.device)
         assert self.group is not None, "this rank encodes"
         if media.media and dist.get_world_size(self.group) > 1:
-            dist.broadcast(pixels, group=self.group, group_src=0)
-        return pixels
+            dist.broadcast(rows, group=self.group, group_src=0)
+        return rows
+
+
+def deliver(
+    deliveries: Mapping[str, ReplicaDelivery], planned: PlannedMicrobatch
+) -> tuple[dict[str, Tensor], set[int]]:
+    """A :data:`~loongplug.data.loader.Delivery` of each encoder's units, in the encoders' order.
+
+    Collective as each of ``deliveries`` is.
+    """
+    rows: dict[str, Tensor] = {}
+    bad: set[int] = set()
+    for name, delivery in deliveries.items():
+        found, theirs = delivery(planned.units[name])
+        bad |= theirs
+        if found is not None:
+            rows[name] = found
+    return rows, bad
 
 
 def replica_group() -> dist.ProcessGroup | None:

@@ -108,8 +108,7 @@ class ForwardStep:
         output = (model.build_schedule_plan if return_schedule_plan else model)(
             there(microbatch.input_ids),
             there(microbatch.position_ids),
-            vision=microbatch.vision,
-            visual_places=microbatch.visual_places,
+            units=microbatch.units,
             number=microbatch.number,
             labels=there(microbatch.labels),
             loss_mask=loss_mask,

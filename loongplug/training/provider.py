@@ -18,10 +18,10 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from loongplug.checkpoint.adapter_files import load_adapters
 from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
-from loongplug.hetero.engine import Engine
+from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.models.decoder import DecoderConfig
-from loongplug.models.entries import only_encoder
+from loongplug.models.entries import Entry, encoders
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
@@ -42,18 +42,23 @@ def backend_of(args: Namespace) -> Backend:
 
 
 def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> Engine:
-    """The engine that the flags and the encoder's YAML ask for."""
-    encoder = model.vision
-    return Engine(
-        mode_of(args),
-        entry=only_encoder(model.entries()),
-        encoder_tp=encoder.tensor_model_parallel_size,
-        patches_per_token=encoder.spatial_merge_size**2,
-        seed=args.seed,
-        timeout_minutes=args.distributed_timeout_minutes,
-        nccl_config_path=args.nccl_communicator_config_path,
-        recorder=recorder,
-    )
+    """The engine that the flags and the encoders' YAML ask for."""
+
+    def of_encoder(entry: Entry) -> EncoderEngine:
+        encoder = model.encoder(entry.name)
+        return EncoderEngine(
+            mode_of(args),
+            entry=entry,
+            encoder_tp=encoder.tensor_model_parallel_size,
+            taps=len(encoder.taps()),
+            seed=args.seed,
+            timeout_minutes=args.distributed_timeout_minutes,
+            nccl_config_path=args.nccl_communicator_config_path,
+            recorder=recorder,
+        )
+
+    found = {entry.name: of_encoder(entry) for entry in encoders(model.entries())}
+    return Engine(found, recorder=recorder)
 
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:

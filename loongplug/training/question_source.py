@@ -1,8 +1,7 @@
 """The first rows of the validation data as microbatches that ask."""
 
 import json
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample, require_length
 from loongplug.data.media import medium_grid
 from loongplug.data.processor import Processor
-from loongplug.data.source import Assignment, PlannedMicrobatch
+from loongplug.data.source import EncoderUnits, PlannedMicrobatch, planned_units
 from loongplug.data.text_stream import ResumePoint
 from loongplug.data.units import LoadedUnit, MediaBatch, UnitLoader
 from loongplug.evaluate.questions import Question, questions_of
@@ -67,8 +66,7 @@ class QuestionSource:
         multiple: int,
         dp_rank: int,
         dp_size: int,
-        assignment: Assignment,
-        loads: Sequence[int],
+        encoders: Mapping[str, EncoderUnits],
         bad_samples: BadSamples,
     ) -> None:
         each = micro_batch_size * dp_size
@@ -76,8 +74,7 @@ class QuestionSource:
         self.microbatches = -(-needed // multiple) * multiple
         self.questions = list(questions[dp_rank::dp_size])
         self._size = micro_batch_size
-        self._assignment = assignment
-        self._loads = loads
+        self._encoders = encoders
         self._bad_samples = bad_samples
         self._load = UnitLoader(dataset.processor, videos=dataset.videos, cache_bytes=0)
         self._samples = [_asking(each, dataset, room=room) for each in self.questions]
@@ -91,17 +88,12 @@ class QuestionSource:
             tuple(self._samples[number * self._size : (number + 1) * self._size])
             for number in numbers
         ]
-        media = [MediaBatch.of(number, samples[number]) for number in numbers]
-        replicas = self._assignment.of(numbers, [each.grids for each in media])
-        for number, replica in zip(numbers, replicas, strict=True):
-            loads = replica in self._loads
+        units = planned_units(
+            numbers, samples, first_index=0, encoders=self._encoders, load=self._loaded
+        )
+        for number in numbers:
             yield PlannedMicrobatch(
-                number=number,
-                samples=samples[number],
-                media=media[number],
-                encoder_replica=replica,
-                load=partial(self._loaded, media[number]) if loads else None,
-                begins=None,
+                number=number, samples=samples[number], units=units[number], begins=None
             )
 
     def resume_point(self) -> ResumePoint | None:

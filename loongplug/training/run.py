@@ -177,7 +177,9 @@ def _run(
     work = StepWork.of(parsed.model, mapping, trains=freezing.trains)
     forward_step = ForwardStep(
         platform,
-        work=lambda each: work.of_samples(each.lengths, each.grids),
+        work=lambda each: work.of_samples(
+            each.lengths, {name: unit.grids for name, unit in each.units.items()}
+        ),
         on_loss=None if watch is None else watch.loss,
     )
     soundness = Soundness(args, forward_step)

@@ -7,14 +7,15 @@ image in the place of none. A multiplication and its addition are two operations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
 
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import EncoderWork
-from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.entries import only_decoder, only_encoder
+from loongplug.models.architecture import MultimodalArchitecture
+from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hf_mapping import Mapping, is_carried
 
 _OUTPUT = "text_decoder.output_layer.weight"
@@ -33,6 +34,28 @@ _NUMBERED = re.compile(r"\.(?:layers|deepstack)\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """Operations of an encoder and its projector, for media with given grids."""
+
+    name: str
+    per_row: int
+    per_media_token: int
+    tokens_of: Callable[[Grid], int]
+    attention: EncoderWork  # multiplications of forward
+    passes: float  # one, and two more for the share of its layers with a backward
+
+    def of_media(self, grids: Sequence[Grid]) -> int:
+        """Of media with these grids."""
+        if not grids:
+            return 0
+        return (
+            sum(map(prod, grids)) * self.per_row
+            + sum(map(self.tokens_of, grids)) * self.per_media_token
+            + round(2 * self.passes * self.attention.of_units([grids])[0])
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepWork:
     """Operations of forward and backward, by what they are proportional to.
 
@@ -41,17 +64,14 @@ class StepWork:
     before it trains, is twice its forward.
     """
 
-    per_patch: int
-    per_visual_token: int
+    encoders: tuple[UnitWork, ...]
     per_token: int
     per_pair: int  # of a token and one that it attends to, in all layers
-    frames: EncoderWork  # multiplications of the encoder's attention in forward
-    frame_passes: float  # one, and two more for the share of its layers with a backward
 
     @classmethod
     def of(
         cls,
-        model: VisionLanguageArchitecture,
+        model: MultimodalArchitecture,
         mapping: Mapping,
         *,
         trains: Callable[[str], bool],
@@ -63,40 +83,43 @@ class StepWork:
         """
         modules = _parts(mapping, chosen=getattr(model.foundation, "experts_per_token", 1))
         entries = model.entries()
-        encoder_name, *beside = only_encoder(entries).modules
-        encoder = _Chain.of(modules[encoder_name], trains=trains, entered=False)
-        branches = defaultdict(list)
-        for name in beside:
-            for part in modules[name]:
+        encoding, enters = [], False
+        for entry in encoders(entries):
+            name, *beside = entry.modules
+            chain = _Chain.of(modules[name], trains=trains, entered=False)
+            branches = defaultdict(list)
+            for part in (part for each in beside for part in modules[each]):
                 branches[part.layer].append(part)
-        projector = [
-            _Chain.of(branch, trains=trains, entered=encoder.trains) for branch in branches.values()
-        ]
-        decoder = _Chain.of(
-            modules[only_decoder(entries).name],
-            trains=trains,
-            entered=encoder.trains or any(branch.trains for branch in projector),
-        )
+            projector = [
+                _Chain.of(branch, trains=trains, entered=chain.trains)
+                for branch in branches.values()
+            ]
+            enters |= chain.trains or any(branch.trains for branch in projector)
+            architecture = model.encoder(name)
+            encoding.append(
+                UnitWork(
+                    name=name,
+                    per_row=chain.operations // architecture.rows_per_state,
+                    per_media_token=sum(branch.operations for branch in projector),
+                    tokens_of=architecture.tokens,
+                    attention=replace(EncoderWork.of(architecture), linear=0),
+                    passes=1 + 2 * chain.attended / architecture.computed_layers,
+                )
+            )
+        decoder = _Chain.of(modules[only_decoder(entries).name], trains=trains, entered=enters)
         text = model.foundation
         heads = text.num_attention_heads * text.kv_channels
         return cls(
-            per_patch=encoder.operations,
-            per_visual_token=sum(branch.operations for branch in projector),
+            encoders=tuple(encoding),
             per_token=decoder.operations,
             # Of each head, a product with the key and one with the value.
             per_pair=4 * heads * (text.num_layers + 2 * decoder.attended),
-            frames=replace(EncoderWork.of(model.vision), linear=0),
-            frame_passes=1 + 2 * encoder.attended / model.vision.computed_layers,
         )
 
-    def of_samples(self, lengths: Sequence[int], grids: Sequence[Grid]) -> int:
-        """Of samples of so many tokens each, whose images and videos have these patch grids."""
-        patches = sum(prod(grid) for grid in grids)
-        attention = 2 * self.frame_passes * self.frames.of_units([grids])[0] if grids else 0
+    def of_samples(self, lengths: Sequence[int], media: Dictionary[str, Sequence[Grid]]) -> int:
+        """Of samples of so many tokens each, whose media have these grids, by encoder."""
         return (
-            patches * self.per_patch
-            + patches // self.frames.merge**2 * self.per_visual_token
-            + round(attention)
+            sum(each.of_media(media.get(each.name, ())) for each in self.encoders)
             + sum(lengths) * self.per_token
             + sum(length * (length + 1) // 2 for length in lengths) * self.per_pair
         )

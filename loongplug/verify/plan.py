@@ -8,7 +8,6 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loongplug.models.entries import only_encoder
 from loongplug.verify.flags import common_flags, reference_flags
 from loongplug.verify.tiny import (
     TinyLayout,
@@ -161,7 +160,7 @@ class _Planner:
         model = compose_asked_for(args).config
         if not demo.is_dir():
             make_demo_data(demo, train=_DEMO_SAMPLES, test=1)
-            fixed, style = tiny_images(model.vision), model.video_style()
+            fixed, style = tiny_images(model), model.video_style()
             write_processor(demo / "processor", video_style=style, fixed=fixed)
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
         length = up(demo_length(model), args.tensor_model_parallel_size)
@@ -180,21 +179,21 @@ class _Planner:
         composed = compose_asked_for(args, overrides=line.overrides)
         model, demo = composed.config, args.tokenizer_model is None
         layout = _layout(args, model)
-        taps = len(model.vision.taps())
-        stages = tiny_stages(layout, taps=taps)
+        stages = tiny_stages(layout, taps=model.taps())
         tokenizer = read_tokenizer(Path(line.args.tokenizer_model))
-        encoder = model.keys[only_encoder(model.entries()).name]
         sizes = tiny_sizes(model, layout, vocabulary=tokenizer.size, demo_patches=demo)
         overrides = as_overrides(sizes)
         overrides += [f"model.{name}=null" for name in composed.family.special_tokens]
-        (depth,) = (
-            value
+        depths = [
+            f"{value} layers of {model.keys[name]}"
+            for name in model.encoders
             for key, value in sizes.items()
-            if key.startswith(f"{encoder}.") and key.endswith(("num_layers", "num_hidden_layers"))
-        )
+            if key.startswith(f"{model.keys[name]}.")
+            and key.endswith(("num_layers", "num_hidden_layers"))
+        ]
         self._notes.append(
             f"--scale tiny: {stages.layers} decoder layers of {sizes['foundation.hidden_size']} "
-            f"channels, {depth} encoder layers, random weights"
+            f"channels, {', '.join(depths)}, random weights"
         )
         more: list[str] = []
         for flag, layers in (
@@ -311,7 +310,9 @@ def _layout(args: Namespace, model: Any) -> TinyLayout:
         vpp=vpp,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size or tp,
-        encoder_tp=model.vision.tensor_model_parallel_size or tp,
+        encoder_tp=lcm(
+            *(model.encoder(name).tensor_model_parallel_size or tp for name in model.encoders)
+        ),
         first=args.decoder_first_pipeline_num_layers is not None,
         last=args.decoder_last_pipeline_num_layers is not None,
     )

@@ -10,12 +10,11 @@ from typing import Any
 
 from loongplug.data.demo_processor import FixedImages
 from loongplug.models.architecture import (
+    MultimodalArchitecture,
     MultimodalTextArchitecture,
     TextArchitecture,
     VisionArchitecture,
-    VisionLanguageArchitecture,
 )
-from loongplug.models.entries import only_encoder
 
 # By the side of a token in patches: as few tokens as images of their own sizes have.
 _TINY_IMAGES = {1: FixedImages(side=16), 2: FixedImages(side=16, patch_size=4, merge=2)}
@@ -25,20 +24,26 @@ _HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
 _EXPERTS = 8
 
 
-def demo_length(model: VisionLanguageArchitecture) -> int:
+def demo_length(model: MultimodalArchitecture) -> int:
     """Tokens of the demo's longest sample, for a likeness of ``model``.
 
     It just fits, so that images lie in several parts of a split sequence.
     """
-    images = tiny_images(model.vision)
+    images = tiny_images(model)
     if images is None:
         return 44
     return 49 if images.merge == 1 else 86  # a long template; tiles
 
 
-def tiny_images(encoder: VisionArchitecture) -> FixedImages | None:
-    """The demo's images for a likeness of ``encoder``; None where they keep their own sizes."""
-    return _TINY_IMAGES[min(2, encoder.spatial_merge_size)] if encoder.one_size else None
+def tiny_images(model: MultimodalArchitecture) -> FixedImages | None:
+    """The demo's images for a likeness of ``model``; None where they keep their own sizes."""
+    each = [model.encoder(name) for name in model.encoders]
+    fixed = (of for of in each if isinstance(of, VisionArchitecture) and of.one_size)
+    return next((_images_of(encoder) for encoder in fixed), None)
+
+
+def _images_of(encoder: VisionArchitecture) -> FixedImages:
+    return _TINY_IMAGES[min(2, encoder.spatial_merge_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ def tiny_stages(layout: TinyLayout, *, taps: int) -> Stages:
 
 
 def tiny_sizes(
-    model: VisionLanguageArchitecture,
+    model: MultimodalArchitecture,
     layout: TinyLayout,
     *,
     vocabulary: int,
@@ -94,15 +99,14 @@ def tiny_sizes(
     ``vocabulary`` is how many ids the tokenizer has; with ``demo_patches``, images come from the
     demo's processor, whose patches the encoder then takes.
     """
-    encoder, text = model.vision, model.foundation
-    section = model.keys[only_encoder(model.entries()).name]
-    sizes = {
-        f"{section}.{key}": value
-        for key, value in _encoder(encoder, layout, demo_patches=demo_patches).items()
-    }
-    taps = len(encoder.taps())
-    decoder = _decoder(text, layout) | {
-        "num_layers": tiny_stages(layout, taps=taps).layers,
+    sizes: dict[str, Any] = {}
+    for name in model.encoders:
+        encoder = model.encoder(name)
+        assert isinstance(encoder, VisionArchitecture)
+        own = _encoder(encoder, layout, demo_patches=demo_patches)
+        sizes |= {f"{model.keys[name]}.{key}": value for key, value in own.items()}
+    decoder = _decoder(model.foundation, layout) | {
+        "num_layers": tiny_stages(layout, taps=model.taps()).layers,
         "vocab_size": up(vocabulary, layout.tp),
     }
     return sizes | {f"foundation.{key}": value for key, value in decoder.items()}
@@ -121,8 +125,8 @@ def _encoder(
         "ffn_hidden_size": 2 * hidden if ratio else up(_FFN, split),
         "num_layers": 2,
     }
-    images = tiny_images(encoder)
-    if images is not None:
+    if encoder.one_size:
+        images = _images_of(encoder)
         behind = min(1, encoder.num_layers - encoder.computed_layers)  # what only travels, too
         sizes |= {"num_layers": 2 + behind, "feature_layer": -1 - behind}
         if demo_patches:

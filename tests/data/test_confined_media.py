@@ -171,7 +171,7 @@ def test_a_sample_is_bad_as_one_without_its_file(
     (inside / "a.png").unlink()
     (inside / "a.png").symlink_to("../media-of-others/secret.png")
     loaded = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))(
-        MediaBatch.of(0, confined[:1])
+        MediaBatch.of(0, confined[:1], encoder="image_encoder", kinds=("image", "video"))
     )
     assert REFUSED in loaded.bad[0].message
 

@@ -99,10 +99,14 @@ def test_microbatches_are_the_same_and_resume(
             one, other = next(jsonl), next(energon)
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
                 assert torch.equal(getattr(one, name), getattr(other, name))
-            assert one.vision is not None
-            assert other.vision is not None
-            assert torch.equal(one.vision.rows, other.vision.rows)
-            assert torch.equal(one.vision.grids, other.vision.grids)
+            assert one.units["image_encoder"].media is not None
+            assert other.units["image_encoder"].media is not None
+            assert torch.equal(
+                one.units["image_encoder"].media.rows, other.units["image_encoder"].media.rows
+            )
+            assert torch.equal(
+                one.units["image_encoder"].media.grids, other.units["image_encoder"].media.grids
+            )
         assert jsonl.source.decoded > 0
     finally:
         energon.source.close()
@@ -208,12 +212,16 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
         for source in (rows, files)
     ]
     one, other = (next(each) for each in loaders)
-    assert one.vision is not None
-    assert other.vision is not None
+    assert one.units["image_encoder"].media is not None
+    assert other.units["image_encoder"].media is not None
     assert torch.equal(one.input_ids, other.input_ids)
-    assert torch.equal(one.vision.rows, other.vision.rows)
-    half = len(one.vision.rows) // 2
-    assert not torch.equal(one.vision.rows[:half], one.vision.rows[half:])
+    assert torch.equal(
+        one.units["image_encoder"].media.rows, other.units["image_encoder"].media.rows
+    )
+    half = len(one.units["image_encoder"].media.rows) // 2
+    assert not torch.equal(
+        one.units["image_encoder"].media.rows[:half], one.units["image_encoder"].media.rows[half:]
+    )
 
 
 @pytest.mark.parametrize(

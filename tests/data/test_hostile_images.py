@@ -185,7 +185,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     loader = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))
-    loaded = loader(MediaBatch.of(0, samples))
+    loaded = loader(MediaBatch.of(0, samples, encoder="image_encoder", kinds=("image",)))
     assert list(loaded.bad) == [0]
     assert loaded.bad[0].kind == "pixels"
     assert f"rows.jsonl:1: image {rows.parent / names[0]} is damaged ({reason})" in (

@@ -216,7 +216,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
     reason = str(error) or type(error).__name__
     monkeypatch.setattr(av, "open", broken)
     loaded = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))(
-        MediaBatch.of(0, [sample])
+        MediaBatch.of(0, [sample], encoder="image_encoder", kinds=("image", "video"))
     )
     assert loaded.bad[0].kind == "pixels"
     assert (

@@ -250,7 +250,7 @@ def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
             data[index]
         assert caught.value.sample.kind == "media"
         assert "\n" not in str(caught.value)
-    batch = MediaBatch.of(0, [data[5]])
+    batch = MediaBatch.of(0, [data[5]], encoder="image_encoder", kinds=("image", "video"))
     load = UnitLoader(processor, videos=data.videos)
     s3.stop()
     with pytest.raises(StoreError):  # and not a sample whose pixels are bad

@@ -68,12 +68,16 @@ def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset: ChatDat
     dataset.text_parts = lambda indices: read.extend(indices) or text_parts(indices)
     steps = source(dataset, assignment=Assignment(replicas=2), loads=(1,), consumed_samples=6)
     step = steps.next_step()
-    assert next(step).encoder_replica == 0
+    assert next(step).units["image_encoder"].encoder_replica == 0
     assert len(read) == 1
     rest = list(step)
-    assert [planned.encoder_replica for planned in rest] == [1, 0]
-    assert [planned.load is None for planned in rest] == [False, True]
-    assert [planned.encoder_replica for planned in steps.next_step()] == [0, 1, 0]
+    assert [planned.units["image_encoder"].encoder_replica for planned in rest] == [1, 0]
+    assert [planned.units["image_encoder"].load is None for planned in rest] == [False, True]
+    assert [planned.units["image_encoder"].encoder_replica for planned in steps.next_step()] == [
+        0,
+        1,
+        0,
+    ]
 
 
 def test_costs_are_compared_over_the_steps(dataset: ChatDataset) -> None:
@@ -87,7 +91,7 @@ def test_costs_are_compared_over_the_steps(dataset: ChatDataset) -> None:
     found = [planned for _ in range(4) for planned in steps.next_step()]
     assert [len(each) for each in asked] == [1, 1, 1, 3]
     assert [count for each in asked for count in each] == [len(each.media.media) for each in found]
-    assert {each.encoder_replica for each in found} == {2}
+    assert {each.units["image_encoder"].encoder_replica for each in found} == {2}
 
 
 def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None:
@@ -95,9 +99,9 @@ def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None
     step = list(steps.next_step())
     assert steps.decoded == 0
     for planned in step:
-        assert planned.load is not None
-        loaded = planned.load()
-        assert len(loaded.rows) == planned.media.patches
+        assert planned.units["image_encoder"].load is not None
+        loaded = planned.units["image_encoder"].load()
+        assert len(loaded.rows) == planned.units["image_encoder"].media.rows
     assert steps.decoded > 0
 
 
@@ -150,11 +154,13 @@ def test_chunks_share_the_text_that_they_consume(dataset: ChatDataset) -> None:
     last, first = next(both.chunk(1)), next(both.chunk(0))
     assert first.position_ids is last.position_ids
     assert torch.equal(first.position_ids, alone.position_ids)
-    assert (first.labels, first.loss_mask, last.input_ids, last.vision) == (None,) * 4
+    assert (first.labels, first.loss_mask, last.input_ids, last.units["image_encoder"].media) == (
+        None,
+    ) * 4
     assert torch.equal(first.input_ids, alone.input_ids)
     assert torch.equal(last.labels, alone.labels)
     assert torch.equal(last.loss_mask, alone.loss_mask)
-    assert first.vision is not None
+    assert first.units["image_encoder"].media is not None
     again = [next(both.chunk(index)) for index in (0, 0, 1, 1)]
     assert [each.tokens for each in again[:2]] == [each.tokens for each in again[2:]]
 
@@ -167,13 +173,15 @@ def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
     pixels = torch.zeros(1, 1536)
 
     def deliver(planned: PlannedMicrobatch) -> tuple[torch.Tensor, tuple[int, ...]]:
-        return pixels.expand(planned.media.patches, -1), ()
+        return pixels.expand(planned.units["image_encoder"].media.rows, -1), ()
 
     each = MicrobatchLoader(remote, processor=dataset.processor, seq_length=32, deliver=deliver)
     expected = MicrobatchLoader(source(dataset), processor=dataset.processor, seq_length=32)
     for _ in range(6):
         one, other = next(each), next(expected)
         assert torch.equal(one.input_ids, other.input_ids)
-        assert one.vision is not None
-        assert other.vision is not None
-        assert torch.equal(one.vision.grids, other.vision.grids)
+        assert one.units["image_encoder"].media is not None
+        assert other.units["image_encoder"].media is not None
+        assert torch.equal(
+            one.units["image_encoder"].media.grids, other.units["image_encoder"].media.grids
+        )

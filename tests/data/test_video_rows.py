@@ -48,9 +48,14 @@ def compare(write_rows: Callable[..., Path]) -> Callable[..., None]:
             assert dataset[index].input_ids.tolist() == one["input_ids"]
             assert microbatch.input_ids[index, :length].tolist() == one["input_ids"]
             assert microbatch.position_ids[:, index, :length].tolist() == one["position_ids"]
-        assert microbatch.vision is not None
-        assert microbatch.vision.grids.tolist() == [g for one in expected for g in one["grids"]]
-        assert torch.equal(microbatch.vision.rows, torch.cat([one["pixels"] for one in expected]))
+        assert microbatch.units["image_encoder"].media is not None
+        assert microbatch.units["image_encoder"].media.grids.tolist() == [
+            g for one in expected for g in one["grids"]
+        ]
+        assert torch.equal(
+            microbatch.units["image_encoder"].media.rows,
+            torch.cat([one["pixels"] for one in expected]),
+        )
 
     return check
 
@@ -145,7 +150,7 @@ def test_ranks_without_images_decode_no_frame(
         dataset, micro_batch_size=1, dp_rank=0, dp_size=1, seed=None, with_images=False
     )
     microbatch = next(loader)
-    assert microbatch.vision is None
+    assert microbatch.units["image_encoder"].media is None
     assert int((microbatch.input_ids == processor.video_token_id).sum()) == 6
 
 

@@ -223,10 +223,14 @@ def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDat
             assert one.tokens == other.tokens
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
                 assert torch.equal(getattr(one, name), getattr(other, name))
-            assert one.vision is not None
-            assert other.vision is not None
-            assert torch.equal(one.vision.rows, other.vision.rows)
-            assert torch.equal(one.vision.grids, other.vision.grids)
+            assert one.units["image_encoder"].media is not None
+            assert other.units["image_encoder"].media is not None
+            assert torch.equal(
+                one.units["image_encoder"].media.rows, other.units["image_encoder"].media.rows
+            )
+            assert torch.equal(
+                one.units["image_encoder"].media.grids, other.units["image_encoder"].media.grids
+            )
         assert ahead.source._bad_samples.counts == alone.source._bad_samples.counts
 
 

@@ -154,8 +154,8 @@ class _Watch:
             self.executor = executor
             with tape.region(PIXELS):
                 for each in microbatches:
-                    if each.vision is not None:
-                        tape.see(each.vision.rows)
+                    if each.units["image_encoder"].media is not None:
+                        tape.see(each.units["image_encoder"].media.rows)
             begin(executor, chunk, microbatches, training=training)
 
         def next_uncounted(self: Any) -> Any:

@@ -21,7 +21,7 @@ from loongplug.estimate.ledger import (
     PIXELS,
     WEIGHTS,
 )
-from loongplug.estimate.units import units_of_data
+from loongplug.estimate.units import microbatches_of_data
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def estimated(rank, *, flags, ranks):
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
     parsed = parsed_for(flags, ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
-    units = units_of_data(parsed.args, parsed.model, step=1)
+    units = microbatches_of_data(parsed.args, parsed.model, step=1)
     return estimate(parsed, units, stepping=stepping_of(flags))
 
 

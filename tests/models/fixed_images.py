@@ -46,7 +46,7 @@ def pictures_of(media: Sequence[tuple[Medium, ...]], *, merge: int = 1) -> Batch
 
 def whole_images(data: Batch, *, merge: int) -> torch.Tensor:
     """What transformers takes: whole images [images, 3, height, width], made of our patches."""
-    vision = data.microbatch(0, len(data.samples)).vision
+    vision = data.microbatch(0, len(data.samples)).units["image_encoder"].media
     frames, side, _ = vision.grids.sum(0)[0].item(), *vision.grids[0, 1:].tolist()
     images = torch.empty(frames, 3, side * PATCH, side * PATCH)
     patches = iter(vision.rows)

@@ -158,7 +158,7 @@ def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def _media_arguments(data: Batch) -> dict[str, Any]:
     """transformers takes images and videos apart, each in the order of the text."""
-    pixels = data.microbatch(0, len(data.samples)).vision.rows
+    pixels = data.microbatch(0, len(data.samples)).units["image_encoder"].media.rows
     media = [medium for sample in data.media for medium in sample]
     pieces = pixels.split([medium.patches for medium in media])
     arguments: dict[str, Any] = {}
@@ -323,7 +323,7 @@ def _logits_step(iterator, model):
     logits = model(
         microbatch.input_ids,
         microbatch.position_ids,
-        vision=microbatch.vision,
+        vision=microbatch.units["image_encoder"].media,
         visual_places=microbatch.visual_places,
         packed_seq_params=packed_segments(microbatch, device=microbatch.position_ids.device),
     )

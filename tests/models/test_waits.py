@@ -83,7 +83,10 @@ def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbat
     made = []
     for number in range(2):
         found = data.microbatch(number * size, size)
-        vision = replace(found.vision, rows=to_device(found.vision.rows, META))
+        vision = replace(
+            found.units["image_encoder"].media,
+            rows=to_device(found.units["image_encoder"].media.rows, META),
+        )
         made.append(
             replace(
                 found,

@@ -54,7 +54,7 @@ class BitWatch:
     def loss(self, microbatch: Microbatch, report: tuple[Tensor, Tensor, Any]) -> None:
         """Note one microbatch; they come in order."""
         self.bits.losses.append(float(report[0]))
-        self.bits.images.append(microbatch.patches > 0)
+        self.bits.images.append(microbatch.units["image_encoder"].rows > 0)
 
     def ended(self) -> RankBits:
         """What was seen, and the parameters as they are now."""

@@ -196,7 +196,7 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
         make_demo_data(demo, train=SAMPLES, test=1)
     folder.mkdir(parents=True)
     composed = compose_model(model_name=cell.model)
-    fixed, style = tiny_images(composed.config.vision), composed.config.video_style()
+    fixed, style = tiny_images(composed.config), composed.config.video_style()
     write_processor(folder / "processor", video_style=style, fixed=fixed)
     tokenizer = read_tokenizer(folder / "processor")
     largest = TinyLayout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)

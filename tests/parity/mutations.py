@@ -256,7 +256,7 @@ def swap_units(rank: int) -> None:
         if ahead:
             return ahead.pop()
         first, second = original(self), original(self)
-        one, other = first.vision, second.vision
+        one, other = first.units["image_encoder"].media, second.units["image_encoder"].media
         if (
             not swapped
             and one is not None

@@ -47,7 +47,12 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
             workers=IN_PROCESS,
         )
         for _ in range(STEPS):
-            grids = [MediaBatch.of(n, next(texts)).grids for n in range(cell.microbatches)]
+            grids = [
+                MediaBatch.of(
+                    n, next(texts), encoder="image_encoder", kinds=("image", "video")
+                ).grids
+                for n in range(cell.microbatches)
+            ]
             planned.append(provider._balance.assign(grids, replicas=cell.encoder_replicas))
     return planned
 

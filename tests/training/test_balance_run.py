@@ -52,7 +52,9 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
             encoder_replicas.append([])
         microbatch = original(self)
         units[loaders.index(self)].append(seen.pop())
-        encoder_replicas[loaders.index(self)].append(microbatch.encoder_replica)
+        encoder_replicas[loaders.index(self)].append(
+            microbatch.units["image_encoder"].encoder_replica
+        )
         return microbatch
 
     def delivered(self: Any, planned: PlannedMicrobatch) -> Any:

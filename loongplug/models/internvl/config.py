@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from loongplug.models.architecture import TextArchitecture, VisionLanguageArchitecture
+from loongplug.models.architecture import Encoding, TextArchitecture, VisionLanguageArchitecture
 from loongplug.models.patch_transformer.config import InternVisionConfig
 from loongplug.models.projectors.config import PixelShuffleConfig
 
@@ -16,7 +16,9 @@ class InternVLConfig(VisionLanguageArchitecture):
     """
 
     plain_positions: ClassVar[bool] = True
-    media: ClassVar[tuple[str, ...]] = ("image",)
+    encoders: ClassVar[dict[str, Encoding]] = {
+        "image_encoder": Encoding(projector="image_projector", media=("image",))
+    }
     image_encoder: InternVisionConfig
     image_projector: PixelShuffleConfig
     foundation: TextArchitecture

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loongplug.models.architecture import (
+    Encoding,
     SquareVisionArchitecture,
     TextArchitecture,
     VisionLanguageArchitecture,
@@ -19,7 +20,9 @@ class LlavaConfig(VisionLanguageArchitecture):
     """
 
     plain_positions: ClassVar[bool] = True
-    media: ClassVar[tuple[str, ...]] = ("image",)
+    encoders: ClassVar[dict[str, Encoding]] = {
+        "image_encoder": Encoding(projector="image_projector", media=("image",))
+    }
     image_encoder: SquareVisionArchitecture
     image_projector: MlpConfig
     foundation: TextArchitecture

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
-from loongplug.models.encoder import blank_image, encoder_config
+from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.layer_scale import with_layer_scale
@@ -77,7 +77,7 @@ class PatchTransformer(MegatronModule):
 
     def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as; it has the positions of the table's first corner."""
-        return blank_image(self.architecture, device=self.patch_embed.weight.device)
+        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
 
     def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.

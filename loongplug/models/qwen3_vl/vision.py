@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.encoder import blank_image, encoder_config
+from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
@@ -66,7 +66,7 @@ class Qwen3VisionEncoder(MegatronModule):
 
     def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as."""
-        return blank_image(self.architecture, device=self.patch_embed.weight.device)
+        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
 
     def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit.

@@ -4,12 +4,14 @@ from argparse import Namespace
 from typing import Any
 
 from loongplug.hetero.modes import mode_of
+from loongplug.models.architecture import EncoderArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
 from loongplug.training.rules.rule import (
     FUSED_ACCUMULATION,
     any_of,
     excludes,
+    first_of,
     flag,
     rule,
     value_of,
@@ -31,9 +33,9 @@ _ONE_LAYOUT = {
 }
 
 
-def encoder_tp(args: Namespace, model: Any) -> int:
-    """The encoder's tensor parallel size."""
-    own: int | None = model.vision.tensor_model_parallel_size
+def encoder_tp(args: Namespace, encoder: EncoderArchitecture) -> int:
+    """An encoder's tensor parallel size."""
+    own: int | None = encoder.tensor_model_parallel_size
     size: int = own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
     return size
 
@@ -46,18 +48,20 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
     """an encoder `tensor_model_parallel_size` that does not divide the decoder's; with full
     separation it may be a multiple that makes up whole stages
     """
-    tp, decoder = encoder_tp(args, model), args.tensor_model_parallel_size
-    stages = args.pipeline_model_parallel_size
+    decoder, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if decoder < 1 or stages < 1:
         return None
     everywhere = mode_of(args).on_every_stage
-    if tp in encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere):
-        return None
-    return (
-        f"model.image_encoder.tensor_model_parallel_size {tp} does not divide "
-        f"--tensor-model-parallel-size {decoder}"
-        + (", nor makes up whole stages" if everywhere else "")
-    )
+    sizes = encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere)
+    for name in model.encoders:
+        tp = encoder_tp(args, model.encoder(name))
+        if tp not in sizes:
+            return (
+                f"model.{model.keys[name]}.tensor_model_parallel_size {tp} does not divide "
+                f"--tensor-model-parallel-size {decoder}"
+                + (", nor makes up whole stages" if everywhere else "")
+            )
+    return None
 
 
 @rule(
@@ -67,7 +71,8 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
     cure="drop the flag",
 )
 def encoder_state(args: Namespace, model: Any) -> str | None:
-    as_decoder = encoder_tp(args, model) == args.tensor_model_parallel_size
+    sizes = {encoder_tp(args, model.encoder(name)) for name in model.encoders}
+    as_decoder = sizes == {args.tensor_model_parallel_size}
     if as_decoder and mode_of(args).encoder_tp is None:
         return None
     given = [flag for flag, usual in _ONE_LAYOUT.items() if value_of(args, flag) != usual]
@@ -80,21 +85,24 @@ def encoder_state(args: Namespace, model: Any) -> str | None:
 )
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
     """encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does not divide"""
-    tp = encoder_tp(args, model)
     if encoder_layout(args, model) is not None:
         return None
-    encoder = model.vision
-    sizes = {
-        "the encoder's num_attention_heads": encoder.num_attention_heads,
-        "the encoder's ffn_hidden_size": encoder.ffn_hidden_size,
-        "the projector's width": encoder.hidden_size * encoder.spatial_merge_size**2,
-    }
-    problems = [
-        f"{what} {size} does not divide by the encoder's tp {tp}"
-        for what, size in sizes.items()
-        if size % tp
-    ]
-    return "; ".join(problems) or None
+
+    def of(encoder: Any, who: str) -> str | None:
+        tp, merge = encoder_tp(args, encoder), getattr(encoder, "spatial_merge_size", 1)
+        sizes = {
+            f"{who}'s num_attention_heads": encoder.num_attention_heads,
+            f"{who}'s ffn_hidden_size": encoder.ffn_hidden_size,
+            "the projector's width": encoder.hidden_size * merge**2,
+        }
+        problems = [
+            f"{what} {size} does not divide by {who}'s tp {tp}"
+            for what, size in sizes.items()
+            if size % tp
+        ]
+        return "; ".join(problems) or None
+
+    return first_of(model, of)
 
 
 one_mode = excludes(

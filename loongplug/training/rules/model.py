@@ -4,9 +4,13 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from loongplug.models.architecture import MultimodalTextArchitecture, RotaryVisionArchitecture
+from loongplug.models.architecture import (
+    EncoderArchitecture,
+    MultimodalTextArchitecture,
+    RotaryVisionArchitecture,
+)
 from loongplug.models.rope_settings import Llama3Scaling
-from loongplug.training.rules.rule import rule
+from loongplug.training.rules.rule import first_of, rule
 
 
 @rule(reason="no such module can be built", cure="correct the YAML")
@@ -42,12 +46,15 @@ def encoder_shape(args: Namespace, model: Any) -> str | None:
     table that is not a square"""
     if positive_sizes(args, model) is not None:
         return None
-    encoder = model.vision
+    return first_of(model, _shape)
+
+
+def _shape(encoder: Any, who: str) -> str | None:
     hidden, heads = encoder.hidden_size, encoder.num_attention_heads
     rotary = isinstance(encoder, RotaryVisionArchitecture)
     if hidden % heads or (rotary and hidden // heads % 4):
         unit = "a multiple of 4" if rotary else "a whole number"
-        return f"the encoder's hidden_size {hidden} over {heads} heads is not {unit}"
+        return f"{who}'s hidden_size {hidden} over {heads} heads is not {unit}"
     table = getattr(encoder, "num_position_embeddings", 1)
     if math.isqrt(table) ** 2 != table:
         return f"num_position_embeddings {table} is not a square"
@@ -60,12 +67,17 @@ def encoder_shape(args: Namespace, model: Any) -> str | None:
 )
 def deepstack(args: Namespace, model: Any) -> str | None:
     """`deepstack_layers` out of range, unsorted, or more than there are decoder layers"""
-    taps, layers = model.vision.taps(), model.vision.num_layers
-    if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
-        return f"deepstack_layers {list(taps)} of an encoder of {layers} layers"
-    if len(taps) > model.foundation.num_layers:
-        return f"{len(taps)} deepstack_layers for {model.foundation.num_layers} decoder layers"
-    return None
+    decoder_layers = model.foundation.num_layers
+
+    def of(encoder: EncoderArchitecture, who: str) -> str | None:
+        taps, layers = encoder.taps(), encoder.num_layers
+        if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
+            return f"deepstack_layers {list(taps)} of an encoder of {layers} layers"
+        if len(taps) > decoder_layers:
+            return f"{len(taps)} deepstack_layers for {decoder_layers} decoder layers"
+        return None
+
+    return first_of(model, of)
 
 
 @rule(
@@ -76,7 +88,10 @@ def windows(args: Namespace, model: Any) -> str | None:
     """a `window_size` smaller than one token, `full_attention_layers` out of range or unsorted"""
     if positive_sizes(args, model) is not None:
         return None
-    encoder = model.vision
+    return first_of(model, _windows)
+
+
+def _windows(encoder: Any, who: str) -> str | None:
     side = getattr(encoder, "window_size", None)
     if side is None:
         return None

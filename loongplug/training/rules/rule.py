@@ -57,6 +57,18 @@ def rule(
     return made
 
 
+def first_of(model: Any, check: Callable[[Any, str], str | None]) -> str | None:
+    """What ``check`` finds wrong with the first of a model's encoders that it minds.
+
+    It gets the encoder's config, and how an error calls the encoder.
+    """
+    for name in model.encoders:
+        who = "the encoder" if len(model.encoders) == 1 else model.keys[name]
+        if (wrong := check(model.encoder(name), who)) is not None:
+            return wrong
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What flags ask for, as an error says it ("" where they do not) and as the docs do."""

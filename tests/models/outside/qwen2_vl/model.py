@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import blank_image, encoder_config
+from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.features import Features
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.packed import pack_segments
@@ -84,7 +84,7 @@ class Qwen2VisionEncoder(MegatronModule):
 
     def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as."""
-        return blank_image(self.architecture, device=self.patch_embed.weight.device)
+        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
 
     def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all images of one unit: the last layer's states [patches, hidden], no taps."""
