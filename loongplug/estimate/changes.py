@@ -52,7 +52,9 @@ def _free(parsed: ParsedArguments) -> Iterator[Change]:
         yield _switch("--use-distributed-optimizer")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         yield _switch("--sequence-parallel", kind=_TP)
-    if not mode_of(args).around_schedule:
+    encoders = [parsed.model.encoder(name) for name in parsed.model.encoders]
+    modes = [mode_of(args, each) for each in encoders]
+    if not any(mode.around_schedule for mode in modes):
         if args.pipeline_model_parallel_size > 1:
             yield _switch("--enable-full-hetero-dp")
         elif args.tensor_model_parallel_size > 1:
@@ -67,7 +69,8 @@ def _free(parsed: ParsedArguments) -> Iterator[Change]:
 def _copies(parsed: ParsedArguments) -> Iterator[Change]:
     """Offloads of full separation, which travel beside the computation."""
     args = parsed.args
-    if not mode_of(args).on_every_stage:
+    encoders = [parsed.model.encoder(name) for name in parsed.model.encoders]
+    if not any(mode_of(args, each).on_every_stage for each in encoders):
         return
     for name in (
         "full_hetero_dp_cpu_offload",

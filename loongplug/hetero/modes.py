@@ -58,14 +58,31 @@ _OFFLOADS = {
 }
 
 
-def mode_of(args: Namespace) -> Mode:
-    """What the flags ask for. Heterogeneous TP is the uniform mode with another encoder size."""
-    if args.enable_full_hetero_dp:
-        on_host = frozenset(what for flag, what in _OFFLOADS.items() if getattr(args, flag))
-        return replace(FULL_HETERO_DP, on_host=on_host)
-    if args.enable_encoder_hetero_dp:
-        return ENCODER_HETERO_DP
-    return UNIFORM
+# By the names that an encoder's YAML has for them.
+NAMED = {
+    "uniform": UNIFORM,
+    "encoder_hetero_dp": ENCODER_HETERO_DP,
+    "full_hetero_dp": FULL_HETERO_DP,
+}
+
+
+def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode:
+    """What the flags ask for, or the ``encoder``'s YAML, which stands above them.
+
+    Heterogeneous TP is the uniform mode with another encoder size.
+    """
+    if encoder is not None and encoder.mode is not None:
+        found = NAMED.get(encoder.mode, UNIFORM)  # a rule refuses other names
+    elif args.enable_full_hetero_dp:
+        found = FULL_HETERO_DP
+    elif args.enable_encoder_hetero_dp:
+        found = ENCODER_HETERO_DP
+    else:
+        found = UNIFORM
+    if not found.outside_schedule:  # nothing of it can be away in between
+        return found
+    on_host = frozenset(what for flag, what in _OFFLOADS.items() if getattr(args, flag))
+    return replace(found, on_host=on_host)
 
 
 def balance_of(args: Namespace, encoder: EncoderArchitecture) -> Balance | None:

@@ -45,6 +45,7 @@ class EncoderArchitecture:
     layernorm_epsilon: float = 1e-6
     initializer_range: float = 0.02
     tensor_model_parallel_size: int | None = None  # None: the decoder's
+    mode: str | None = None  # how it is parallel, where not as the flags say
     freeze: bool = False
     recompute: bool = False
     lora: LoraSettings | None = None

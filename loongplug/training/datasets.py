@@ -34,7 +34,7 @@ from loongplug.data.units import token_ids
 from loongplug.data.workers import WorkerSettings
 from loongplug.evaluate import MAX_NEW_TOKENS
 from loongplug.hetero.engine import Engine
-from loongplug.hetero.modes import balance_of
+from loongplug.hetero.modes import balance_of, mode_of
 from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
@@ -317,7 +317,7 @@ class DatasetProvider:
 
 def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
     """Which of an encoder's replicas encodes what, as the flags say."""
-    balance = balance_of(args, encoder)
+    balance = balance_of(args, encoder) if mode_of(args, encoder).any_owner else None
     return Assignment(replicas=replicas, by_cost=None if balance is None else balance.assign)
 
 

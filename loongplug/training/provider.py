@@ -47,7 +47,7 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
     def of_encoder(entry: Entry) -> EncoderEngine:
         encoder = model.encoder(entry.name)
         return EncoderEngine(
-            mode_of(args),
+            mode_of(args, encoder),
             entry=entry,
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),

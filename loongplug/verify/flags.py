@@ -69,15 +69,20 @@ def common_flags(argv: Sequence[str], *, steps: int, drop_sources: bool) -> list
     ]
 
 
-def reference_flags(argv: Sequence[str], *, global_batch_size: int) -> list[str]:
+def reference_flags(
+    argv: Sequence[str], *, global_batch_size: int, encoders: Sequence[str]
+) -> list[str]:
     """The single rank's flags, of the layout's: the same model and batch, nothing parallel.
 
     The place that knows what a reference is: no parallelism of any module, no recompute, no
-    distributed optimizer, nothing overlapped.
+    distributed optimizer, nothing overlapped. ``encoders`` are the keys of the model's.
     """
     return [
         *without_flags(argv, LAYOUT | {"global_batch_size"}),
         *("--global-batch-size", str(global_batch_size)),
-        "model.image_encoder.tensor_model_parallel_size=1",
-        "model.image_encoder.recompute=false",
+        *(
+            f"model.{encoder}.{plain}"
+            for encoder in encoders
+            for plain in ("tensor_model_parallel_size=1", "mode=null", "recompute=false")
+        ),
     ]

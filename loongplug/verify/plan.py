@@ -114,7 +114,12 @@ class _Planner:
         layout = first_rank(flags, ranks=ranks, verified=True)
         flags += _without_dropout(layout.model)
         batch = layout.args.global_batch_size
-        reference = reference_flags(flags, global_batch_size=batch)
+        model = layout.model
+        reference = reference_flags(
+            flags,
+            global_batch_size=batch,
+            encoders=[model.keys[name] for name in model.encoders],
+        )
         sources = self._sources(layout)
         reference += sources
         first_rank(reference, ranks=1, verified=True)

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.hetero.modes import mode_of
+from loongplug.hetero.modes import NAMED, Mode, mode_of
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.layout import encoder_sizes as encoder_sizes_of
@@ -36,7 +36,7 @@ _ONE_LAYOUT = {
 def encoder_tp(args: Namespace, encoder: EncoderArchitecture) -> int:
     """An encoder's tensor parallel size."""
     own: int | None = encoder.tensor_model_parallel_size
-    size: int = own or mode_of(args).encoder_tp or args.tensor_model_parallel_size
+    size: int = own or mode_of(args, encoder).encoder_tp or args.tensor_model_parallel_size
     return size
 
 
@@ -51,10 +51,10 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
     decoder, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if decoder < 1 or stages < 1:
         return None
-    everywhere = mode_of(args).on_every_stage
-    sizes = encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere)
     for name in model.encoders:
-        tp = encoder_tp(args, model.encoder(name))
+        encoder = model.encoder(name)
+        tp, everywhere = encoder_tp(args, encoder), mode_of(args, encoder).on_every_stage
+        sizes = encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere)
         if tp not in sizes:
             return (
                 f"model.{model.keys[name]}.tensor_model_parallel_size {tp} does not divide "
@@ -62,6 +62,22 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
                 + (", nor makes up whole stages" if everywhere else "")
             )
     return None
+
+
+@rule(reason="there are no other modes", cure="correct the encoder's mode, or leave it out")
+def encoder_mode(args: Namespace, model: Any) -> str | None:
+    """an encoder's `mode` that is none of `uniform`, `encoder_hetero_dp`, `full_hetero_dp`"""
+    wrong = [
+        f"model.{model.keys[name]}.mode {mode!r}"
+        for name in model.encoders
+        if (mode := model.encoder(name).mode) not in (None, *NAMED)
+    ]
+    return f"{', '.join(wrong)}: expected one of {', '.join(NAMED)}" if wrong else None
+
+
+def _modes(args: Namespace, model: Any) -> list[Mode]:
+    """Of all encoders."""
+    return [mode_of(args, model.encoder(name)) for name in model.encoders]
 
 
 @rule(
@@ -73,7 +89,7 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
 def encoder_state(args: Namespace, model: Any) -> str | None:
     sizes = {encoder_tp(args, model.encoder(name)) for name in model.encoders}
     as_decoder = sizes == {args.tensor_model_parallel_size}
-    if as_decoder and mode_of(args).encoder_tp is None:
+    if as_decoder and all(mode.encoder_tp is None for mode in _modes(args, model)):
         return None
     given = [flag for flag, usual in _ONE_LAYOUT.items() if value_of(args, flag) != usual]
     return ", ".join(given) or None
@@ -120,9 +136,10 @@ one_mode = excludes(
 )
 def balance(args: Namespace, model: Any) -> str | None:
     """`--use-vit-dp-balance` without `--enable-full-hetero-dp`"""
-    if not args.use_vit_dp_balance or mode_of(args).any_owner:
+    modes = _modes(args, model)
+    if not args.use_vit_dp_balance or any(mode.any_owner for mode in modes):
         return None
-    return f"--use-vit-dp-balance in the mode {mode_of(args).name}"
+    return f"--use-vit-dp-balance in the mode {modes[0].name}"
 
 
 @rule(
@@ -146,9 +163,10 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 )
 def offload(args: Namespace, model: Any) -> str | None:
     given = _OFFLOAD.said(args)
-    if not given or mode_of(args).on_every_stage:
+    modes = _modes(args, model)
+    if not given or any(mode.on_every_stage for mode in modes):
         return None
-    return f"{given} in the mode {mode_of(args).name}"
+    return f"{given} in the mode {modes[0].name}"
 
 
 offload_fusion = excludes(
