@@ -4,6 +4,8 @@ The names are those of the published files, which ``transformers`` writes as wel
 called otherwise (``model.visual``, ``model.language_model``).
 """
 
+from collections.abc import Mapping
+
 from loongplug.models.architecture import HEAD, ProjectorArchitecture, VisionArchitecture
 from loongplug.models.hf_mapping import Row, Source, Split
 from loongplug.models.hf_model import HuggingFacePart
@@ -25,10 +27,25 @@ from loongplug.models.hf_rows import (
 from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25VisionConfig
 
 
+# By "weight" and "bias", what queries, keys and values are made of.
+_AttentionSources = Mapping[str, tuple[Source, ...]]
+
+
 def encoder(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
-    """The image encoder."""
+    """The image encoder, its queries, keys and values as one tensor in the files."""
+    return _encoder(vision, _fused(vision, theirs), ours=ours, theirs=theirs)
+
+
+def encoder_apart(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> HuggingFacePart:
+    """The image encoder, each of these a tensor of its own."""
+    return _encoder(vision, _apart(vision, theirs), ours=ours, theirs=theirs)
+
+
+def _encoder(
+    vision: Qwen25VisionConfig, sources: _AttentionSources, *, ours: str, theirs: str
+) -> HuggingFacePart:
     return HuggingFacePart(
-        rows=_encoder_rows(vision, ours=ours, theirs=theirs),
+        rows=_encoder_rows(vision, sources, ours=ours, theirs=theirs),
         values=vision_values("silu"),
         inexpressible=fixed_epsilon(vision, ours=ours),
     )
@@ -73,7 +90,9 @@ def decoder(
     )
 
 
-def _encoder_rows(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> list[Row]:
+def _encoder_rows(
+    vision: Qwen25VisionConfig, sources: _AttentionSources, *, ours: str, theirs: str
+) -> list[Row]:
     layer, their_layer = encoder_layer(ours), f"{theirs}.blocks.{{}}."
     hidden, count = vision.hidden_size, vision.num_layers
     rows = [
@@ -101,10 +120,25 @@ def _encoder_rows(vision: Qwen25VisionConfig, *, ours: str, theirs: str) -> list
             bias=True,
         ),
     ]
-    for kind, width in (("weight", (hidden,)), ("bias", ())):
-        fused = Source(f"{their_layer}attn.qkv.{kind}", (3 * hidden, *width), parts=3)
-        rows.append(qkv(layer, (fused,), kind=kind, groups=vision.num_attention_heads, count=count))
+    for kind, each in sources.items():
+        rows.append(qkv(layer, each, kind=kind, groups=vision.num_attention_heads, count=count))
     return rows
+
+
+def _fused(vision: Qwen25VisionConfig, theirs: str) -> _AttentionSources:
+    hidden, name = vision.hidden_size, f"{theirs}.blocks.{{}}.attn.qkv"
+    return {
+        "weight": (Source(f"{name}.weight", (3 * hidden, hidden), parts=3),),
+        "bias": (Source(f"{name}.bias", (3 * hidden,), parts=3),),
+    }
+
+
+def _apart(vision: Qwen25VisionConfig, theirs: str) -> _AttentionSources:
+    hidden, name = vision.hidden_size, f"{theirs}.blocks.{{}}.attn"
+    return {
+        "weight": tuple(Source(f"{name}.{each}.weight", (hidden, hidden)) for each in "qkv"),
+        "bias": tuple(Source(f"{name}.{each}.bias", (hidden,)) for each in "qkv"),
+    }
 
 
 def _other_head_size(text: Qwen25DecoderConfig) -> tuple[str, ...]:
