@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import prod
 from typing import Any
 
 from loongplug.data.loader import collate
@@ -108,7 +108,9 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
 def microbatches_of_size(
     args: Namespace, model: Any, *, visual_tokens: int
 ) -> list[MicrobatchSize]:
-    """As many of ``visual_tokens`` to each row, in one image of about a square; no other media.
+    """As many of ``visual_tokens`` to each row, in one image of about a square, or one sound.
+
+    They are the first encoder's; others have no media.
 
     Raises:
         ValueError: there are more of them than a row has tokens.
@@ -118,24 +120,16 @@ def microbatches_of_size(
             f"--visual-tokens is {visual_tokens}: expected 0 or more, and less than "
             f"--seq-length {args.seq_length}, for a row of one image and its text"
         )
-    sees = next(entry.name for entry in encoders(model.entries()) if "image" in entry.media)
-    merge = model.encoder(sees).spatial_merge_size
-    height = next(
-        (side for side in range(isqrt(visual_tokens), 0, -1) if visual_tokens % side == 0), 0
-    )
+    first, *others = (entry.name for entry in encoders(model.entries()))
     grids: tuple[Grid, ...] = ()
-    if height:
-        grids = ((1, height * merge, visual_tokens // height * merge),) * args.micro_batch_size
+    if visual_tokens:
+        grids = (model.encoder(first).grid_of(visual_tokens),) * args.micro_batch_size
     tokens = visual_tokens * args.micro_batch_size
 
     def shards(count: int) -> tuple[int, ...] | None:
         tp = args.tensor_model_parallel_size
         return (-(-count // tp),) * tp if args.sequence_parallel else None
 
-    units = {
-        entry.name: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))
-        if entry.name == sees
-        else UnitSize(shards=shards(0))
-        for entry in encoders(model.entries())
-    }
+    units = {first: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))}
+    units |= {name: UnitSize(shards=shards(0)) for name in others}
     return [MicrobatchSize(units=units)] * microbatches_of(args)

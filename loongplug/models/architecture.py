@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 from typing import TYPE_CHECKING, ClassVar
 
 from loongplug.models.entries import Entry, Role, checked
@@ -69,6 +69,10 @@ class EncoderArchitecture:
         """Of the smallest medium there is, which is encoded where there is none."""
         raise NotImplementedError
 
+    def grid_of(self, tokens: int) -> "Grid":
+        """The least grid with at least so many tokens, one or more, and of a usual shape."""
+        raise NotImplementedError
+
     def attention_windows(self) -> dict[int | None, int]:
         """How many layers attend within windows of which side in rows; None: whole frames."""
         return {None: self.computed_layers}
@@ -103,6 +107,12 @@ class VisionArchitecture(EncoderArchitecture):
     def blank_grid(self) -> "Grid":
         """One merge block of one frame."""
         return 1, self.spatial_merge_size, self.spatial_merge_size
+
+    def grid_of(self, tokens: int) -> "Grid":
+        """An image as near to a square as whole sides allow."""
+        merge = self.spatial_merge_size
+        height = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
+        return 1, height * merge, tokens // height * merge
 
 
 @dataclass(frozen=True, kw_only=True)

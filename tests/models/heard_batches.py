@@ -49,8 +49,7 @@ class HeardBatch(Batch):
             loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
             tokens=sum(sample.tokens for sample in chosen),
             units={
-                name: _joined([sample.units[name] for sample in chosen])
-                for name in chosen[0].units
+                name: _joined([sample.units[name] for sample in chosen]) for name in chosen[0].units
             },
         )
 

@@ -3,17 +3,17 @@
 Errors are measured as for Qwen3-VL. Sounds are of up to 24 frames.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-import dataclasses
 import pytest
 from fixed_images import Reference, as_saved, plain
 from heard_batches import AUDIO, HeardBatch, Senses, Sound, feature_arguments, heard
 from hf_batches import VOCABULARY
 from hf_reference import Layout, assert_agreement, reference_model, reference_step
-
 from loongplug.models.audio_transformer.config import Qwen2AudioEncoderConfig
+
 from loongplug.models.projectors.config import LinearConfig
 from loongplug.models.qwen2_audio.config import Qwen2AudioConfig
 from loongplug.models.text_decoders.config import LlamaTextConfig, Qwen2TextConfig
@@ -104,7 +104,5 @@ def test_qwen2_audio_step_agrees_with_transformers(
 
 
 def test_another_decoder_agrees_with_transformers(data: HeardBatch, tmp_path: Path) -> None:
-    model = dataclasses.replace(
-        MODEL, foundation=LlamaTextConfig(**TEXT, tie_word_embeddings=True)
-    )
+    model = dataclasses.replace(MODEL, foundation=LlamaTextConfig(**TEXT, tie_word_embeddings=True))
     check(made(tmp_path, model, data), data, Layout(tp=2, pp=2))

@@ -26,7 +26,6 @@ from loongplug.models.hf_rows import (
 )
 from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25VisionConfig
 
-
 # By "weight" and "bias", what queries, keys and values are made of.
 _AttentionSources = Mapping[str, tuple[Source, ...]]
 
