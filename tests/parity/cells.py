@@ -14,7 +14,10 @@ SIZES = (1, 2, 4)
 MOST_RANKS = 8
 BATCH = 8  # microbatches of a step, over all replicas of the decoder
 MODELS = ("qwen3_vl_tiny", "qwen3_vl_moe_tiny", "qwen2_5_vl_tiny")
-MORE_MODELS = ("llava_tiny", "siglip2_qwen3_tiny", "internvl_tiny")  # in few cells each
+MORE_MODELS = (  # in few cells each
+    *("llava_tiny", "siglip2_qwen3_tiny", "internvl_tiny"),
+    *("qwen2_audio_tiny", "qwen2_5_omni_tiny"),
+)
 UNIFORM, ENCODER_DP, FULL = "uniform", "encoder-hetero-dp", "full-hetero-dp"
 MODES = (UNIFORM, ENCODER_DP, FULL)
 OPTIMIZERS = ("plain", "distributed", "overlapped")
@@ -48,6 +51,13 @@ class Cell:
     def layers(self) -> int:
         """Decoder layers that fill the pipeline; four where it is short."""
         return max(4, self.pp * self.vpp)
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Keys of the model's encoders, which all have the cell's mode and size."""
+        if "omni" in self.model:
+            return "image_encoder", "audio_encoder"
+        return ("audio_encoder",) if "audio" in self.model else ("image_encoder",)
 
     @property
     def heterogeneous(self) -> bool:
@@ -140,13 +150,14 @@ class Cell:
             given += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
             given += ["--recompute-num-layers", "1"]
         if self.recompute in ("encoder", "both"):
-            given += ["model.image_encoder.recompute=true"]
+            given += [f"model.{encoder}.recompute=true" for encoder in self.encoders]
         if self.mode != UNIFORM:
             given += [f"--enable-{self.mode}"]
         if self.balance:
             given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
         if self.heterogeneous or self.mode != UNIFORM:  # whose encoder has TP 1 where none is given
-            given += [f"model.image_encoder.tensor_model_parallel_size={self.encoder_tp}"]
+            size = f"tensor_model_parallel_size={self.encoder_tp}"
+            given += [f"model.{encoder}.{size}" for encoder in self.encoders]
         if self.optimizer != "plain":
             given += ["--use-distributed-optimizer"]
         if self.optimizer == "overlapped":
