@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from loongplug.data.demo_audio_processor import MEL_BINS, SECONDS
 from loongplug.data.demo_processor import FixedImages
 from loongplug.models.architecture import (
     MultimodalArchitecture,
@@ -15,6 +16,7 @@ from loongplug.models.architecture import (
     TextArchitecture,
     VisionArchitecture,
 )
+from loongplug.models.audio_transformer.config import AudioTransformerConfig
 
 # By the side of a token in patches: as few tokens as images of their own sizes have.
 _TINY_IMAGES = {1: FixedImages(side=16), 2: FixedImages(side=16, patch_size=4, merge=2)}
@@ -22,6 +24,8 @@ _SETTINGS = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate
 _HEAD = 16  # channels of a head, in both modules
 _HIDDEN, _FFN, _EXPERT_FFN = 48, 96, 40
 _EXPERTS = 8
+_STATES_IN_A_SECOND = 50
+_WINDOW = 25  # half the frames of a chunk: a sound of a second has several
 
 
 def demo_length(model: MultimodalArchitecture) -> int:
@@ -96,23 +100,46 @@ def tiny_sizes(
 ) -> dict[str, Any]:
     """Sizes of the likeness by their keys below ``model``.
 
-    ``vocabulary`` is how many ids the tokenizer has; with ``demo_patches``, images come from the
-    demo's processor, whose patches the encoder then takes.
+    ``vocabulary`` is how many ids the tokenizer has; with ``demo_patches``, media come from the
+    demo's processor, whose patches and frames the encoders then take.
     """
     sizes: dict[str, Any] = {}
+    text = _decoder(model.foundation, layout)
     for name in model.encoders:
         encoder = model.encoder(name)
-        assert isinstance(encoder, VisionArchitecture)
-        own = _encoder(encoder, layout, demo_patches=demo_patches)
+        if isinstance(encoder, VisionArchitecture):
+            own = _sees(encoder, layout, demo_patches=demo_patches)
+        else:
+            assert isinstance(encoder, AudioTransformerConfig)
+            own = _hears(encoder, layout, out=text["hidden_size"], demo_frames=demo_patches)
         sizes |= {f"{model.keys[name]}.{key}": value for key, value in own.items()}
-    decoder = _decoder(model.foundation, layout) | {
+    decoder = text | {
         "num_layers": tiny_stages(layout, taps=model.taps()).layers,
         "vocab_size": up(vocabulary, layout.tp),
     }
     return sizes | {f"foundation.{key}": value for key, value in decoder.items()}
 
 
-def _encoder(
+def _hears(
+    encoder: AudioTransformerConfig, layout: TinyLayout, *, out: int, demo_frames: bool
+) -> dict[str, Any]:
+    """``out`` is the decoder's width, which some encoders have in their files."""
+    split = lcm(layout.tp, layout.encoder_tp)
+    heads = up(4, split)
+    sizes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "hidden_size": heads * _HEAD,
+        "ffn_hidden_size": up(_FFN, split),
+        "num_layers": 2,
+    }
+    if demo_frames:
+        sizes |= {"mel_bins": MEL_BINS, "max_positions": SECONDS * _STATES_IN_A_SECOND}
+    if getattr(encoder, "n_window", None) is not None:
+        sizes |= {"n_window": _WINDOW, "output_dim": out}
+    return sizes
+
+
+def _sees(
     encoder: VisionArchitecture, layout: TinyLayout, *, demo_patches: bool
 ) -> dict[str, Any]:
     split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
