@@ -52,6 +52,8 @@ from loongplug.training.question_source import QuestionSource, end_tokens, quest
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
 from loongplug.training.step_sizes import step_sizes
 
+_PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
 
 
@@ -285,32 +287,41 @@ class DatasetProvider:
         """That of ``--tokenizer-model``; ValueError where it does not fit the model."""
         args = self._args
         texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
-        vision: Any = next(
-            model.encoder(each.name) for each in encoders(model.entries()) if "image" in each.media
-        )
+        takes = {
+            kind: model.encoder(each.name)
+            for each in encoders(model.entries())
+            for kind in each.media
+        }
+        sees: Any = takes.get("image")
+        hears: Any = takes.get("audio")
         processor = load_processor(
             args.tokenizer_model,
             tokens=VisionTokens(
-                image=texts["image_token_id"],
+                image=texts.get("image_token_id"),
                 video=texts.get("video_token_id"),
                 start=texts.get("vision_start_token_id"),
                 end=texts.get("vision_end_token_id"),
+                audio=texts.get("audio_token_id"),
+                audio_start=texts.get("audio_start_token_id"),
+                audio_end=texts.get("audio_end_token_id"),
             ),
-            patch_sizes=PatchSizes(
-                patch_size=vision.patch_size,
-                spatial_merge_size=vision.spatial_merge_size,
-                image_size=getattr(vision, "image_size", None),  # of encoders that fix it
+            patch_sizes=None
+            if sees is None
+            else PatchSizes(
+                patch_size=sees.patch_size,
+                spatial_merge_size=sees.spatial_merge_size,
+                image_size=getattr(sees, "image_size", None),  # of encoders that fix it
             ),
+            audio_sizes=None if hears is None else hears.sizes,
             special_tokens_in_text=args.special_tokens_in_text,
             pixel_limits=PixelLimits.of(args),
         )
+        patches = () if sees is None else _PATCH_SIZES
         require_fit(
             processor,
             **{name: getattr(model, name, None) for name in TOKEN_IDS},
             vocab_size=model.foundation.vocab_size,
-            patch_size=vision.patch_size,
-            temporal_patch_size=vision.temporal_patch_size,
-            spatial_merge_size=vision.spatial_merge_size,
+            **{name: getattr(sees, name) for name in patches},
         )
         return processor
 

@@ -13,7 +13,6 @@ from loongplug.verify.tiny import (
     TinyLayout,
     as_overrides,
     demo_length,
-    tiny_images,
     tiny_sizes,
     tiny_stages,
     up,
@@ -157,21 +156,19 @@ class _Planner:
 
     def _demo(self, args: Namespace) -> list[str]:
         """The demo's data and tokenizer, where the user names no tokenizer."""
-        from loongplug.data.demo import make_demo_data
-        from loongplug.data.demo_processor import write_processor
         from loongplug.training.config import compose_asked_for
+        from loongplug.verify.demo import demo_rows, write_demo_processor
 
         demo = self._folder / "demo"
         model = compose_asked_for(args).config
-        if not demo.is_dir():
-            make_demo_data(demo, train=_DEMO_SAMPLES, test=1)
-            fixed, style = tiny_images(model), model.video_style()
-            write_processor(demo / "processor", video_style=style, fixed=fixed)
+        rows = demo_rows(model, demo, samples=_DEMO_SAMPLES)
+        if not (demo / "processor_of_likeness").is_dir():
+            write_demo_processor(model, demo / "processor_of_likeness")
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
         length = up(demo_length(model), args.tensor_model_parallel_size)
         return [
-            *("--tokenizer-model", str(demo / "processor")),
-            *("--train-data-path", str(demo / "train.jsonl"), "--seq-length", str(length)),
+            *("--tokenizer-model", str(demo / "processor_of_likeness")),
+            *("--train-data-path", str(rows), "--seq-length", str(length)),
         ]
 
     def _tiny_model(self, args: Namespace, flags: Sequence[str]) -> list[str]:

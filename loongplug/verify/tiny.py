@@ -139,9 +139,7 @@ def _hears(
     return sizes
 
 
-def _sees(
-    encoder: VisionArchitecture, layout: TinyLayout, *, demo_patches: bool
-) -> dict[str, Any]:
+def _sees(encoder: VisionArchitecture, layout: TinyLayout, *, demo_patches: bool) -> dict[str, Any]:
     split = lcm(layout.tp, layout.encoder_tp)  # the projector may keep the decoder's
     heads = up(4, split)
     hidden = heads * _HEAD

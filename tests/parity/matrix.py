@@ -147,7 +147,7 @@ class Matrix:
         return [
             *("--device", "cpu", "--config-file", str(prepared / "model.yaml")),
             *("--tokenizer-model", str(prepared / "processor")),
-            *("--train-data-path", str(self._folder / "demo" / "train.jsonl")),
+            *("--train-data-path", (prepared / "rows").read_text(encoding="utf-8")),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
             *("--seq-length", str(length_of(cell.model)), "--micro-batch-size", "1"),
             *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
@@ -185,19 +185,17 @@ def _in_child(function: Callable[[], None]) -> None:
 
 def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     """Write the cell's model as YAML, its processor and its weights; the demo's data once."""
-    from loongplug.data.demo import make_demo_data
-    from loongplug.data.demo_processor import write_processor
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
-    from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_images, tiny_sizes
+    from loongplug.verify.demo import demo_rows, write_demo_processor
+    from loongplug.verify.tiny import TinyLayout, as_overrides, tiny_sizes
     from loongplug.verify.weights import write_random_weights
 
-    if not (demo / "train.jsonl").is_file():
-        make_demo_data(demo, train=SAMPLES, test=1)
     folder.mkdir(parents=True)
     composed = compose_model(model_name=cell.model)
-    fixed, style = tiny_images(composed.config), composed.config.video_style()
-    write_processor(folder / "processor", video_style=style, fixed=fixed)
+    rows = demo_rows(composed.config, demo, samples=SAMPLES)
+    (folder / "rows").write_text(str(rows), encoding="utf-8")
+    write_demo_processor(composed.config, folder / "processor")
     tokenizer = read_tokenizer(folder / "processor")
     largest = TinyLayout(tp=_LARGEST, ep=_LARGEST, etp=_LARGEST, encoder_tp=_LARGEST)
     sizes = tiny_sizes(composed.config, largest, vocabulary=tokenizer.size, demo_patches=True)
