@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.consoles import table_console
+from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.image_patches import PatchSizes
 from loongplug.data.object_store import RemoteFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
@@ -69,10 +70,12 @@ def evaluate(
         _require_place(predictions)
     console = table_console()
     hf_model = load_model(model, device=choose_device(device))
-    patch_sizes = PatchSizes.of_config(hf_model.config.to_dict())
+    said = hf_model.config.to_dict()
+    patch_sizes = PatchSizes.of_config(said)
     processor = load_processor(
         model,
         patch_sizes=patch_sizes,
+        audio_sizes=AudioSizes.of_config(said),
         special_tokens_in_text=special_tokens_in_text,
         pixel_limits=pixel_limits,
     )
@@ -141,7 +144,7 @@ def _score(metric: Metric, answer: str, *, question: Question) -> float:
 
 
 def _require_fit(processor: Processor, config: Any, sizes: PatchSizes | None) -> None:
-    vision = config.vision_config
+    vision = getattr(config, "vision_config", None)
     require_fit(
         processor,
         **{name: getattr(config, name, None) for name in TOKEN_IDS},
@@ -154,7 +157,10 @@ def _require_fit(processor: Processor, config: Any, sizes: PatchSizes | None) ->
 
 def _video_style(config: Any) -> VideoStyle:
     """A model that counts time in its positions says how fast; the others read timestamps."""
-    tokens_per_second = getattr(config.vision_config, "tokens_per_second", None)
+    vision = getattr(config, "vision_config", None)
+    tokens_per_second = getattr(vision, "tokens_per_second", None)
+    if tokens_per_second is None:  # a model that hears, too, has one time for both
+        tokens_per_second = getattr(config, "position_id_per_seconds", None)
     if tokens_per_second is None:
         return TIMESTAMPS
     return VideoStyle(timestamps=False, tokens_per_second=tokens_per_second)

@@ -1,18 +1,23 @@
 """Greedy answers from an exported model, in batches."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from loongplug.data.conversation import AudioClip, Video, VideoClip
 from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import MediaFile
 from loongplug.data.processor import Processor
 from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.evaluate.questions import Question
 from loongplug.platform import DeviceName
+
+# Each model in transformers takes one of these.
+_SECONDS_OF_GRIDS = ("second_per_grid_ts", "video_second_per_grid")
 
 
 def load_model(folder: Path, *, device: DeviceName) -> Any:
@@ -23,7 +28,7 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
     Raises:
         ValueError: there is no model in the folder, or its weights do not fill the model.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForMultimodalLM
     from transformers.utils import logging
 
     if not (folder / "config.json").is_file():
@@ -37,7 +42,7 @@ def load_model(folder: Path, *, device: DeviceName) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         config._attn_implementation = "sdpa"  # a folder may name a kernel to fetch
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        model, report = AutoModelForMultimodalLM.from_pretrained(
             str(folder),
             config=config,
             dtype=torch.float32 if device == "cpu" else "auto",
@@ -74,6 +79,7 @@ def generate_answers(
     config = _greedy_config(model, processor, max_new_tokens=max_new_tokens)
     videos = VideoProcessor(processor, video_style)
     loader = MediaLoader(processor, videos=videos)
+    takes = signature(model.forward).parameters
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].input_ids))
     answers = [""] * len(questions)
     for start in range(0, len(order), batch_size):
@@ -81,6 +87,7 @@ def generate_answers(
         chosen_questions = [questions[index] for index in chosen]
         inputs = _batch(chosen_questions, processor, loader=loader)
         inputs |= _video_times(chosen_questions, processor, video_style)
+        inputs = {name: tensor for name, tensor in inputs.items() if name in takes}
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=config)
@@ -107,7 +114,7 @@ def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> 
 def _batch(
     questions: Sequence[Question], processor: Processor, *, loader: MediaLoader
 ) -> dict[str, Tensor]:
-    """Prompts padded on the left to the longest, with the patches of their images and videos."""
+    """Prompts padded on the left to the longest, with the rows of their media."""
     shape = len(questions), max(len(question.input_ids) for question in questions)
     input_ids = torch.full(shape, processor.pad_token_id)  # [b, s] int64
     attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -119,14 +126,19 @@ def _batch(
     media = [medium for question in questions for medium in question.media]
     where = ", ".join(question.where for question in questions if question.media)
     images = [medium for medium in media if isinstance(medium, MediaFile)]
-    videos = [medium for medium in media if not isinstance(medium, MediaFile)]
+    sounds = [medium for medium in media if isinstance(medium, AudioClip)]
+    videos = [medium for medium in media if isinstance(medium, Video | VideoClip)]
     if images:
         vision = loader.load(images, where=where)
-        inputs |= processor.images.model_inputs(vision.rows, vision.grids)
+        inputs |= processor.vision.model_inputs(vision.rows, vision.grids)
+    if sounds:
+        assert processor.audio is not None, "a row with a sound is refused without it"
+        heard = loader.load(sounds, where=where)
+        inputs |= processor.audio.model_inputs(heard.rows, heard.grids)
     if videos:
         vision = loader.load(videos, where=where)
         inputs |= {"pixel_values_videos": vision.rows, "video_grid_thw": vision.grids}
-    # A model that is told of grids is told which tokens are of images and which of videos.
+    # A model that is told of grids may be told which tokens are of images and which of videos.
     if any(name.endswith("_grid_thw") for name in inputs):
         kinds = torch.zeros(shape, dtype=torch.int32)
         kinds[input_ids == processor.image_token_id] = 1
@@ -141,7 +153,8 @@ def _video_times(
 ) -> dict[str, Tensor]:
     """What a model without timestamps is told of its videos' times, [videos] seconds."""
     media = [medium for question in questions for medium in question.media]
-    rates = [medium.fps for medium in media if not isinstance(medium, MediaFile)]
+    rates = [medium.fps for medium in media if isinstance(medium, Video | VideoClip)]
     if style.timestamps or not rates:
         return {}
-    return {"second_per_grid_ts": torch.tensor([processor.temporal_patch_size / r for r in rates])}
+    seconds = torch.tensor([processor.temporal_patch_size / rate for rate in rates])
+    return dict.fromkeys(_SECONDS_OF_GRIDS, seconds)
