@@ -18,6 +18,7 @@ from loongplug.platform import DeviceName
 
 # Each model in transformers takes one of these.
 _SECONDS_OF_GRIDS = ("second_per_grid_ts", "video_second_per_grid")
+_IF_TAKEN = {*_SECONDS_OF_GRIDS, "mm_token_type_ids"}
 
 
 def load_model(folder: Path, *, device: DeviceName) -> Any:
@@ -87,7 +88,9 @@ def generate_answers(
         chosen_questions = [questions[index] for index in chosen]
         inputs = _batch(chosen_questions, processor, loader=loader)
         inputs |= _video_times(chosen_questions, processor, video_style)
-        inputs = {name: tensor for name, tensor in inputs.items() if name in takes}
+        inputs = {
+            name: tensor for name, tensor in inputs.items() if name in takes or name not in _IF_TAKEN
+        }
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=config)
