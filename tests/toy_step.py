@@ -1,6 +1,6 @@
-"""A step of the executor without ranks: a small encoder, a decoder that is a product, no wires."""
+"""A step of executors without ranks: small encoders, a decoder that is a product, no wires."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,18 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import MediaInput, Microbatch
+from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.policies import EncoderStep, Policy
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
+from loongplug.observe.recorder import NOTHING
 from loongplug.platform.cpu import CpuPlatform
 
 CPU = torch.device("cpu")
 PIXELS, WIDTH, AHEAD = 64, 32, 2
 ENTRY = Entry(name="eyes", role=Role.ENCODER, media=("image",))
+EARS = Entry(name="ears", role=Role.ENCODER, media=("audio",))
 
 
 class Device:
@@ -42,38 +45,40 @@ class Device:
 
 
 class Model(nn.Module):
-    """An encoder of two layers, whose weights' gradients are added up in ``main_grad``."""
+    """Encoders of two layers, whose weights' gradients are added up in ``main_grad``."""
 
-    def __init__(self, *, trains: bool = True) -> None:
+    def __init__(self, *, entries: Sequence[Entry] = (ENTRY,), trains: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.eyes = nn.Sequential(nn.Linear(PIXELS, 16), nn.Tanh(), nn.Linear(16, WIDTH))
-        self.eyes.requires_grad_(trains)
-        self.encoders = (ENTRY,)
+        for entry in entries:
+            layers = nn.Linear(PIXELS, 16), nn.Tanh(), nn.Linear(16, WIDTH)
+            self.add_module(entry.name, nn.Sequential(*layers).requires_grad_(trains))
+        self.encoders = tuple(entries)
         self.outside_schedule: set[str] = set()
         self.config = SimpleNamespace(finalize_model_grads_func=None)
         self.text_decoder = SimpleNamespace(
             config=SimpleNamespace(
                 sequence_parallel=False,
-                feature_width=WIDTH,
                 params_dtype=torch.float32,
                 hidden_size=WIDTH,
             )
         )
+        self.parts = {entry.name: self._part(entry) for entry in entries}
+
+    def _part(self, entry: Entry) -> SimpleNamespace:
+        module = self.get_submodule(entry.name)
         buffers = [
             SimpleNamespace(param_data=None, grad_data=self._main_grad(each), extra_main_grads=[])
-            for each in self.parameters()
+            for each in module.parameters()
         ]
-        self.parts = {
-            ENTRY.name: SimpleNamespace(
-                no_sync=nullcontext,
-                module=self,
-                buffers=buffers,
-                expert_parallel_buffers=[],
-                bucket_groups=[],
-                expert_parallel_bucket_groups=[],
-            )
-        }
+        return SimpleNamespace(
+            no_sync=nullcontext,
+            module=module,
+            buffers=buffers,
+            expert_parallel_buffers=[],
+            bucket_groups=[],
+            expert_parallel_bucket_groups=[],
+        )
 
     @staticmethod
     def _main_grad(parameter: nn.Parameter) -> Tensor:
@@ -90,14 +95,17 @@ class Model(nn.Module):
 
     @property
     def gradients(self) -> Tensor:
-        return torch.cat([each.grad_data.flatten() for each in self.parts[ENTRY.name].buffers])
+        return self.gradients_of(ENTRY)
+
+    def gradients_of(self, entry: Entry) -> Tensor:
+        return torch.cat([each.grad_data.flatten() for each in self.parts[entry.name].buffers])
 
     def trains(self, entry: Entry) -> bool:
-        return any(each.requires_grad for each in self.eyes.parameters())
+        return any(each.requires_grad for each in self.parts[entry.name].module.parameters())
 
-    def encode(self, entry: Entry, vision: MediaInput | None) -> Features:
-        pixels = torch.zeros(0, PIXELS) if vision is None else vision.rows
-        return Features(embeddings=self.eyes(pixels), deepstack=())
+    def encode(self, entry: Entry, media: MediaInput | None) -> Features:
+        rows = torch.zeros(0, PIXELS) if media is None else media.rows
+        return Features(embeddings=self.get_submodule(entry.name)(rows), deepstack=())
 
 
 class Wires:
@@ -116,26 +124,36 @@ class Wires:
         return dict(gradients)
 
 
-def microbatches(rows: list[int], *, device: torch.device = CPU) -> list[Microbatch]:
-    """Visual tokens alone; their pixels are on ``device``."""
+def microbatches(
+    rows: list[int], *, ears: list[int] | None = None, device: torch.device = CPU
+) -> list[Microbatch]:
+    """Tokens of media alone, as many as rows for the encoders; their rows are on ``device``."""
     chance = torch.Generator().manual_seed(1)
-    return [
-        Microbatch(
-            input_ids=None,
-            position_ids=torch.zeros(3, 1, count, dtype=torch.int64),
-            labels=None,
-            loss_mask=None,
-            tokens=count,
-            vision=MediaInput(
-                rows=torch.randn(count, PIXELS, generator=chance).to(device),
-                grids=torch.tensor([[1, 1, count]]),
-            ),
-            patches=count,
-            visual_places=(np.arange(count),),
-            number=number,
+
+    def unit(count: int, *, behind: int = 0) -> Unit:
+        media = MediaInput(
+            rows=torch.randn(count, PIXELS, generator=chance).to(device),
+            grids=torch.tensor([[1, 1, count]]),
         )
-        for number, count in enumerate(rows)
-    ]
+        return Unit(grids=((1, 1, count),), places=(np.arange(count) + behind,), media=media)
+
+    made = []
+    for number, count in enumerate(rows):
+        units, tokens = {ENTRY.name: unit(count)}, count
+        if ears is not None:
+            units[EARS.name], tokens = unit(ears[number], behind=count), count + ears[number]
+        made.append(
+            Microbatch(
+                input_ids=None,
+                position_ids=torch.zeros(3, 1, tokens, dtype=torch.int64),
+                labels=None,
+                loss_mask=None,
+                tokens=tokens,
+                units=units,
+                number=number,
+            )
+        )
+    return made
 
 
 def executor_of(
@@ -145,6 +163,7 @@ def executor_of(
     on_host: frozenset[Kept] = frozenset(),
     last_stage: bool = True,
     device: Any = None,
+    entry: Entry = ENTRY,
 ) -> Executor:
     """An executor of one replica that encodes all and consumes all."""
 
@@ -164,9 +183,7 @@ def executor_of(
 
     platform: Any = Device(copies) if device is None else device
     wires: Any = Wires()
-    return Executor(
-        planned, wires, entry=ENTRY, patches_per_token=1, outside_schedule=True, platform=platform
-    )
+    return Executor(planned, wires, entry=entry, taps=0, outside_schedule=True, platform=platform)
 
 
 def run_step(
@@ -178,21 +195,48 @@ def run_step(
     backwards: bool | None = None,
     seen: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
+    """:func:`run_encoders` with one, whose state may be on the host."""
+    if executor.state is None:
+        wrapped: Any = model.parts[ENTRY.name]
+        executor.state = EncoderState(wrapped, [], platform=executor._platform)
+    return run_encoders(
+        {ENTRY.name: executor},
+        model,
+        microbatches(rows, device=executor._platform.device),
+        training=training,
+        backwards=backwards,
+        seen=seen,
+    )
+
+
+def loss_of(features: Tensor, number: int) -> Tensor:
+    """A decoder's, of an encoder's features of a microbatch."""
+    return (features * (number + 1)).tanh().sum()
+
+
+def run_encoders(
+    executors: Mapping[str, Executor],
+    model: Model,
+    data: list[Microbatch],
+    *,
+    training: bool = True,
+    backwards: bool | None = None,
+    seen: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
     """The losses of a step in which AHEAD forwards come before a backward, or no ``backwards``.
 
     ``seen`` is called in each forward behind its features' use, and behind each backward.
     """
-    if executor.state is None:
-        wrapped: Any = model.parts[ENTRY.name]
-        executor.state = EncoderState(wrapped, [], platform=executor._platform)
     losses: list[Tensor] = []
     goes_back = training if backwards is None else backwards
 
-    def forward_step(data_iterator: Any, chunk: Model) -> tuple[Tensor, None]:
-        microbatch = next(data_iterator)
-        features = executor.features(microbatch.number).embeddings
-        loss = (features * (microbatch.number + 1)).tanh().sum()
-        del features
+    def forward_step(data_iterator: Any, chunk: Any) -> tuple[Tensor, None]:
+        number = next(data_iterator).number
+        loss = sum(
+            loss_of(source.features(number).embeddings, number)
+            for source in chunk.feature_sources.values()
+        )
+        assert isinstance(loss, Tensor)
         if not loss.requires_grad and training:  # a frozen encoder beside a decoder that trains
             loss = loss * torch.ones((), requires_grad=True)
         seen()
@@ -206,7 +250,7 @@ def run_step(
                 graphs.pop(0).backward()
                 seen()
 
-        for number in range(len(rows)):
+        for number in range(len(data)):
             output, _loss = forward_step_func(data_iterator, model)
             graphs.append(output)
             losses.append(output.detach())
@@ -214,12 +258,30 @@ def run_step(
                 backward()
         while graphs and goes_back:
             backward()
+        if model.config.finalize_model_grads_func is not None:
+            model.config.finalize_model_grads_func([model])
 
-    executor.around(schedule)(
+    engines: Any = {name: _Encodes(executor) for name, executor in executors.items()}
+    engine = Engine(engines, recorder=NOTHING)
+    attached: Any = model
+    engine.attach(attached)
+    engine.schedules(lambda: schedule)()(
         forward_step_func=forward_step,
-        data_iterator=iter(microbatches(rows, device=executor._platform.device)),
+        data_iterator=iter(data),
         model=model,
-        num_microbatches=len(rows),
+        num_microbatches=len(data),
         forward_only=not training,
     )
     return losses
+
+
+class _Encodes:
+    """What an engine asks of an encoder's, where there are no ranks."""
+
+    steps = True
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def executor(self) -> Executor:
+        return self._executor

@@ -89,17 +89,17 @@ class ChunkPlan(TransformerModelChunkSchedulePlan):
         self.state.composed = model
         self.state.units = units
         self.state.number = number
-        self._before_backward: Callable[[], None] | None = None
+        self._before_backward: list[Callable[[], None]] = []
 
     def on_backward(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when the microbatch's backward through this chunk begins."""
-        self._before_backward = call
+        """Have ``call`` called, too, when the microbatch's backward through this chunk begins."""
+        self._before_backward.append(call)
 
     @staticmethod
     def run(f_schedule_plan: Any, b_schedule_plan: Any, **options: Any) -> Any:
         """As upstream's, which runs one plan's forward with another's backward; None for none."""
-        if b_schedule_plan is not None and b_schedule_plan._before_backward is not None:
-            b_schedule_plan._before_backward()
+        for call in () if b_schedule_plan is None else b_schedule_plan._before_backward:
+            call()
         return TransformerModelChunkSchedulePlan.run(f_schedule_plan, b_schedule_plan, **options)
 
     def _extra_args_for_layer(self, *args: Any) -> dict[str, Any]:

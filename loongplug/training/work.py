@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as Dictionary
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Self
 
@@ -40,7 +40,7 @@ class UnitWork:
     name: str
     per_row: int
     per_media_token: int
-    tokens_of: Callable[[Grid], int]
+    tokens_of: Callable[[Grid], int] = field(compare=False)  # the architecture's
     attention: EncoderWork  # multiplications of forward
     passes: float  # one, and two more for the share of its layers with a backward
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from image_units import ENCODER, image_units
+
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.source import LocalSource
@@ -26,11 +28,12 @@ def local_loader(
         dp_rank=dp_rank,
         dp_size=dp_size,
         seed=seed,
-        loads=(0,) if with_images else (),
+        encoders=image_units(loads=(0,) if with_images else ()),
     )
     return MicrobatchLoader(
         source,
         processor=dataset.processor,
         seq_length=dataset.seq_length,
+        token_ids={ENCODER: dataset.processor.visual_token_ids},
         packed="look_ahead" in options,
     )

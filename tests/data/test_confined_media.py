@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_units import media_batch
 from typer.testing import CliRunner
 
 from loongplug.commands.data import data as data_commands
@@ -19,7 +20,7 @@ from loongplug.data.images import decode_image, image_size
 from loongplug.data.media_files import ConfinedFolder, open_media_file, read_head
 from loongplug.data.processor import Processor
 from loongplug.data.rows import RowAccess
-from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.units import UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.evaluate.questions import read_questions
 
@@ -171,7 +172,7 @@ def test_a_sample_is_bad_as_one_without_its_file(
     (inside / "a.png").unlink()
     (inside / "a.png").symlink_to("../media-of-others/secret.png")
     loaded = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))(
-        MediaBatch.of(0, confined[:1], encoder="image_encoder", kinds=("image", "video"))
+        media_batch(0, confined[:1])
     )
     assert REFUSED in loaded.bad[0].message
 

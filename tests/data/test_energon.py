@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from energon_folders import of_demo, prepare, write_shard
+from image_units import media_of
 from local_loader import local_loader
 from PIL import Image, ImageFile
 
@@ -99,14 +100,8 @@ def test_microbatches_are_the_same_and_resume(
             one, other = next(jsonl), next(energon)
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
                 assert torch.equal(getattr(one, name), getattr(other, name))
-            assert one.units["image_encoder"].media is not None
-            assert other.units["image_encoder"].media is not None
-            assert torch.equal(
-                one.units["image_encoder"].media.rows, other.units["image_encoder"].media.rows
-            )
-            assert torch.equal(
-                one.units["image_encoder"].media.grids, other.units["image_encoder"].media.grids
-            )
+            assert torch.equal(media_of(one).rows, media_of(other).rows)
+            assert torch.equal(media_of(one).grids, media_of(other).grids)
         assert jsonl.source.decoded > 0
     finally:
         energon.source.close()
@@ -212,16 +207,10 @@ def test_a_video_is_read_out_of_its_shard(tmp_path: Path, processor: Processor) 
         for source in (rows, files)
     ]
     one, other = (next(each) for each in loaders)
-    assert one.units["image_encoder"].media is not None
-    assert other.units["image_encoder"].media is not None
     assert torch.equal(one.input_ids, other.input_ids)
-    assert torch.equal(
-        one.units["image_encoder"].media.rows, other.units["image_encoder"].media.rows
-    )
-    half = len(one.units["image_encoder"].media.rows) // 2
-    assert not torch.equal(
-        one.units["image_encoder"].media.rows[:half], one.units["image_encoder"].media.rows[half:]
-    )
+    assert torch.equal(media_of(one).rows, media_of(other).rows)
+    half = len(media_of(one).rows) // 2
+    assert not torch.equal(media_of(one).rows[:half], media_of(one).rows[half:])
 
 
 @pytest.mark.parametrize(

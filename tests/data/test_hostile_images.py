@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_units import media_batch
 from PIL import Image, ImageFile, features
 
 from loongplug.data import media_files
@@ -20,7 +21,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.images import FORMATS, decode_image, image_size
 from loongplug.data.media_files import TarMember
 from loongplug.data.processor import Processor
-from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.units import UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 
 pytestmark = pytest.mark.quick
@@ -185,7 +186,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
     loader = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))
-    loaded = loader(MediaBatch.of(0, samples, encoder="image_encoder", kinds=("image",)))
+    loaded = loader(media_batch(0, samples))
     assert list(loaded.bad) == [0]
     assert loaded.bad[0].kind == "pixels"
     assert f"rows.jsonl:1: image {rows.parent / names[0]} is damaged ({reason})" in (

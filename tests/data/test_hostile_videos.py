@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_units import media_batch
 from PIL import Image
 from video_reference import Family
 
@@ -16,7 +17,7 @@ from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.media_files import ConfinedFolder, TarMember, open_media_file
 from loongplug.data.processor import Processor
-from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.units import UnitLoader
 from loongplug.data.video import TIMESTAMPS, VideoProcessor
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
 
@@ -216,7 +217,7 @@ def test_any_error_of_a_decoder_is_damage_to_its_sample(
     reason = str(error) or type(error).__name__
     monkeypatch.setattr(av, "open", broken)
     loaded = UnitLoader(processor, videos=VideoProcessor(processor, TIMESTAMPS))(
-        MediaBatch.of(0, [sample], encoder="image_encoder", kinds=("image", "video"))
+        media_batch(0, [sample])
     )
     assert loaded.bad[0].kind == "pixels"
     assert (

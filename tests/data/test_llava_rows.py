@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_units import media_of, unit_of
 from llava_folders import (
     CLIP,
     INTERNVL,
@@ -296,11 +297,10 @@ def test_microbatches_have_plain_positions_and_one_row_of_tokens_to_each_patch(
     assert microbatch.segments == (len(sample), len(dataset[1]))
     expected = [*range(len(sample)), *range(len(dataset[1]))]
     assert microbatch.position_ids[0, 0, : len(expected)].tolist() == expected
-    assert microbatch.units["image_encoder"].media is not None
-    assert microbatch.units["image_encoder"].media.grids.tolist() == [[1, 24, 24]]
-    assert microbatch.units["image_encoder"].media.rows.shape == (576, 588)
+    assert media_of(microbatch).grids.tolist() == [[1, 24, 24]]
+    assert media_of(microbatch).rows.shape == (576, 588)
     places = np.flatnonzero(sample.input_ids == llava.image_token_id)
-    assert microbatch.units["image_encoder"].places[0].tolist() == places.tolist()
+    assert unit_of(microbatch).places[0].tolist() == places.tolist()
     assert len(places) == 576
     lines = "\n".join(describe(sample, llava))
     assert "a.png, 90 x 40 pixels: 576 tokens" in lines
@@ -337,9 +337,8 @@ def test_a_damaged_image_is_its_sample_s_fault(
     skipping = BadSamples("skip")
     microbatch = next(local_loader(dataset, micro_batch_size=2, bad_samples=skipping))
     assert dict(skipping.counts) == {"pixels": 1}
-    assert microbatch.units["image_encoder"].media is not None
-    assert microbatch.units["image_encoder"].media.rows.shape == (576, 588)
-    assert not microbatch.units["image_encoder"].media.rows.any()
+    assert media_of(microbatch).rows.shape == (576, 588)
+    assert not media_of(microbatch).rows.any()
     assert microbatch.loss_mask is not None
     trained = int(dataset[1].loss_mask.sum())
     assert trained > 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_units import media_of, unit_of
 from local_loader import local_loader
 from PIL import ImageFile
 
@@ -90,8 +91,7 @@ def test_microbatch_is_padded_on_the_right(dataset: ChatDataset) -> None:
 
 
 def test_vision_has_the_images_in_the_order_of_their_tokens(dataset: ChatDataset) -> None:
-    vision = next(loader(dataset, micro_batch_size=3)).units["image_encoder"].media
-    assert vision is not None
+    vision = media_of(next(loader(dataset, micro_batch_size=3)))
     assert vision.grids.tolist() == [[1, 2, 2], [1, 2, 2], [1, 4, 2]]
     assert torch.equal(vision.rows[:4], vision.rows[4:8])  # a.png in row 2 and in row 3
     assert vision.rows.shape == (16, 1536)
@@ -115,9 +115,7 @@ def test_an_image_in_the_row_is_as_its_file(
     file, inline = (next(made) for _ in range(2))
     made.source.close()
     assert torch.equal(file.input_ids, inline.input_ids)
-    assert torch.equal(
-        file.units["image_encoder"].media.rows, inline.units["image_encoder"].media.rows
-    )
+    assert torch.equal(media_of(file).rows, media_of(inline).rows)
     with pytest.raises(
         BadSampleError, match=r"rows.jsonl:3: of 2 bytes in the row is not an image"
     ):
@@ -125,8 +123,7 @@ def test_an_image_in_the_row_is_as_its_file(
 
 
 def test_a_microbatch_of_text_is_a_zero_length_unit(dataset: ChatDataset) -> None:
-    vision = next(loader(dataset, micro_batch_size=1)).units["image_encoder"].media
-    assert vision is not None
+    vision = media_of(next(loader(dataset, micro_batch_size=1)))
     assert vision.rows.shape == (0, 1536)
     assert vision.grids.shape == (0, 3)
 
@@ -147,7 +144,7 @@ def test_ranks_without_images_build_the_same_text_and_decode_nothing(
     without = loader(fresh, seed=7, with_images=False)
     for one in expected:
         other = next(without)
-        assert other.units["image_encoder"].media is None
+        assert unit_of(other).media is None
         assert other.tokens == one.tokens
         for name in ("input_ids", "labels", "loss_mask", "position_ids"):
             assert torch.equal(getattr(one, name), getattr(other, name))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_units import media_batch
 from PIL import Image
 from s3_server import S3
 from typer.testing import CliRunner
@@ -35,7 +36,7 @@ from loongplug.data.object_store import (
 )
 from loongplug.data.processor import Processor
 from loongplug.data.rows import ANY_ROW, RowAccess
-from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.units import UnitLoader
 from loongplug.data.video_files import decode_frames, video_header
 from loongplug.data.workers import Background, WorkerSettings
 
@@ -250,7 +251,7 @@ def test_what_is_missing_is_a_bad_sample_and_the_store_is_not(
             data[index]
         assert caught.value.sample.kind == "media"
         assert "\n" not in str(caught.value)
-    batch = MediaBatch.of(0, [data[5]], encoder="image_encoder", kinds=("image", "video"))
+    batch = media_batch(0, [data[5]])
     load = UnitLoader(processor, videos=data.videos)
     s3.stop()
     with pytest.raises(StoreError):  # and not a sample whose pixels are bad

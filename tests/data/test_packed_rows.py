@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_units import media_of, unit_of
 from local_loader import local_loader
 from micro.packing import plan
 from numpy.typing import NDArray
@@ -89,8 +90,7 @@ def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -
     packs = loader(dataset)
     for pack in (next(packs) for _ in range(6)):
         expected = [list(grid) for ids in contents(pack) for grid in grids[tuple(ids)]]
-        assert pack.units["image_encoder"].media is not None
-        assert pack.units["image_encoder"].media.grids.tolist() == expected
+        assert media_of(pack).grids.tolist() == expected
 
 
 def test_the_last_token_of_a_sample_teaches_nothing(dataset: ChatDataset) -> None:
@@ -236,10 +236,7 @@ def test_packs_planned_from_an_index_are_the_same_at_the_same_places(
             assert found.segments == expected.segments
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
                 assert torch.equal(getattr(found, name), getattr(expected, name))
-            assert found.units["image_encoder"].media is not None
-            assert torch.equal(
-                found.units["image_encoder"].media.rows, expected.units["image_encoder"].media.rows
-            )
+            assert torch.equal(media_of(found).rows, media_of(expected).rows)
         for each in (planned, read):
             each.source.close()
 
@@ -343,6 +340,6 @@ def test_ranks_without_images_have_the_same_packs(dataset: ChatDataset) -> None:
     with_images, without = loader(dataset), loader(dataset, with_images=False)
     for _ in range(6):
         one, other = next(with_images), next(without)
-        assert other.units["image_encoder"].media is None
+        assert unit_of(other).media is None
         assert one.segments == other.segments
         assert torch.equal(one.input_ids, other.input_ids)

@@ -1,22 +1,34 @@
 """Steps of a source, and what becomes of them: numbers, who encodes what, one object a chunk."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from image_units import ENCODER, image_units, media_of, unit_of
 from local_loader import local_loader
 
 from loongplug.data import loader
+from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import Microbatch, TextNeeds
+from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
-from loongplug.data.source import Assignment, LocalSource, PlannedMicrobatch
+from loongplug.data.source import (
+    Assignment,
+    EncoderUnits,
+    LocalSource,
+    PlannedMicrobatch,
+    PlannedUnit,
+)
 from loongplug.data.step_sizes import StepSizes
+from loongplug.data.units import LoadedUnit, MediaBatch, kind_of, token_ids
 from loongplug.data.workers import WorkerSettings
 from loongplug.platform import current_platform
 from loongplug.training.forward_step import ForwardStep
@@ -37,8 +49,14 @@ def dataset(
 
 
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
-    defaults = {"sizes": GROWS, "micro_batch_size": 1, "dp_rank": 1, "dp_size": 2, "seed": 5}
-    return LocalSource(dataset, **defaults | options)
+    defaults: dict[str, Any] = {"sizes": GROWS, "micro_batch_size": 1, "dp_rank": 1, "dp_size": 2}
+    return LocalSource(dataset, **defaults | {"seed": 5, "encoders": image_units()} | options)
+
+
+def loader_of(source: Any, dataset: ChatDataset, **options: Any) -> MicrobatchLoader:
+    ids = {ENCODER: dataset.processor.visual_token_ids}
+    defaults: dict[str, Any] = {"processor": dataset.processor, "seq_length": 32, "token_ids": ids}
+    return MicrobatchLoader(source, **defaults | options)
 
 
 def numbers(steps: int, source: LocalSource) -> list[list[int]]:
@@ -57,7 +75,7 @@ def test_a_microbatch_has_its_number_in_its_step(dataset: ChatDataset, processes
     finally:
         whole.close()
         resumed.close()
-    each = MicrobatchLoader(source(dataset), processor=dataset.processor, seq_length=32)
+    each = loader_of(source(dataset), dataset)
     assert [next(each).number for _ in range(6)] == [0, 0, 0, 0, 1, 2]
 
 
@@ -66,18 +84,16 @@ def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset: ChatDat
     read: list[int] = []
     text_parts = dataset.text_parts
     dataset.text_parts = lambda indices: read.extend(indices) or text_parts(indices)
-    steps = source(dataset, assignment=Assignment(replicas=2), loads=(1,), consumed_samples=6)
+    encoders = image_units(assignment=Assignment(replicas=2), loads=(1,))
+    steps = source(dataset, encoders=encoders, consumed_samples=6)
     step = steps.next_step()
-    assert next(step).units["image_encoder"].encoder_replica == 0
+    assert unit_of(next(step)).encoder_replica == 0
     assert len(read) == 1
     rest = list(step)
-    assert [planned.units["image_encoder"].encoder_replica for planned in rest] == [1, 0]
-    assert [planned.units["image_encoder"].load is None for planned in rest] == [False, True]
-    assert [planned.units["image_encoder"].encoder_replica for planned in steps.next_step()] == [
-        0,
-        1,
-        0,
-    ]
+    assert [unit_of(planned).encoder_replica for planned in rest] == [1, 0]
+    assert [unit_of(planned).load is None for planned in rest] == [False, True]
+    step = steps.next_step()
+    assert [unit_of(planned).encoder_replica for planned in step] == [0, 1, 0]
 
 
 def test_costs_are_compared_over_the_steps(dataset: ChatDataset) -> None:
@@ -87,11 +103,13 @@ def test_costs_are_compared_over_the_steps(dataset: ChatDataset) -> None:
         asked.append([len(grids) for grids in media])
         return [replicas - 1] * len(media)
 
-    steps = source(dataset, assignment=Assignment(replicas=3, by_cost=by_cost), loads=(2,))
+    assignment = Assignment(replicas=3, by_cost=by_cost)
+    steps = source(dataset, encoders=image_units(assignment=assignment, loads=(2,)))
     found = [planned for _ in range(4) for planned in steps.next_step()]
     assert [len(each) for each in asked] == [1, 1, 1, 3]
-    assert [count for each in asked for count in each] == [len(each.media.media) for each in found]
-    assert {each.units["image_encoder"].encoder_replica for each in found} == {2}
+    units = [unit_of(each) for each in found]
+    assert [count for each in asked for count in each] == [len(unit.media.media) for unit in units]
+    assert {unit_of(each).encoder_replica for each in found} == {2}
 
 
 def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None:
@@ -99,9 +117,9 @@ def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None
     step = list(steps.next_step())
     assert steps.decoded == 0
     for planned in step:
-        assert planned.units["image_encoder"].load is not None
-        loaded = planned.units["image_encoder"].load()
-        assert len(loaded.rows) == planned.units["image_encoder"].media.rows
+        unit = unit_of(planned)
+        assert unit.load is not None
+        assert len(unit.load().rows) == unit.media.rows
     assert steps.decoded > 0
 
 
@@ -111,7 +129,7 @@ class Model(torch.nn.Module):
     pre_process = True
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.vision = kwargs["vision"]
+        self.units = kwargs["units"]
         return torch.ones(2, 32)
 
 
@@ -137,7 +155,7 @@ def test_one_object_from_its_making_to_the_loss(
     for _ in range(3):
         output, loss = step(microbatches.chunk(0), model)
         loss(output)
-        assert model.vision is made[-1].vision
+        assert model.units is made[-1].units
     assert len(made) == len(inits) == 3
     assert all(one is other for one, other in zip(made, ended, strict=True))
 
@@ -145,43 +163,174 @@ def test_one_object_from_its_making_to_the_loss(
 def test_chunks_share_the_text_that_they_consume(dataset: ChatDataset) -> None:
     """Whichever asks first; pixels are the first chunk's."""
     needs = [TextNeeds.of_stage(first=first, last=not first, balances=False) for first in (1, 0)]
-    both = MicrobatchLoader(
-        source(dataset), processor=dataset.processor, seq_length=32, needs=needs
-    )
+    both = loader_of(source(dataset), dataset, needs=needs)
     (alone,) = loader.collate(
         next(source(dataset).next_step()).samples, pad_token_id=0, seq_length=32
     )
     last, first = next(both.chunk(1)), next(both.chunk(0))
     assert first.position_ids is last.position_ids
     assert torch.equal(first.position_ids, alone.position_ids)
-    assert (first.labels, first.loss_mask, last.input_ids, last.units["image_encoder"].media) == (
-        None,
-    ) * 4
+    assert (first.labels, first.loss_mask, last.input_ids) == (None,) * 3
+    assert unit_of(first).media is not None
+    assert unit_of(last) == replace(unit_of(first), media=None)
     assert torch.equal(first.input_ids, alone.input_ids)
     assert torch.equal(last.labels, alone.labels)
     assert torch.equal(last.loss_mask, alone.loss_mask)
-    assert first.units["image_encoder"].media is not None
     again = [next(both.chunk(index)) for index in (0, 0, 1, 1)]
     assert [each.tokens for each in again[:2]] == [each.tokens for each in again[2:]]
 
 
 def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
     """One that gets its steps from elsewhere, here a list."""
-    local = source(dataset, loads=())
+    local = source(dataset, encoders=image_units(loads=()))
     steps: list[list[PlannedMicrobatch]] = [list(local.next_step()) for _ in range(4)]
     remote: Any = SimpleNamespace(next_step=lambda: iter(steps.pop(0)))
     pixels = torch.zeros(1, 1536)
 
-    def deliver(planned: PlannedMicrobatch) -> tuple[torch.Tensor, tuple[int, ...]]:
-        return pixels.expand(planned.units["image_encoder"].media.rows, -1), ()
+    def deliver(planned: PlannedMicrobatch) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
+        return {ENCODER: pixels.expand(unit_of(planned).media.rows, -1)}, ()
 
-    each = MicrobatchLoader(remote, processor=dataset.processor, seq_length=32, deliver=deliver)
-    expected = MicrobatchLoader(source(dataset), processor=dataset.processor, seq_length=32)
+    each = loader_of(remote, dataset, deliver=deliver)
+    expected = loader_of(source(dataset), dataset)
     for _ in range(6):
         one, other = next(each), next(expected)
         assert torch.equal(one.input_ids, other.input_ids)
-        assert one.units["image_encoder"].media is not None
-        assert other.units["image_encoder"].media is not None
-        assert torch.equal(
-            one.units["image_encoder"].media.grids, other.units["image_encoder"].media.grids
-        )
+        assert torch.equal(media_of(one).grids, media_of(other).grids)
+
+
+@pytest.fixture
+def mixed(
+    processor: Processor, write_rows: Callable[..., Path], write_image: Callable[..., str]
+) -> ChatDataset:
+    """Eight rows: with an image, a video, both in either order, or none."""
+    image = {"type": "image", "image": write_image("a.png", height=32, width=32)}
+    frames = [write_image(f"f{n}.png", height=32, width=64, seed=n) for n in (1, 2)]
+    film = {"type": "video", "video": frames, "fps": 2}
+    said = {"type": "text", "text": "Look."}
+    answer = {"role": "assistant", "content": "So."}
+    rows = [
+        {"messages": [{"role": "user", "content": [*media, said]}, answer]}
+        for media in ([image], [film], [film, image], [image, film, image], []) * 2
+    ]
+    return ChatDataset(
+        write_rows(*rows[:8]), processor=processor, seq_length=96, training_phase="sft"
+    )
+
+
+FILMS = "films"  # an encoder of videos, behind one of images
+
+
+def apart(**options: dict[str, Any]) -> dict[str, EncoderUnits]:
+    """Two encoders, each with ``options`` of its own."""
+    kinds = {ENCODER: ("image",), FILMS: ("video",)}
+    return {name: EncoderUnits(kinds=each, **options.get(name, {})) for name, each in kinds.items()}
+
+
+def steps_of(source: LocalSource, count: int = 5) -> list[PlannedMicrobatch]:
+    return [planned for _ in range(count) for planned in source.next_step()]
+
+
+def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
+    """Together they have what one that takes all has, in the order of the text."""
+    seen = {ENCODER: 0, FILMS: 0}
+    for planned, whole in zip(
+        steps_of(source(mixed, encoders=apart())), steps_of(source(mixed)), strict=True
+    ):
+        all_of_it, rows = unit_of(whole).media, unit_of(whole).load().rows
+        pieces = rows.split([prod(grid) for grid in all_of_it.grids])
+        for name, kind in ((ENCODER, "image"), (FILMS, "video")):
+            unit = planned.units[name]
+            chosen = [n for n, medium in enumerate(all_of_it.media) if kind_of(medium) == kind]
+            assert unit.media.encoder == name
+            for what in ("media", "grids", "samples", "where"):
+                expected = tuple(getattr(all_of_it, what)[n] for n in chosen)
+                assert getattr(unit.media, what) == expected
+            loaded = unit.load()
+            assert torch.equal(loaded.rows, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
+            assert unit.media.rows == len(loaded.rows)
+            seen[name] += len(chosen)
+    assert all(seen.values())
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_units_are_loaded_microbatch_by_microbatch_in_the_encoders_order(
+    mixed: ChatDataset, processes: int
+) -> None:
+    steps = source(mixed, encoders=apart(), workers=WorkerSettings(processes=processes))
+    try:
+        loaded = [unit.load() for each in steps_of(steps, 4) for unit in each.units.values()]
+        found = [(each.index, each.encoder) for each in loaded]
+        assert found == [(index, name) for index in range(6) for name in (ENCODER, FILMS)]
+        ahead = next(steps.next_step())
+        with pytest.raises(AssertionError, match=FILMS):
+            ahead.units[FILMS].load()
+    finally:
+        steps.close()
+
+
+def test_each_encoder_s_units_are_assigned_and_loaded_apart(mixed: ChatDataset) -> None:
+    """Where one encoder's costs are compared over a step, the other's replicas still take turns."""
+    asked: list[list[Sequence[Grid]]] = []
+
+    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[int]:
+        asked.append(list(media))
+        return [replicas - 1] * len(media)
+
+    encoders = apart(
+        image_encoder={"assignment": Assignment(replicas=2), "loads": (1,)},
+        films={"assignment": Assignment(replicas=3, by_cost=by_cost), "loads": (0, 2)},
+    )
+    steps = source(mixed, encoders=encoders)
+    found = steps_of(steps)
+    assert [len(each) for each in asked] == [1, 1, 1, 3, 3]
+    films = [each.units[FILMS] for each in found]
+    assert [grids for each in asked for grids in each] == [unit.media.grids for unit in films]
+    assert {unit.encoder_replica for unit in films} == {2}
+    images = [unit_of(each) for each in found]
+    assert [unit.encoder_replica for unit in images] == [each.number % 2 for each in found]
+    assert [unit.load is not None for unit in images] == [each.number == 1 for each in found]
+    loaded = [
+        unit.load() for each in found for unit in each.units.values() if unit.load is not None
+    ]
+    assert len(loaded) == len(films) + 2
+    assert steps.decoded == sum(each.decoded for each in loaded) > 0
+
+
+def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDataset) -> None:
+    processor = mixed.processor
+    ids = {name: token_ids(processor, each.kinds) for name, each in apart().items()}
+    assert ids == {ENCODER: (processor.image_token_id,), FILMS: (processor.video_token_id,)}
+    encoders = apart(films={"assignment": Assignment(replicas=2), "loads": (1,)})
+    each = loader_of(
+        source(mixed, encoders=encoders), mixed, seq_length=96, token_ids=ids, needs=(ALL_TEXT,) * 2
+    )
+    for _ in range(6):
+        first, later = next(each.chunk(0)), next(each.chunk(1))
+        assert list(first.units) == list(later.units) == [ENCODER, FILMS]
+        for name, unit in first.units.items():
+            (expected,) = np.isin(first.input_ids.numpy()[0], ids[name]).nonzero()
+            (places,) = unit.places
+            assert places.tolist() == expected.tolist()
+            assert unit.rows == 4 * unit.tokens
+            assert replace(unit, media=None) == later.units[name]
+        assert media_of(first).grids.tolist() == [list(grid) for grid in unit_of(first).grids]
+        films = first.units[FILMS]
+        assert films.encoder_replica == first.number % 2
+        assert (films.media is None) == (films.encoder_replica == 0)
+
+
+def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatDataset) -> None:
+    (planned,) = source(mixed, sizes=StepSizes.constant(6), micro_batch_size=3).next_step()
+
+    def with_bad(name: str, number: int) -> PlannedUnit:
+        media = MediaBatch.of(0, planned.samples, encoder=name, kinds=("image", "video"))
+        bad = {number: BadSample(kind="pixels", message="of noise")}
+        rows = torch.zeros(media.rows, 4)
+        loaded = LoadedUnit(index=0, encoder=name, rows=rows, bad=bad, decoded=0)
+        return PlannedUnit(media=media, encoder_replica=0, load=lambda: loaded)
+
+    damaged = replace(planned, units={ENCODER: with_bad(ENCODER, 0), FILMS: with_bad(FILMS, 2)})
+    remote: Any = SimpleNamespace(next_step=lambda: iter([damaged]))
+    made = next(loader_of(remote, mixed, seq_length=96, token_ids={ENCODER: (), FILMS: ()}))
+    assert made.loss_mask is not None
+    assert made.loss_mask.any(dim=1).tolist() == [False, True, False]

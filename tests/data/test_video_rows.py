@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from image_units import media_of, unit_of
 from local_loader import local_loader
 from PIL import ImageFile
 from video_reference import Family, Row, reference, row_of, video
@@ -48,12 +49,9 @@ def compare(write_rows: Callable[..., Path]) -> Callable[..., None]:
             assert dataset[index].input_ids.tolist() == one["input_ids"]
             assert microbatch.input_ids[index, :length].tolist() == one["input_ids"]
             assert microbatch.position_ids[:, index, :length].tolist() == one["position_ids"]
-        assert microbatch.units["image_encoder"].media is not None
-        assert microbatch.units["image_encoder"].media.grids.tolist() == [
-            g for one in expected for g in one["grids"]
-        ]
+        assert media_of(microbatch).grids.tolist() == [g for one in expected for g in one["grids"]]
         assert torch.equal(
-            microbatch.units["image_encoder"].media.rows,
+            media_of(microbatch).rows,
             torch.cat([one["pixels"] for one in expected]),
         )
 
@@ -150,7 +148,7 @@ def test_ranks_without_images_decode_no_frame(
         dataset, micro_batch_size=1, dp_rank=0, dp_size=1, seed=None, with_images=False
     )
     microbatch = next(loader)
-    assert microbatch.units["image_encoder"].media is None
+    assert unit_of(microbatch).media is None
     assert int((microbatch.input_ids == processor.video_token_id).sum()) == 6
 
 

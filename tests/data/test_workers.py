@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from eventually import eventually
+from image_units import media_of
 from local_loader import local_loader
 
 from loongplug.data.bad_samples import BadSamples
@@ -223,14 +224,8 @@ def test_microbatches_are_the_same_with_any_number_of_processes(dataset: ChatDat
             assert one.tokens == other.tokens
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
                 assert torch.equal(getattr(one, name), getattr(other, name))
-            assert one.units["image_encoder"].media is not None
-            assert other.units["image_encoder"].media is not None
-            assert torch.equal(
-                one.units["image_encoder"].media.rows, other.units["image_encoder"].media.rows
-            )
-            assert torch.equal(
-                one.units["image_encoder"].media.grids, other.units["image_encoder"].media.grids
-            )
+            assert torch.equal(media_of(one).rows, media_of(other).rows)
+            assert torch.equal(media_of(one).grids, media_of(other).grids)
         assert ahead.source._bad_samples.counts == alone.source._bad_samples.counts
 
 

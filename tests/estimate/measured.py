@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from image_units import media_of, unit_of
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from micro.memory_counter import all_to_alls_apart
@@ -19,8 +20,8 @@ from loongplug.estimate.ledger import (
     FEATURE_GRADIENTS,
     FEATURES,
     GRADIENTS,
+    INPUT,
     OPTIMIZER,
-    PIXELS,
     WEIGHTS,
 )
 from loongplug.estimate.tape import Tape
@@ -152,10 +153,10 @@ class _Watch:
             executor: Executor, chunk: Any, microbatches: Any, *, training: bool
         ) -> None:
             self.executor = executor
-            with tape.region(PIXELS):
+            with tape.region(INPUT):
                 for each in microbatches:
-                    if each.units["image_encoder"].media is not None:
-                        tape.see(each.units["image_encoder"].media.rows)
+                    if unit_of(each).media is not None:
+                        tape.see(media_of(each).rows)
             begin(executor, chunk, microbatches, training=training)
 
         def next_uncounted(self: Any) -> Any:
@@ -182,7 +183,7 @@ class _Watch:
 
     def _step_ends(self) -> None:
         # The loader's cache, which is on the host, still has the pixels.
-        self.most_in_step = self.tape.most - self.tape.peak.get(PIXELS, 0)
+        self.most_in_step = self.tape.most - self.tape.peak.get(INPUT, 0)
 
     def _follow_offload(self) -> None:
         """What moves is named for what it is; the host's memory is none of the device's."""

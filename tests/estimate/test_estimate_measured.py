@@ -16,9 +16,9 @@ from loongplug.estimate.ledger import (
     FEATURE_GRADIENTS,
     FEATURES,
     GRADIENTS,
+    INPUT,
     OPTIMIZER,
     PIPELINE,
-    PIXELS,
     WEIGHTS,
 )
 from loongplug.estimate.units import microbatches_of_data
@@ -138,7 +138,7 @@ def test_a_step_holds_what_was_estimated(flags, name, table):
             assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
         # What stages send each other is among what the real decoder's passes made.
         most[DECODER] += most.pop(PIPELINE, 0)
-        for part in (ENCODER, DECODER, PIXELS):
+        for part in (ENCODER, DECODER, INPUT):
             assert most.get(part, 0) == pytest.approx(
                 real.most.get(part, 0), rel=0.1, abs=HOST_TABLES
             ), (stage, real.most, part)

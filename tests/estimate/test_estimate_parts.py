@@ -213,7 +213,7 @@ def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
     found = RankMemory(
         stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
     )
-    print_stages(Estimated(parsed=Namespace(args=args), patches=(4,), stages=(found,)))
+    print_stages(Estimated(parsed=Namespace(args=args), rows=(4,), stages=(found,)))
     shown = [" ".join(re.findall(r"[\w.]+", line)) for line in capsys.readouterr().out.splitlines()]
     assert "total 2.00" in shown  # on the device
     assert "in the optimizer s step 1.50" in shown

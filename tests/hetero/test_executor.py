@@ -104,7 +104,7 @@ def test_numbers_are_those_of_one_graph_for_all():
     found = run_step(executor, model, ROWS)
     plain = Model()
     for microbatch, loss in zip(microbatches(ROWS), found, strict=True):
-        features = plain.encode(ENTRY, microbatch.units["image_encoder"].media).embeddings
+        features = plain.encode(ENTRY, microbatch.units[ENTRY.name].media).embeddings
         expected = (features * (microbatch.number + 1)).tanh().sum()
         assert torch.equal(expected, loss)
         expected.backward()

@@ -20,6 +20,7 @@ from hf_reference import (
     reference_model,
     reference_step,
 )
+from image_units import media_of
 from safetensors.torch import load_file
 
 from loongplug.models.architecture import VisionLanguageArchitecture
@@ -46,7 +47,7 @@ def pictures_of(media: Sequence[tuple[Medium, ...]], *, merge: int = 1) -> Batch
 
 def whole_images(data: Batch, *, merge: int) -> torch.Tensor:
     """What transformers takes: whole images [images, 3, height, width], made of our patches."""
-    vision = data.microbatch(0, len(data.samples)).units["image_encoder"].media
+    vision = media_of(data.microbatch(0, len(data.samples)))
     frames, side, _ = vision.grids.sum(0)[0].item(), *vision.grids[0, 1:].tolist()
     images = torch.empty(frames, 3, side * PATCH, side * PATCH)
     patches = iter(vision.rows)

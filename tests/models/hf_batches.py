@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from image_units import ENCODER, media_of, unit_of
 
-from loongplug.data.microbatch import MediaInput, Microbatch
+from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.data.positions import Grid, mrope_position_ids
 
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 3, 4
@@ -91,18 +92,13 @@ class Batch:
     def microbatch(self, first: int, size: int) -> Microbatch:
         """Samples ``first`` to ``first + size`` as one microbatch."""
         chosen = self.samples[first : first + size]
-        visions = [sample.vision for sample in chosen]
         return Microbatch(
             input_ids=torch.cat([sample.input_ids for sample in chosen]),
             position_ids=torch.cat([sample.position_ids for sample in chosen], dim=1),
             labels=torch.cat([sample.labels for sample in chosen]),
             loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
             tokens=sum(sample.tokens for sample in chosen),
-            vision=MediaInput(
-                rows=torch.cat([vision.rows for vision in visions]),
-                grids=torch.cat([vision.grids for vision in visions]),
-            ),
-            visual_places=sum((sample.visual_places for sample in chosen), ()),
+            units=_units(chosen, places=sum((unit_of(each).places for each in chosen), ())),
         )
 
 
@@ -132,6 +128,29 @@ def visual_places(input_ids: torch.Tensor) -> tuple[np.ndarray, ...]:
     return tuple(np.isin(row, (IMAGE, VIDEO)).nonzero()[0] for row in input_ids.numpy())
 
 
+def _units(
+    microbatches: Sequence[Microbatch], *, places: tuple[np.ndarray, ...]
+) -> dict[str, Unit]:
+    """One that has the media of all of these, one after the other."""
+    media = [media_of(each) for each in microbatches]
+    return _unit(
+        rows=torch.cat([each.rows for each in media]),
+        grids=torch.cat([each.grids for each in media]),
+        places=places,
+    )
+
+
+def _unit(
+    *, rows: torch.Tensor, grids: torch.Tensor, places: tuple[np.ndarray, ...]
+) -> dict[str, Unit]:
+    unit = Unit(
+        grids=tuple((time, height, width) for time, height, width in grids.tolist()),
+        places=places,
+        media=MediaInput(rows=rows, grids=grids),
+    )
+    return {ENCODER: unit}
+
+
 def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
     lengths = [sample.tokens for sample in samples]
 
@@ -148,12 +167,8 @@ def _pack(samples: Sequence[Microbatch], *, seq_length: int) -> Microbatch:
         labels=joined("labels", value=1),
         loss_mask=joined("loss_mask", value=0),
         tokens=sum(lengths),
-        vision=MediaInput(
-            rows=torch.cat([sample.vision.rows for sample in samples]),
-            grids=torch.cat([sample.vision.grids for sample in samples]),
-        ),
+        units=_units(samples, places=visual_places(joined("input_ids", value=1))),
         segments=tuple(lengths),
-        visual_places=visual_places(joined("input_ids", value=1)),
     )
 
 
@@ -208,9 +223,9 @@ def _sample(
         labels=F.pad(padded[1:], (0, 1), value=1)[None],
         loss_mask=mask[None],
         tokens=length,
-        vision=MediaInput(
+        units=_unit(
             rows=torch.randn(patches, style.patch_values, generator=generator),
             grids=torch.tensor([medium.grid for medium in media], dtype=torch.int64).reshape(-1, 3),
+            places=visual_places(padded[None]),
         ),
-        visual_places=visual_places(padded[None]),
     )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from gathered import gather_full_tensors, replica_differences
 from hf_batches import IMAGE, SEQ_LENGTH, VIDEO, Batch
+from image_units import media_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -158,7 +159,7 @@ def _as_saved(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def _media_arguments(data: Batch) -> dict[str, Any]:
     """transformers takes images and videos apart, each in the order of the text."""
-    pixels = data.microbatch(0, len(data.samples)).units["image_encoder"].media.rows
+    pixels = media_of(data.microbatch(0, len(data.samples))).rows
     media = [medium for sample in data.media for medium in sample]
     pieces = pixels.split([medium.patches for medium in media])
     arguments: dict[str, Any] = {}
@@ -323,8 +324,7 @@ def _logits_step(iterator, model):
     logits = model(
         microbatch.input_ids,
         microbatch.position_ids,
-        vision=microbatch.units["image_encoder"].media,
-        visual_places=microbatch.visual_places,
+        units=microbatch.units,
         packed_seq_params=packed_segments(microbatch, device=microbatch.position_ids.device),
     )
     return logits, lambda output, non_loss_data: output

@@ -7,7 +7,7 @@ import pytest
 
 import loongplug
 from loongplug.models.architecture import VisionLanguageArchitecture
-from loongplug.models.entries import Entry, Role, checked, encoders, only_encoder
+from loongplug.models.entries import Entry, Role, checked, encoders
 from loongplug.training.config import available_models, compose_model
 
 pytestmark = pytest.mark.quick
@@ -21,7 +21,6 @@ def test_entries_come_in_their_order() -> None:
     assert found == (ENCODER, DECODER)
     assert ENCODER.modules == ("ears", "bridge")
     assert encoders(found) == (ENCODER,)
-    assert only_encoder(found) == ENCODER
 
 
 def test_two_modules_of_one_name() -> None:
@@ -52,7 +51,11 @@ def test_every_model_describes_the_modules_of_its_entries(name: str) -> None:
     model = compose_model(model_name=name).config
     names = [name for entry in model.entries() for name in entry.modules]
     assert list(model.modules()) == names == list(model.keys)
-    assert model.modules()[only_encoder(model.entries()).name] is model.vision
+    found = encoders(model.entries())
+    assert [entry.name for entry in found] == list(model.encoders)
+    assert [model.modules()[entry.name] for entry in found] == [
+        model.encoder(name) for name in model.encoders
+    ]
     assert {id(each) for each in model.modules().values()} == {
         id(getattr(model, key)) for key in model.keys.values()
     }

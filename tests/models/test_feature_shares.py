@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.models.features import Features, VisualTokens, share_of, visual_tokens
+from loongplug.models.features import Features, TokenPlaces, share_of, token_places
 
 TOKENS, HIDDEN = 6, 3
 # Two rows of three parts of two tokens: uneven parts, and none at all in the last one's.
@@ -18,9 +18,9 @@ def features(values: torch.Tensor) -> Features:
     return Features(embeddings=values, deepstack=(values * 2,))
 
 
-def located(*, part: int, tokens: int) -> VisualTokens:
+def located(*, part: int, tokens: int) -> TokenPlaces:
     places = PLACES if tokens else ()
-    return visual_tokens(places, length=6, device=torch.device("cpu"), part=part, parts=3)
+    return token_places(places, length=6, device=torch.device("cpu"), part=part, parts=3)
 
 
 def take(rank: int, *, tokens: int) -> None:
@@ -30,8 +30,8 @@ def take(rank: int, *, tokens: int) -> None:
     values = torch.arange(tokens * HIDDEN, dtype=torch.float64).reshape(tokens, HIDDEN)
     values.requires_grad_()
     mine = PARTS[:tokens] == rank
-    visual = located(part=rank, tokens=tokens)
-    share = share_of(features(values), visual=visual, group=group)
+    places = located(part=rank, tokens=tokens)
+    share = share_of(features(values), places=places, group=group)
     assert torch.equal(share.embeddings, values[mine])
     assert torch.equal(share.deepstack[0], values[mine] * 2)
     # Each row counts by its own weight, on whichever rank it lies.
@@ -50,6 +50,6 @@ def test_each_rank_takes_its_rows_and_all_get_the_whole_gradient(tokens):
 
 @pytest.mark.quick
 def test_a_wrong_number_of_features_is_told():
-    visual = located(part=0, tokens=TOKENS)
-    with pytest.raises(ValueError, match=r"has 6 visual tokens, its images give 5 features"):
-        share_of(features(torch.zeros(TOKENS - 1, HIDDEN)), visual=visual, group=None)
+    places = located(part=0, tokens=TOKENS)
+    with pytest.raises(ValueError, match=r"has 6 tokens for media, which give 5 features"):
+        share_of(features(torch.zeros(TOKENS - 1, HIDDEN)), places=places, group=None)

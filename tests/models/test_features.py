@@ -1,24 +1,24 @@
-"""Where vision features go in the text."""
+"""Where features go in the text."""
 
 import numpy as np
 import pytest
 import torch
 
-from loongplug.models.features import Features, VisualTokens, place, visual_tokens
+from loongplug.models.features import Features, TokenPlaces, place, token_places
 
 pytestmark = pytest.mark.quick
 
 
-def located(*rows: list[int], length: int, **part: int) -> VisualTokens:
-    """Of the places of each row's visual tokens."""
+def located(*rows: list[int], length: int, **part: int) -> TokenPlaces:
+    """Of the tokens that lie there in each row."""
     places = [np.array(row, dtype=np.int64) for row in rows]
-    return visual_tokens(places, length=length, device=torch.device("cpu"), **part)
+    return token_places(places, length=length, device=torch.device("cpu"), **part)
 
 
 def test_features_land_sample_by_sample():
-    visual = located([1, 2], [0, 3], length=4)
+    places = located([1, 2], [0, 3], length=4)
     features = torch.arange(4.0)[:, None] + 1  # [tokens, hidden = 1]
-    target = place(torch.zeros(4, 2, 1), features, visual=visual)  # [s, b, 1]
+    target = place(torch.zeros(4, 2, 1), features, places=places)  # [s, b, 1]
     assert target[:, :, 0].T.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
 
 
@@ -26,15 +26,15 @@ def test_gradients_return_to_the_features_and_leave_the_text():
     features = torch.zeros(1, 2, requires_grad=True)
     text = torch.zeros(3, 1, 2, requires_grad=True)
     weight = torch.arange(6.0).view(3, 1, 2)
-    (place(text, features, visual=located([1], length=3)) * weight).sum().backward()
+    (place(text, features, places=located([1], length=3)) * weight).sum().backward()
     assert features.grad.tolist() == [[2, 3]]
     assert text.grad[:, 0].tolist() == [[0, 1], [0, 0], [4, 5]]
 
 
 def test_a_token_count_that_does_not_fit_is_named():
-    visual = located([1, 2], length=3)
-    with pytest.raises(ValueError, match="has 2 visual tokens, its images give 3"):
-        place(torch.zeros(3, 1, 4), torch.zeros(3, 4), visual=visual)
+    places = located([1, 2], length=3)
+    with pytest.raises(ValueError, match="has 2 tokens for media, which give 3 features"):
+        place(torch.zeros(3, 1, 4), torch.zeros(3, 4), places=places)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_a_token_count_that_does_not_fit_is_named():
 def test_a_part_of_the_sequence_has_the_tokens_that_lie_in_it(rows, parts):
     length, total = 8, sum(len(row) for row in rows)
     features = torch.arange(1.0, total + 1)[:, None]
-    whole = place(torch.zeros(length, 2, 1), features, visual=located(*rows, length=length))
+    whole = place(torch.zeros(length, 2, 1), features, places=located(*rows, length=length))
     assert whole.count_nonzero() == total
     cut = [located(*rows, length=length, part=part, parts=parts) for part in range(parts)]
     assert [each.count for each in cut] == [total] * parts
     placed = [
-        place(torch.zeros(length // parts, 2, 1), features[each.rows], visual=each) for each in cut
+        place(torch.zeros(length // parts, 2, 1), features[each.rows], places=each) for each in cut
     ]
     assert torch.equal(torch.cat(placed), whole)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hf_batches import Batch, Style, batch, packed, qwen3_positions
 from host_waits import META, HostWaitsError, meta_device, no_waits
+from image_units import ENCODER, media_of, unit_of
 from megatron.core.pipeline_parallel.utils import set_streams
 from ranks import run_ranks
 
@@ -83,19 +84,13 @@ def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbat
     made = []
     for number in range(2):
         found = data.microbatch(number * size, size)
-        vision = replace(
-            found.units["image_encoder"].media,
-            rows=to_device(found.units["image_encoder"].media.rows, META),
+        media = media_of(found)
+        unit = replace(
+            unit_of(found),
+            media=replace(media, rows=to_device(media.rows, META)),
+            encoder_replica=number % len(here.engine.encoders[ENCODER].place.edge.replicas),
         )
-        made.append(
-            replace(
-                found,
-                vision=vision,
-                number=number,
-                patches=len(vision.rows),
-                encoder_replica=number % len(here.engine.place.edge.replicas),
-            )
-        )
+        made.append(replace(found, units={ENCODER: unit}, number=number))
     return made
 
 
@@ -152,10 +147,10 @@ def whole_step(rank: int, *, flags: list[str], ranks: int, me: int) -> None:
         offload = tensor_offload_of(args, platform=current_platform())
         if offload is not None:
             offload_layers(chunk, offload)
-        executor = here.engine.executor() if here.engine.steps else None
-        chunk.feature_source = executor
+        executor = here.engine.encoders[ENCODER].executor() if here.engine.steps else None
+        here.engine.attach(chunk)
         chunk.outside_schedule = set()
-        chunk.parts = {"image_encoder": SimpleNamespace(no_sync=nullcontext)}
+        chunk.parts = {ENCODER: SimpleNamespace(no_sync=nullcontext)}
         microbatches = microbatches_of(here, args, parsed.model)
         step: Step = ForwardStep(current_platform())
         if executor is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from image_units import unit_of
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
@@ -54,7 +55,7 @@ class BitWatch:
     def loss(self, microbatch: Microbatch, report: tuple[Tensor, Tensor, Any]) -> None:
         """Note one microbatch; they come in order."""
         self.bits.losses.append(float(report[0]))
-        self.bits.images.append(microbatch.units["image_encoder"].rows > 0)
+        self.bits.images.append(unit_of(microbatch).rows > 0)
 
     def ended(self) -> RankBits:
         """What was seen, and the parameters as they are now."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from image_units import ENCODER, unit_of
 from torch import Tensor
 
 Fault = Callable[[int], None]
@@ -216,7 +217,7 @@ def bring_back_a_stale_state(original: Any, self: Any) -> Any:
 
 
 @fault("visual positions are off by one in a sequence shard", spec="gpu.md A9")
-@at(f"{DECODER}:visual_tokens", where=lambda *_, **of: of.get("parts", 1) > 1)
+@at(f"{DECODER}:token_places", where=lambda *_, **of: of.get("parts", 1) > 1)
 def shift_visual_positions(
     original: Any, places: Any, *, length: int, parts: int = 1, **of: Any
 ) -> Any:
@@ -247,6 +248,11 @@ def cut_features_in_a_plan(original: Any, states: Tensor, features: Tensor) -> A
 # Texts, positions and pixels.
 
 
+def _with_media(microbatch: Any, media: Any) -> Any:
+    unit = replace(unit_of(microbatch), media=media)
+    return replace(microbatch, units={**microbatch.units, ENCODER: unit})
+
+
 @fault("pixels of two microbatches change places", spec="planner-data.md S3")
 def swap_units(rank: int) -> None:
     ahead: list[Any] = []
@@ -256,7 +262,7 @@ def swap_units(rank: int) -> None:
         if ahead:
             return ahead.pop()
         first, second = original(self), original(self)
-        one, other = first.units["image_encoder"].media, second.units["image_encoder"].media
+        one, other = unit_of(first).media, unit_of(second).media
         if (
             not swapped
             and one is not None
@@ -265,7 +271,7 @@ def swap_units(rank: int) -> None:
             and one.grids.tolist() == other.grids.tolist()
         ):
             swapped.append(True)
-            first, second = replace(first, vision=other), replace(second, vision=one)
+            first, second = _with_media(first, other), _with_media(second, one)
         ahead.append(second)
         return first
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from image_units import ENCODER, media_batch
 from ranks import run_ranks
 
 from loongplug.data.text_stream import padded_texts
-from loongplug.data.units import MediaBatch
 from loongplug.data.workers import IN_PROCESS
+from loongplug.hetero.modes import balance_of
 from loongplug.training.arguments import parse_arguments
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
@@ -33,7 +34,8 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
     provider = DatasetProvider(
         parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model)
     )
-    assert provider._balance is not None
+    balance = balance_of(parsed.args, parsed.model.encoder(ENCODER))
+    assert balance is not None
     planned = []
     for replica in range(cell.dp):
         texts = padded_texts(
@@ -47,13 +49,8 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
             workers=IN_PROCESS,
         )
         for _ in range(STEPS):
-            grids = [
-                MediaBatch.of(
-                    n, next(texts), encoder="image_encoder", kinds=("image", "video")
-                ).grids
-                for n in range(cell.microbatches)
-            ]
-            planned.append(provider._balance.assign(grids, replicas=cell.encoder_replicas))
+            grids = [media_batch(n, next(texts)).grids for n in range(cell.microbatches)]
+            planned.append(balance.assign(grids, replicas=cell.encoder_replicas))
     return planned
 
 

@@ -6,18 +6,20 @@ Bit by bit, on each of two ranks that share the experts.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from image_units import ENCODER
 from megatron.core.pipeline_parallel.utils import set_streams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
-from loongplug.data.microbatch import MediaInput
+from loongplug.data.microbatch import MediaInput, Unit
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import family_of
@@ -26,6 +28,7 @@ from loongplug.training.config import compose_model
 
 IMAGE = 5
 LENGTH = 24
+ENCODERS = "eyes", "ears"  # that would go on when a backward begins
 BALANCED = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
     "moe_aux_loss_coeff": [0.5, 0.5],
@@ -87,16 +90,16 @@ def microbatch(seed: int, *, images: int) -> Inputs:
     positions[:, 1, LENGTH - 6 :] = 0  # padding
     mask = (torch.rand(2, LENGTH, generator=generator) < 0.5).float()
     mask[1, LENGTH - 6 :] = 0
+    media = MediaInput(
+        rows=torch.randn(16 * images, 1536, generator=generator),
+        grids=torch.tensor([[1, 4, 4]] * images).reshape(images, 3),
+    )
     return {
         "input_ids": ids,
         "position_ids": positions,
         "labels": torch.randint(100, (2, LENGTH), generator=generator),
         "loss_mask": mask,
-        "vision": MediaInput(
-            rows=torch.randn(16 * images, 1536, generator=generator),
-            grids=torch.tensor([[1, 4, 4]] * images).reshape(images, 3),
-        ),
-        "visual_places": places,
+        "units": {ENCODER: Unit(places=places, media=media)},
     }
 
 
@@ -115,15 +118,16 @@ def overlapped(model: MultimodalModel, microbatches: Sequence[Inputs]) -> list[T
     losses: list[Tensor] = []
     before: Any = None
     gradient = None
-    begun: list[int] = []  # backwards
+    begun: list[tuple[int, str]] = []  # backwards, and who is told of them
     for number, inputs in enumerate(microbatches):
         plan = model.build_schedule_plan(**inputs)
-        plan.on_backward(partial(begun.append, number))
+        for encoder in ENCODERS:
+            plan.on_backward(partial(begun.append, (number, encoder)))
         losses.append(ChunkPlan.run(plan, before, b_grad=gradient).detach())
         before, gradient = plan, inputs["loss_mask"]
-        assert begun == list(range(number))
+        assert begun == list(product(range(number), ENCODERS))
     ChunkPlan.run(None, before, b_grad=gradient)
-    assert begun == list(range(len(microbatches)))
+    assert begun == list(product(range(len(microbatches)), ENCODERS))
     return losses
 
 

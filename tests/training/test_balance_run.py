@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cut_images import cut
+from image_units import unit_of
 from ranks import run_ranks
 
 from loongplug.data import source
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.source import PlannedMicrobatch
+from loongplug.data.source import PlannedUnit
 from loongplug.data.units import MediaBatch
 from loongplug.hetero.balance import Balance, EncoderWork
 from loongplug.training.config import compose_model
@@ -52,12 +53,10 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
             encoder_replicas.append([])
         microbatch = original(self)
         units[loaders.index(self)].append(seen.pop())
-        encoder_replicas[loaders.index(self)].append(
-            microbatch.units["image_encoder"].encoder_replica
-        )
+        encoder_replicas[loaders.index(self)].append(unit_of(microbatch).encoder_replica)
         return microbatch
 
-    def delivered(self: Any, planned: PlannedMicrobatch) -> Any:
+    def delivered(self: Any, planned: PlannedUnit) -> Any:
         seen.append(planned.media)
         return deliver(self, planned)
 

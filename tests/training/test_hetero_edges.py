@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from compared_runs import same, train
+from image_units import unit_of
 from PIL import Image
 from ranks import run_ranks
 
@@ -121,7 +122,7 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
     there when a step began; ``calls`` counts the images that were decoded.
     """
     seen: dict[str, Any] = {"loaded": [], "encoded": [], "held": [], "calls": 0}
-    begun = 0
+    begun, step = 0, []
     decode, load, payload = media.decode_image, UnitLoader.__call__, EncoderOfStep.payload
     begin = Executor.begin
 
@@ -136,16 +137,18 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
 
     def beginning(self: Executor, chunk: Any, microbatches: Any, *, training: bool) -> None:
         nonlocal begun
+        step[:] = microbatches
         for microbatch in microbatches:
-            if microbatch.patches and microbatch.vision is not None:
+            if unit_of(microbatch).rows and unit_of(microbatch).media is not None:
                 seen["held"].append(begun)
             begun += 1
         begin(self, chunk, microbatches, training=training)
 
-    def encoding(self: EncoderOfStep, microbatch: Any) -> Any:
-        if microbatch is not None and microbatch.patches:
-            seen["encoded"].append(begun - 8 + microbatch.number)
-        return payload(self, microbatch)
+    def encoding(self: EncoderOfStep, unit: Any) -> Any:
+        if unit is not None and unit.rows:
+            (number,) = (n for n, each in enumerate(step) if unit_of(each) is unit)
+            seen["encoded"].append(begun - 8 + number)
+        return payload(self, unit)
 
     media.decode_image, UnitLoader.__call__ = decoding, loading
     Executor.begin, EncoderOfStep.payload = beginning, encoding

@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from image_units import image_units, unit_of
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.processor import load_processor
-from loongplug.data.source import ONE_REPLICA
 from loongplug.training.question_source import QuestionSource, end_tokens, questions_in
 
 pytestmark = pytest.mark.quick
@@ -30,8 +30,7 @@ def source_of(questions, dataset, *, dp_rank, multiple=1):
         multiple=multiple,
         dp_rank=dp_rank,
         dp_size=2,
-        assignment=ONE_REPLICA,
-        loads=(0,),
+        encoders=image_units(),
         bad_samples=BadSamples(),
     )
 
@@ -55,8 +54,8 @@ def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
             steps = sample.position_ids[:, -ROOM:] - sample.position_ids[:, -ROOM - 1 : -1]
             assert (steps == 1).all()  # text goes on behind the question
             assert not sample.loss_mask.any()
-        loaded = first[0].load()
-        assert loaded.rows.shape[0] == first[0].media.patches
+        unit = unit_of(first[0])
+        assert unit.load().rows.shape[0] == unit.media.rows > 0
         asked.append([question.where for question in source.questions])
     assert [len(each) for each in asked] == [3, 2]
     assert sorted(asked[0] + asked[1]) == sorted(question.where for question in questions)

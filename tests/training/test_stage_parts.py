@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from image_units import unit_of
 from ranks import run_ranks
 
 from loongplug.data import loader
@@ -30,7 +31,7 @@ def kinds(microbatch: Any) -> tuple[str, ...]:
         "ids": microbatch.input_ids,
         "labels": microbatch.labels,
         "loss mask": microbatch.loss_mask,
-        "vision": microbatch.vision,
+        "vision": unit_of(microbatch).media,
     }
     return tuple(name for name, value in values.items() if value is not None)
 
@@ -59,7 +60,7 @@ def given(rank: int, *, flags: list[str], whole: bool = False) -> dict[str, Any]
             "ids": input_ids,
             "labels": kwargs["labels"],
             "loss mask": kwargs["loss_mask"],
-            "vision": kwargs["features"],
+            "vision": kwargs["placed"] or None,
         }
         counts = taken.setdefault(self.vp_stage or 0, Counter())
         counts[tuple(name for name, value in got.items() if value is not None)] += 1

@@ -1,5 +1,7 @@
 """The operations of a step, against formulas by hand and against torch's own counter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from loongplug.training.work import StepWork
 
 pytestmark = pytest.mark.quick
 
+NAME = "image_encoder"
 # qwen3_vl_tiny: three encoder layers of width 64 and MLP 128, patches of 1536 values, 2 x 2 merged
 # to width 128; two taps; four decoder layers of width 128, 4 heads of 32, 2 groups, MLP 384.
 PATCHES = 1536 * 64
@@ -44,12 +47,14 @@ def work(*overrides: str, model: str = "qwen3_vl_tiny", freeze=(), train=()) -> 
 
 def test_all_trained_is_three_times_forward_but_for_the_pixels_gradient():
     found = work()
-    assert found.per_patch == 2 * (2 * PATCHES + 3 * ENCODER)
-    assert found.per_visual_token == 6 * PROJECTOR
+    (encoder,) = found.encoders
+    assert encoder.name == NAME
+    assert encoder.per_row == 2 * (2 * PATCHES + 3 * ENCODER)
+    assert encoder.per_media_token == 6 * PROJECTOR
     assert found.per_token == 6 * (DECODER + OUTPUT)
-    assert found.of_samples(LENGTHS, [GRID]) == (
-        24 * found.per_patch
-        + 6 * found.per_visual_token
+    assert found.of_samples(LENGTHS, {NAME: [GRID]}) == (
+        24 * encoder.per_row
+        + 6 * encoder.per_media_token
         + 40 * found.per_token
         + 3 * (TEXT_ATTENTION + IMAGE_ATTENTION)
     )
@@ -61,14 +66,16 @@ def test_a_tied_output_works_as_one_of_its_own():
 
 def test_a_frozen_encoder_has_a_forward_only():
     found = work("model.image_encoder.freeze=true", "model.foundation.freeze=true")
-    assert found.per_patch == 2 * (PATCHES + ENCODER)
+    (encoder,) = found.encoders
+    assert encoder.per_row == 2 * (PATCHES + ENCODER)
     # The first of a merger's matrices is behind its norm, which trains.
-    assert found.per_visual_token == 6 * PROJECTOR
+    assert encoder.per_media_token == 6 * PROJECTOR
     assert found.per_token == 4 * (DECODER + OUTPUT)  # no gradients of weights
-    assert found.of_samples((), [GRID]) == (
-        24 * found.per_patch + 6 * found.per_visual_token + IMAGE_ATTENTION
+    assert found.of_samples((), {NAME: [GRID]}) == (
+        24 * encoder.per_row + 6 * encoder.per_media_token + IMAGE_ATTENTION
     )
-    assert found.of_samples(LENGTHS, ()) == 40 * found.per_token + 3 * TEXT_ATTENTION
+    text = 40 * found.per_token + 3 * TEXT_ATTENTION
+    assert found.of_samples(LENGTHS, {NAME: ()}) == found.of_samples(LENGTHS, {}) == text
 
 
 def test_nothing_has_a_backward_before_the_first_that_trains():
@@ -78,7 +85,8 @@ def test_nothing_has_a_backward_before_the_first_that_trains():
         (3 * layer - fc1 - fc2) + 2 * fc1 + 2 * fc2 + 2 * layer + 2 * OUTPUT
     )
     assert found.per_pair == 4 * 128 * (4 + 2)  # of the last layer's attention
-    assert (found.per_patch, found.frame_passes) == (2 * (PATCHES + ENCODER), 1)
+    (encoder,) = found.encoders
+    assert (encoder.per_row, encoder.passes) == (2 * (PATCHES + ENCODER), 1)
 
 
 def test_adapters_work_beside_frozen_matrices():
@@ -95,11 +103,11 @@ def test_a_token_passes_the_experts_that_it_is_routed_to():
 
 
 def test_windows_limit_the_encoder_s_attention():
-    found = work(model="qwen2_5_vl_tiny")
-    frame = found.frames.of_units([[(1, 16, 16)]])[0]
+    (encoder,) = work(model="qwen2_5_vl_tiny").encoders
+    frame = encoder.attention.of_units([[(1, 16, 16)]])[0]
     windows = 8 * 8 * (2 * 2) ** 2  # pairs within 2 x 2 patches, in two of the four layers
     assert frame == 2 * (2 * 64) * (256**2 + windows)
-    assert found.frames.of_units([[(3, 16, 16)]])[0] == 3 * frame
+    assert encoder.attention.of_units([[(3, 16, 16)]])[0] == 3 * frame
 
 
 def counted() -> int:
@@ -123,5 +131,19 @@ def counted() -> int:
 
 def test_an_encoder_layer_works_as_torch_counts_it():
     found = work("model.image_encoder.num_layers=1", "model.image_encoder.deepstack_layers=[]")
-    attention = 2 * found.frame_passes * found.frames.of_units([[GRID]])[0]
-    assert 24 * found.per_patch + attention == counted()
+    (encoder,) = found.encoders
+    attention = 2 * encoder.passes * encoder.attention.of_units([[GRID]])[0]
+    assert 24 * encoder.per_row + attention == counted()
+
+
+def test_each_encoder_s_media_are_its_own_work():
+    """A second encoder like the first, of half its passes."""
+    one = work()
+    (eyes,) = one.encoders
+    ears = replace(eyes, name="ears", per_row=7, per_media_token=11, passes=eyes.passes / 2)
+    both = replace(one, encoders=(eyes, ears))
+    of_eyes, of_both = one.of_samples((), {NAME: [GRID]}), both.of_samples
+    assert of_both((), {NAME: [GRID]}) == of_eyes
+    of_ears = 24 * 7 + 6 * 11 + 3 * IMAGE_ATTENTION // 2
+    assert of_both((), {"ears": [GRID]}) == of_ears
+    assert of_both((), {NAME: [GRID, GRID], "ears": [GRID]}) == 2 * of_eyes + of_ears

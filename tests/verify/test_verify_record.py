@@ -48,7 +48,6 @@ def test_each_loss_comes_with_its_microbatch():
         labels=torch.ones(1, 2, dtype=torch.int64),
         loss_mask=torch.tensor([[1.0, 0.0]]),
         tokens=2,
-        vision=None,
     )
 
     class Model(torch.nn.Module):

@@ -1,0 +1,140 @@
+"""Several encoders around one schedule: their operations nest, each has its own gradients."""
+
+from itertools import product
+
+import pytest
+import torch
+from lazy_copies import LazyCopies
+from toy_step import (
+    EARS,
+    ENTRY,
+    Model,
+    executor_of,
+    loss_of,
+    microbatches,
+    run_encoders,
+)
+
+from loongplug.hetero import encoder_state
+from loongplug.hetero.encoder_state import EncoderState
+from loongplug.hetero.executor import Executor
+from loongplug.hetero.operations import BEGIN, END, Kept, backward, forward, gradient
+from loongplug.hetero.policies import group_ahead, separated
+from loongplug.platform.copies import HostCopies
+
+pytestmark = pytest.mark.quick
+
+BOTH = (ENTRY, EARS)
+ROWS, SOUNDS = [3, 5, 2, 4, 7], [4, 0, 6, 1, 2]
+POLICIES = {"separated": separated, "group ahead": group_ahead}
+ALL = frozenset({Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE})
+
+
+def executors(*policies, copies=HostCopies, **options):
+    return {
+        entry.name: executor_of(policy, copies(), entry=entry, **options)
+        for entry, policy in zip(BOTH, policies, strict=True)
+    }
+
+
+def in_each_forward(model):
+    """Losses of a model that encodes in each forward, by torch alone; its gradients are added."""
+    losses = []
+    for each in microbatches(ROWS, ears=SOUNDS):
+        loss = sum(
+            loss_of(model.encode(entry, each.units[entry.name].media).embeddings, each.number)
+            for entry in BOTH
+        )
+        losses.append(loss.detach())
+        if loss.requires_grad:
+            loss.backward()
+    return losses
+
+
+@pytest.mark.parametrize("frozen", [None, "eyes", "ears"])
+@pytest.mark.parametrize(
+    ("eyes", "ears"), product(POLICIES, repeat=2), ids=lambda name: name.replace(" ", "-")
+)
+def test_each_encoder_has_the_gradients_of_its_own_features(eyes, ears, frozen):
+    model, plain = Model(entries=BOTH), Model(entries=BOTH)
+    for each in (model, plain):
+        if frozen is not None:
+            each.get_submodule(frozen).requires_grad_(False)
+    around = executors(POLICIES[eyes], POLICIES[ears])
+    data = microbatches(ROWS, ears=SOUNDS)
+    run_encoders(around, model, data, training=False)  # an evaluation leaves nothing behind
+    expected = in_each_forward(plain)
+    assert torch.equal(torch.stack(run_encoders(around, model, data)), torch.stack(expected))
+    for entry in BOTH:
+        found = model.gradients_of(entry)
+        assert torch.allclose(found, plain.gradients_of(entry), rtol=1e-6)
+        assert bool(found.any()) == (entry.name != frozen)
+    assert model.outside_schedule == {"eyes", "ears"}
+    assert [each._step for each in around.values()] == [None, None]
+
+
+def test_operations_nest_and_gradients_are_finalized_behind_all(monkeypatch):
+    done = []
+    do = Executor._do
+
+    def noted(self, when):
+        if when in self._now.plan:
+            done.append((self._entry.name, when))
+        do(self, when)
+
+    monkeypatch.setattr(Executor, "_do", noted)
+    model = Model(entries=BOTH)
+    model.config.finalize_model_grads_func = lambda chunks: done.append(chunks)
+    run_encoders(executors(separated, separated), model, microbatches([3], ears=[2]))
+    assert done == [
+        *(("eyes", BEGIN), ("ears", BEGIN)),
+        *(("ears", forward(0)), ("eyes", forward(0))),
+        *(("ears", gradient(0)), ("eyes", gradient(0))),
+        *(("ears", END), ("eyes", END)),
+        [model],
+    ]
+
+
+@pytest.mark.parametrize("last_stage", [True, False])
+def test_what_each_encoder_has_on_the_host_comes_back(monkeypatch, last_stage):
+    """Numbers are those of what stays, also where one encoder's things alone leave."""
+    monkeypatch.setattr(encoder_state, "_SMALL", 1)
+    found = []
+    for away in (frozenset(), {"eyes"}, {"ears"}, {"eyes", "ears"}):
+        model = Model(entries=BOTH)
+        around = {
+            entry.name: executor_of(
+                separated,
+                LazyCopies(),
+                entry=entry,
+                on_host=ALL if entry.name in away else frozenset(),
+                last_stage=last_stage,
+            )
+            for entry in BOTH
+        }
+        for name, each in around.items():
+            each.state = EncoderState(model.parts[name], [], platform=each._platform)
+        losses = run_encoders(around, model, microbatches(ROWS, ears=SOUNDS))
+        assert all(each._platform.away == 0 for each in around.values())
+        found.append(torch.cat([torch.stack(losses), *map(model.gradients_of, BOTH)]))
+    for each in found[1:]:
+        assert torch.equal(each, found[0])
+
+
+def test_a_backward_that_begins_is_told_to_both(monkeypatch):
+    """The state of each comes back beside the last backward."""
+    told = []
+    do = Executor._do
+
+    def noted(self, when):
+        if when == backward(1):
+            told.append(self._entry.name)
+        do(self, when)
+
+    monkeypatch.setattr(Executor, "_do", noted)
+    model = Model(entries=BOTH)
+    around = executors(separated, separated, on_host=frozenset({Kept.STATE}), last_stage=False)
+    for name, each in around.items():
+        each.state = EncoderState(model.parts[name], [], platform=each._platform)
+    run_encoders(around, model, microbatches([3, 2], ears=[2, 1]))
+    assert sorted(told) == ["ears", "eyes"]
