@@ -23,6 +23,13 @@ class AudioSizes:
     always: bool = False
     pooled: bool = True
 
+    @property
+    def shortest(self) -> int:
+        """Frames of the shortest sound that gives a token, or of all with ``always``."""
+        if self.always:
+            return self.longest
+        return 3 if self.pooled else 1
+
     def frames_of(self, samples: int) -> int:
         """Of a sound of so many samples, those that hold some of it, or all with ``always``."""
         return self.longest if self.always else -(-samples // HOP)

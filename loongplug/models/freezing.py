@@ -22,8 +22,8 @@ class Freezing:
     for their adapters; ``freeze`` and ``train`` are shell patterns over full parameter names, in
     which ``*`` also stands for dots. A parameter is frozen when its module is or a pattern of
     ``freeze`` matches it, an adapter's too, unless a pattern of ``train`` does. What is carried
-    only, which no forward runs, is frozen whatever patterns say. Names are the same in every
-    layout: layers and experts are counted over the whole model
+    (:func:`loongplug.models.hf_mapping.is_carried`) is frozen whatever patterns say. Names are the
+    same in every layout: layers and experts are counted over the whole model
     (:func:`loongplug.checkpoint.owned.parameter_names`).
 
     >>> only_norms = Freezing(freeze=("*",), train=("*norm*",))

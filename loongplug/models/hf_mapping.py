@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count
 from math import prod
 
 import torch
@@ -33,7 +34,10 @@ CARRIED = "carried"  # the name of a module within an encoder
 
 
 def is_carried(name: str) -> bool:
-    """Whether a parameter of this name only travels from file to file: nothing runs it."""
+    """Whether a parameter of this name never trains: most only travel from file to file.
+
+    Nothing runs those; others are tables of positions that their kind keeps as they are.
+    """
     return f".{CARRIED}." in name
 
 
@@ -53,7 +57,8 @@ class Source:
     ``experts``: the first axis counts experts, and a parameter is one of them. ``transposed``:
     the last two axes are (inputs, outputs). ``leading``: so many axes of length one stand in front
     of what the parameter has. What is left after all is the *matrix*, (outputs, inputs, ...), which
-    falls into ``parts`` along its first axis.
+    falls into ``parts`` along its first axis. ``absent``: no file has the tensor, and the parameter
+    has zeros in its place.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Source:
     experts: bool = False
     transposed: bool = False
     leading: int = 0
+    absent: bool = False
 
     @property
     def matrix(self) -> Shape:
@@ -143,10 +149,11 @@ class Bundle:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The tensors, with layer and expert in their names."""
+        """The tensors that files have, with layer and expert in their names."""
         return tuple(
             replace(source, name=_fill(source.name, self.layer, self.expert))
             for source in self.row.sources
+            if not source.absent
         )
 
     def entries(self) -> Iterator["MappedParameter"]:
@@ -302,9 +309,14 @@ def _part_bounds(source: Source, part: int) -> list[tuple[int, int]]:
     return [(part * length, (part + 1) * length), *((0, size) for size in source.matrix[1:])]
 
 
-def _regions(row: Row, *, rank: int, tp: int) -> Iterator[tuple[int, Where]]:
-    """Of every part, the slice of its source's matrix that rank ``rank`` of ``tp`` holds."""
-    for index, source in enumerate(row.sources):
+def _regions(row: Row, *, rank: int, tp: int) -> Iterator[tuple[int | None, Source, Where]]:
+    """Of every part, the slice of its source's matrix that rank ``rank`` of ``tp`` holds.
+
+    With the source, and which of those in files it is, if any.
+    """
+    in_files = count()
+    for source in row.sources:
+        index = None if source.absent else next(in_files)
         for part in range(source.parts):
             bounds = _part_bounds(source, part)
             if row.split is not Split.NONE:
@@ -312,7 +324,7 @@ def _regions(row: Row, *, rank: int, tp: int) -> Iterator[tuple[int, Where]]:
                 start, stop = bounds[axis]
                 piece = (stop - start) // tp
                 bounds[axis] = (start + rank * piece, start + (rank + 1) * piece)
-            yield index, tuple(slice(*bound) for bound in bounds)
+            yield index, source, tuple(slice(*bound) for bound in bounds)
 
 
 def read_local(
@@ -324,11 +336,17 @@ def read_local(
         read: gives ``tensor[where]`` of the row's n-th Hugging Face tensor.
     """
     row = entry.row
+    regions = list(_regions(row, rank=rank, tp=tp))
+    found = [
+        None
+        if index is None
+        else source.to_matrix(read(index, source.in_file(where, expert=entry.expert)))
+        for index, source, where in regions
+    ]
+    like = next(part for part in found if part is not None)
     parts = [
-        row.sources[index].to_matrix(
-            read(index, row.sources[index].in_file(where, expert=entry.expert))
-        )
-        for index, where in _regions(row, rank=rank, tp=tp)
+        like.new_zeros(_lengths(where)) if part is None else part
+        for part, (_, _, where) in zip(found, regions, strict=True)
     ]
     return pack(parts, groups=_local_groups(row, tp), folded=row.folded)
 
@@ -344,15 +362,19 @@ def parts_of_local(
     """
     row = entry.row
     regions = list(_regions(row, rank=rank, tp=tp))
-    lengths = [where[0].stop - where[0].start for _, where in regions]
+    lengths = [_lengths(where)[0] for _, _, where in regions]
     parts = unpack(local, lengths, groups=_local_groups(row, tp))
     found = []
-    for (index, where), part in zip(regions, parts, strict=True):
+    for (index, tensor, where), part in zip(regions, parts, strict=True):
         if index == source:
-            matrix = part.reshape([bound.stop - bound.start for bound in where])
-            spot = row.sources[index].in_file(where, expert=entry.expert)
-            found.append((spot, row.sources[index].from_matrix(matrix)))
+            matrix = part.reshape(_lengths(where))
+            spot = tensor.in_file(where, expert=entry.expert)
+            found.append((spot, tensor.from_matrix(matrix)))
     return found
+
+
+def _lengths(where: Where) -> list[int]:
+    return [bound.stop - bound.start for bound in where]
 
 
 def _local_groups(row: Row, tp: int) -> int:

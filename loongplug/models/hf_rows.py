@@ -8,6 +8,7 @@ from typing import Any
 
 from loongplug.models.architecture import (
     HEAD,
+    EncoderArchitecture,
     ProjectorArchitecture,
     TextArchitecture,
     VisionArchitecture,
@@ -265,7 +266,7 @@ def vision_values(activation: str) -> dict[str, Any]:
 
 
 def fixed_epsilon(
-    module: VisionArchitecture | ProjectorArchitecture,
+    module: EncoderArchitecture | ProjectorArchitecture,
     *,
     ours: str,
     theirs: float = _HF_NORM_EPSILON,

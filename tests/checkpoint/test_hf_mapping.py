@@ -285,3 +285,33 @@ def test_experts_with_tensors_of_their_own():
             tp=2,
         )
         assert torch.equal(local, torch.stack([gate[rank], up[rank]]))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_no_file_has_is_zero_and_goes_to_no_file(tp):
+    heads, size = 4, 3
+    row = Row(
+        ("bias",),
+        (
+            Source("q", (heads * size,)),
+            Source("k", (heads * size,), absent=True),
+            Source("v", (heads * size,)),
+        ),
+        Split.COLUMN,
+        groups=heads,
+    )
+    assert [source.name for source in Bundle(row, 0, None).sources] == ["q", "v"]
+    assert Mapping([row], twins={}).sources() == {"q": (heads * size,), "v": (heads * size,)}
+    files = [numbered(heads * size, start=1), numbered(heads * size, start=100)]
+    shards = split_over(row, files, tp)
+    assert all(tuple(each.shape) == local_shape(row, tp=tp) for each in shards)
+    whole = torch.cat(shards).unflatten(0, (heads, 3, size))
+    assert torch.equal(whole[:, 0].flatten(), files[0])
+    assert not whole[:, 1].any()
+    assert torch.equal(whole[:, 2].flatten(), files[1])
+    for index, file in enumerate(files):
+        found = torch.zeros_like(file)
+        for rank, shard in enumerate(shards):
+            for where, part in parts_of_local(entry(row), shard, source=index, rank=rank, tp=tp):
+                found[where] = part
+        assert torch.equal(found, file)

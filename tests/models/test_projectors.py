@@ -13,21 +13,37 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
 from towers import TOWERS, images, order_of, our_model, unit
-from transformers import InternVLConfig, LlamaConfig, LlavaConfig, Qwen2Config
+from transformers import (
+    InternVLConfig,
+    LlamaConfig,
+    LlavaConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioEncoderConfig,
+    Qwen2Config,
+)
 from transformers.models.internvl.modeling_internvl import (
     InternVLModel,
     InternVLMultiModalProjector,
 )
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
 
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.models.architecture import ProjectorArchitecture
 from loongplug.models.hf_mapping import Mapping
 from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.lora.adapter import add_adapters
+from loongplug.models.lora.mapping import AdapterTable
+from loongplug.models.lora.settings import LoraSettings
 from loongplug.models.parts import Part, load
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
 from loongplug.models.projectors import LOONGPLUG_PARTS, modules
-from loongplug.models.projectors.config import AveragePoolConfig, MlpConfig, PixelShuffleConfig
+from loongplug.models.projectors.config import (
+    AveragePoolConfig,
+    LinearConfig,
+    MlpConfig,
+    PixelShuffleConfig,
+)
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.registry import InTransformers
 
@@ -57,8 +73,33 @@ class Case:
 
     def described(self) -> Any:
         return load(self.part.hugging_face)(
-            self.projector, vision=self.vision, out=OUT, ours=NAME, theirs=ROOT
+            self.projector,
+            vision=self.vision,
+            out=OUT,
+            ours=NAME,
+            theirs=f"{ROOT}.linear" if isinstance(self.projector, LinearConfig) else ROOT,
         )
+
+    def hugging_face(self) -> HuggingFaceModel:
+        """The projector as if it were a whole model."""
+        mapping = Mapping(self.described().rows, twins={})
+        return HuggingFaceModel(mapping=mapping, in_transformers=NOWHERE, sections={}, top={})
+
+    def build(self, *, tp: int) -> Any:
+        """Over Megatron's current groups."""
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=self.vision.hidden_size,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=tp,
+        )
+        projector = load(self.part.build)(
+            self.projector, vision=self.vision, config=config, output_size=OUT, groups=groups
+        )
+        projector.pg_collection = groups
+        return projector
 
     def states(self) -> torch.Tensor:
         """[images, patches row by row, hidden], the same at every call."""
@@ -67,6 +108,7 @@ class Case:
 
 
 CASES = {
+    "linear": Case(projector=LinearConfig(), side=5, merge=1),
     "mlp": Case(projector=MlpConfig(), side=5, merge=1),
     "mlp, no bias, tanh": Case(
         projector=MlpConfig(bias=False, activation="gelu_pytorch_tanh"), side=5, merge=1
@@ -111,6 +153,12 @@ def their_modules(case: Case) -> tuple[Any, Any]:
             return merged.flatten(0, 2)
 
         return InternVLMultiModalProjector(config), shuffled
+    if isinstance(projector, LinearConfig):
+        sounds = Qwen2AudioConfig(
+            audio_config=Qwen2AudioEncoderConfig(d_model=vision.hidden_size),
+            text_config=Qwen2Config(**sizes),
+        )
+        return Qwen2AudioMultiModalProjector(sounds), lambda states: states.flatten(0, 1)
     assert isinstance(projector, MlpConfig | AveragePoolConfig)
     config = LlavaConfig(
         vision_config=tower,
@@ -146,24 +194,11 @@ def reference(case: Case, folder: Path) -> Result:
 
 def ours(rank: int, *, case: Case, folder: Path, tp: int) -> Result:
     with model_parallel(tp=tp):
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        vision = case.vision
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=vision.hidden_size,
-            num_attention_heads=2,
-            use_cpu_initialization=True,
-            tensor_model_parallel_size=tp,
-        )
-        projector = load(case.part.build)(
-            case.projector, vision=vision, config=config, output_size=OUT, groups=groups
-        )
-        projector.pg_collection = groups
-        model = torch.nn.ModuleDict({NAME: projector})
-        mapping = Mapping(case.described().rows, twins={})
-        described = HuggingFaceModel(mapping=mapping, in_transformers=NOWHERE, sections={}, top={})
+        projector = case.build(tp=tp)
+        model, described = torch.nn.ModuleDict({NAME: projector}), case.hugging_face()
         load_hf_weights([model], folder, model=described)
-        states = case.states()[:, order_of(vision)].flatten(0, 1).requires_grad_()
+        mapping = described.mapping
+        states = case.states()[:, order_of(case.vision)].flatten(0, 1).requires_grad_()
         features = projector(states, [])
         assert features.deepstack == ()
         (features.embeddings * weights_of_loss(case)).sum().backward()
@@ -197,6 +232,53 @@ def test_features_and_gradients_are_those_of_transformers(
 ) -> None:
     expected = reference(case, tmp_path)
     assert_same(run_ranks(ours, tp, case=case, folder=tmp_path, tp=tp)[0], expected)
+
+
+ADAPTERS = LoraSettings(rank=3, alpha=6.0)
+
+
+def adapted(rank: int, *, folder: Path, tp: int) -> dict[str, torch.Tensor]:
+    """A linear with adapters of random values: features, and all gradients by the files' names."""
+    case = CASES["linear"]
+    with model_parallel(tp=tp):
+        projector = case.build(tp=tp)
+        model, described = torch.nn.ModuleDict({NAME: projector}), case.hugging_face()
+        load_hf_weights([model], folder, model=described)
+        add_adapters(projector, ADAPTERS)
+        beside, generator = projector.linear_fc1_lora, torch.Generator().manual_seed(6)
+        with torch.no_grad():
+            beside.a.copy_(torch.randn(beside.a.shape, generator=generator))
+            beside.b.copy_(torch.randn(OUT, 3, generator=generator).chunk(tp)[rank])
+        states = case.states().flatten(0, 1).requires_grad_()
+        features = projector(states, []).embeddings
+        (features * weights_of_loss(case)).sum().backward()
+        table = AdapterTable({NAME: ADAPTERS}, described)
+        gradients = gather_full_tensors([model], table.mapping, what="grad") or {}
+        return {"features": features.detach(), "states": states.grad, **gradients}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_stand_beside_a_linear(tmp_path: Path, tp: int) -> None:
+    case = CASES["linear"]
+    reference(case, tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(6)
+    a, b = (torch.randn(*size, generator=generator) for size in ((3, 24), (OUT, 3)))
+    states = case.states().flatten(0, 1)
+    for each in (a, b, states):
+        each.requires_grad_()
+    weight, bias = (plain[f"{ROOT}.linear.{kind}"] for kind in ("weight", "bias"))
+    features = states @ (weight + ADAPTERS.scale * b @ a).T + bias
+    (features * weights_of_loss(case)).sum().backward()
+    wanted = {
+        "features": features.detach(),
+        "states": states.grad,
+        f"{ROOT}.linear.lora_A.weight": a.grad,
+        f"{ROOT}.linear.lora_B.weight": b.grad,
+    }
+    found = run_ranks(adapted, tp, folder=tmp_path, tp=tp)[0]
+    assert found.keys() == wanted.keys()
+    assert all(relative_error(found[name], each) < LIMIT for name, each in wanted.items())
 
 
 def test_another_order_within_a_block_is_seen(tmp_path: Path, monkeypatch: Any) -> None:
@@ -257,6 +339,7 @@ def test_published_numbers_of_tokens(
     ("name", "vision", "said"),
     [
         ("mlp", TOWERS["clip"].config(side=6, spatial_merge_size=2), "makes a token of each patch"),
+        ("linear", TOWERS["clip"].config(side=6, spatial_merge_size=2), "token of each patch"),
         (
             "pixel_shuffle",
             Qwen3VisionConfig(

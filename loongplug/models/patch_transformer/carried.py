@@ -1,13 +1,8 @@
 """What only travels from file to file: tensors of a tower that no forward comes to.
 
-They are parameters, so that checkpoints, imports and exports have them. They never train: a
-gradient that does not come would be waited for for ever where reductions overlap with backward.
+They never train: a gradient that does not come would be waited for for ever where reductions
+overlap with backward.
 """
-
-from collections.abc import Mapping
-
-import torch
-from torch import nn
 
 from loongplug.models.patch_transformer.config import PatchTransformerConfig, Shape
 
@@ -42,26 +37,3 @@ def carried_tensors(vision: PatchTransformerConfig) -> dict[str, Shape]:
 
 def _norm(name: str, *, hidden: int) -> dict[str, Shape]:
     return {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
-
-
-def parameter_name(tensor: str) -> str:
-    """Our name for a tensor of the files: torch's have no dots."""
-    return tensor.replace(".", "_")
-
-
-def leading_axes(shape: Shape) -> int:
-    """How many axes of length one stand in front, which our parameter does without."""
-    return next(number for number, size in enumerate(shape) if size > 1)
-
-
-class Carried(nn.Module):
-    """The tensors of :func:`carried_tensors`, frozen, zero until a file fills them.
-
-    Every tensor parallel rank has them whole. Not to be called.
-    """
-
-    def __init__(self, tensors: Mapping[str, Shape]) -> None:
-        super().__init__()
-        for name, shape in tensors.items():
-            values = torch.zeros(shape[leading_axes(shape) :])
-            self.register_parameter(parameter_name(name), nn.Parameter(values, requires_grad=False))

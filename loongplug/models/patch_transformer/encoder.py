@@ -8,16 +8,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
+from loongplug.models.carried import Carried
 from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
+from loongplug.models.layers.key_bias import hold_key_bias
 from loongplug.models.layers.layer_scale import with_layer_scale
 from loongplug.models.layers.norm import LayerNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_sizes, patch_coordinates
-from loongplug.models.patch_transformer.carried import Carried, carried_tensors
+from loongplug.models.patch_transformer.carried import carried_tensors
 from loongplug.models.patch_transformer.config import PatchTransformerConfig
 from loongplug.platform.transfers import to_device
 
@@ -66,7 +68,7 @@ class PatchTransformer(MegatronModule):
             config=config, spec=spec, post_layer_norm=False, pg_collection=pg_collection
         )
         for layer in self.blocks.layers:
-            _hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
+            hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
         self.final_norm = self._norm() if architecture.norms_features else None
         if tensors := carried_tensors(architecture):
             self.add_module(CARRIED, Carried(tensors))
@@ -133,22 +135,6 @@ class PatchTransformer(MegatronModule):
         if self.class_token is None:
             return places
         return torch.cat([torch.zeros(1, dtype=torch.int64), 1 + places])
-
-
-def _hold_key_bias(bias: Tensor, *, head: int) -> None:
-    """Give the keys' part of ``bias``, of fused q, k and v, a gradient of exactly zero.
-
-    It shifts all scores of a query alike where no position turns the keys, and so changes nothing.
-    Its computed gradient is rounding noise, different in each layout, of which Adam makes full
-    steps.
-    """
-
-    def without_keys(gradient: Tensor) -> Tensor:
-        apart = gradient.unflatten(0, (-1, 3, head)).clone()  # [heads / tp, q k v, head]
-        apart[:, 1] = 0
-        return apart.flatten()
-
-    bias.register_hook(without_keys)
 
 
 def build_encoder(

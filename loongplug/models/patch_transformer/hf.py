@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from loongplug.models.hf_mapping import CARRIED, Row, Source, Split
+from loongplug.models.hf_encoder_rows import carried_rows, layer_rows
+from loongplug.models.hf_mapping import Row, Source
 from loongplug.models.hf_model import HuggingFacePart
-from loongplug.models.hf_rows import encoder_layer, linear, norms, qkv, row
-from loongplug.models.patch_transformer.carried import (
-    carried_tensors,
-    leading_axes,
-    parameter_name,
-)
+from loongplug.models.hf_rows import encoder_layer, row
+from loongplug.models.patch_transformer.carried import carried_tensors
 from loongplug.models.patch_transformer.config import (
     Dinov2VisionConfig,
     InternVisionConfig,
@@ -27,7 +24,7 @@ def encoder(vision: PatchTransformerConfig, *, ours: str, theirs: str) -> Huggin
         rows=[
             *_embedding_rows(vision, ours=ours, theirs=theirs),
             *_layer_rows(vision, ours=ours, theirs=theirs),
-            *_carried_rows(vision, ours=ours, theirs=theirs),
+            *carried_rows(carried_tensors(vision), ours=ours, theirs=theirs),
         ],
         values=_values(vision),
         inexpressible=_inexpressible(vision, ours=ours),
@@ -120,32 +117,14 @@ def _embedding_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -
 
 def _layer_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -> list[Row]:
     """Those of the layers that run."""
-    names, own, layer = vision.names, encoder_layer(ours), f"{theirs}.{vision.names.layer}"
-    hidden, ffn, count = vision.hidden_size, vision.ffn_hidden_size, vision.computed_layers
-    before_attention, before_mlp = (f"{layer}{each}" for each in names.norms)
-    rows: list[Row] = []
-    for kind, width in (("weight", (hidden,)), ("bias", ())):
-        apart = tuple(Source(f"{layer}{each}.{kind}", (hidden, *width)) for each in names.qkv)
-        rows += [
-            *norms(own, (before_attention, before_mlp), kind=kind, width=hidden, count=count),
-            qkv(own, apart, kind=kind, groups=vision.num_attention_heads, count=count),
-        ]
-    for name, other, split, shape in (
-        ("self_attention.linear_proj", names.proj, Split.ROW, (hidden, hidden)),
-        ("mlp.linear_fc1", names.mlp[0], Split.COLUMN, (ffn, hidden)),
-        ("mlp.linear_fc2", names.mlp[1], Split.ROW, (hidden, ffn)),
-    ):
-        rows += linear(f"{own}{name}", f"{layer}{other}", shape=shape, split=split, count=count)
-    for name, other in zip(("self_attn_bda", "mlp_bda"), names.layer_scales or (), strict=False):
-        rows.append(row(f"{own}{name}.weight", f"{layer}{other}", shape=(hidden,), count=count))
-    return rows
-
-
-def _carried_rows(vision: PatchTransformerConfig, *, ours: str, theirs: str) -> list[Row]:
-    return [
-        Row(
-            (f"{ours}.{CARRIED}.{parameter_name(name)}",),
-            (Source(f"{theirs}.{name}", shape, leading=leading_axes(shape)),),
+    names, own = vision.names, encoder_layer(ours)
+    scales = zip(("self_attn_bda", "mlp_bda"), names.layer_scales or (), strict=False)
+    return layer_rows(vision, names, ours=ours, theirs=theirs) + [
+        row(
+            f"{own}{name}.weight",
+            f"{theirs}.{names.layer}{other}",
+            shape=(vision.hidden_size,),
+            count=vision.computed_layers,
         )
-        for name, shape in carried_tensors(vision).items()
+        for name, other in scales
     ]

@@ -1,8 +1,9 @@
-"""Projectors that stand behind any encoder over patches: an MLP, with or without merging before."""
+"""Projectors that stand behind any encoder: a linear, or an MLP with or without merging before."""
 
 from loongplug.models.parts import Part
 from loongplug.models.projectors.config import (
     AveragePoolConfig,
+    LinearConfig,
     MlpConfig,
     PixelShuffleConfig,
 )
@@ -14,6 +15,12 @@ _BIAS = {"bias": "multimodal_projector_bias"}
 
 # Their keys of config.json stand at its top, beside the sections.
 LOONGPLUG_PARTS = (
+    Part(
+        name="linear",
+        config_class=LinearConfig,
+        build=f"{_MODULES}:build_linear",
+        hugging_face=f"{_HF}:one_linear",
+    ),
     Part(
         name="mlp",
         config_class=MlpConfig,

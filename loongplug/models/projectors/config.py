@@ -6,6 +6,11 @@ from loongplug.models.architecture import ProjectorArchitecture
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearConfig(ProjectorArchitecture):
+    """Qwen2-Audio's, and Qwen2.5-Omni's of sounds: a linear of each state; each becomes a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpConfig(ProjectorArchitecture):
     """LLaVA's: two linears of each patch; each patch becomes a token."""
 

@@ -1,12 +1,25 @@
 """The projectors on the Hugging Face side: tensor names, and their values of config.json."""
 
-from loongplug.models.architecture import VisionArchitecture
+from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
 from loongplug.models.hf_mapping import Row, Split
 from loongplug.models.hf_model import HuggingFacePart
 from loongplug.models.hf_rows import fixed_epsilon, linear, row
-from loongplug.models.projectors.config import AveragePoolConfig, MlpConfig, PixelShuffleConfig
+from loongplug.models.projectors.config import (
+    AveragePoolConfig,
+    LinearConfig,
+    MlpConfig,
+    PixelShuffleConfig,
+)
 
 _LAYER_NORM_EPSILON = 1e-5  # torch's, which transformers' InternVL has
+
+
+def one_linear(
+    projector: LinearConfig, *, vision: EncoderArchitecture, out: int, ours: str, theirs: str
+) -> HuggingFacePart:
+    """Into the decoder's width ``out``; ``theirs`` is the name of the linear itself."""
+    names, shape = (f"{ours}.linear_fc1", theirs), (out, vision.hidden_size)
+    return HuggingFacePart(rows=linear(*names, shape=shape, split=Split.COLUMN, count=None))
 
 
 def mlp(

@@ -1,18 +1,66 @@
-"""Projectors of an MLP: what its input is made of, a norm in front or none, two linears."""
+"""Projectors: a linear alone, or an MLP, with what its input is made of and a norm in front."""
 
 from collections.abc import Callable
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from loongplug.models.architecture import VisionArchitecture
+from loongplug.models.architecture import EncoderArchitecture, VisionArchitecture
 from loongplug.models.features import Features
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.norm import LayerNorm
-from loongplug.models.projectors.config import AveragePoolConfig, MlpConfig, PixelShuffleConfig
+from loongplug.models.projectors.config import (
+    AveragePoolConfig,
+    LinearConfig,
+    MlpConfig,
+    PixelShuffleConfig,
+)
+
+
+class LinearProjector(MegatronModule):
+    """Tokens of the decoder's width from an encoder's states, one for each.
+
+    The linear is split over the tensor parallel group by its outputs. It is called as the first of
+    an MLP's, by which name adapters know it.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        input_size: int,
+        output_size: int,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self._group = groups.tp
+        assert config.init_method is not None
+        self.linear_fc1 = ColumnParallelLinear(
+            input_size,
+            output_size,
+            config=config,
+            init_method=config.init_method,
+            bias=True,
+            gather_output=False,  # an adapter's outputs are split as well
+            tp_group=groups.tp,
+        )
+
+    def forward(self, states: Tensor, taps: list[Tensor]) -> Features:
+        """Encoder output [states, encoder hidden] to features [states, decoder hidden].
+
+        Collective: the tensor parallel group, forward and backward.
+        """
+        assert not taps, "taps have projectors of their own"
+        own, _ = self.linear_fc1(states)  # [states, decoder hidden / tp]
+        tokens = gather_from_tensor_model_parallel_region(own, group=self._group)
+        return Features(embeddings=tokens, deepstack=())
 
 
 class MlpProjector(MegatronModule):
@@ -71,6 +119,26 @@ class MlpProjector(MegatronModule):
         return Features(embeddings=tokens, deepstack=())
 
 
+def build_linear(
+    architecture: LinearConfig,
+    *,
+    vision: EncoderArchitecture,
+    config: TransformerConfig,
+    output_size: int,
+    groups: ProcessGroupCollection,
+) -> LinearProjector:
+    """The linear of single states, of an encoder over any kind of media.
+
+    Raises:
+        ValueError: the encoder's patches are to be merged.
+    """
+    _check_unmerged(vision)
+    _check_taps(vision)
+    return LinearProjector(
+        config=config, input_size=config.hidden_size, output_size=output_size, groups=groups
+    )
+
+
 def build_mlp(
     architecture: MlpConfig,
     *,
@@ -84,12 +152,7 @@ def build_mlp(
     Raises:
         ValueError: the encoder's patches are to be merged.
     """
-    if vision.spatial_merge_size != 1:
-        raise ValueError(
-            f"spatial_merge_size of the encoder is {vision.spatial_merge_size}, but its projector "
-            "makes a token of each patch: set it to 1, or take a projector that merges, "
-            "pixel_shuffle or average_pool."
-        )
+    _check_unmerged(vision)
     _check_taps(vision)
     return MlpProjector(
         architecture,
@@ -153,7 +216,16 @@ def build_average_pool(
     )
 
 
-def _check_taps(vision: VisionArchitecture) -> None:
+def _check_unmerged(vision: EncoderArchitecture) -> None:
+    if isinstance(vision, VisionArchitecture) and vision.spatial_merge_size != 1:
+        raise ValueError(
+            f"spatial_merge_size of the encoder is {vision.spatial_merge_size}, but its projector "
+            "makes a token of each patch: set it to 1, or take a projector that merges, "
+            "pixel_shuffle or average_pool."
+        )
+
+
+def _check_taps(vision: EncoderArchitecture) -> None:
     if vision.taps():
         raise ValueError(
             f"The encoder taps its layers {list(vision.taps())}, for which this projector has "

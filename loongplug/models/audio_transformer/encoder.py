@@ -1,0 +1,209 @@
+"""The audio transformer: log-mel frames of sounds in, states out."""
+
+import math
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loongplug.data.microbatch import MediaInput
+from loongplug.data.positions import Grid
+from loongplug.models.audio_transformer.config import AudioTransformerConfig
+from loongplug.models.audio_transformer.plan import UnitPlan, plan_unit
+from loongplug.models.carried import Carried, parameter_name
+from loongplug.models.encoder import encoder_config
+from loongplug.models.hf_mapping import CARRIED
+from loongplug.models.layers.activations import activation
+from loongplug.models.layers.key_bias import hold_key_bias
+from loongplug.models.layers.norm import LayerNorm
+from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.recompute import input_for_recompute
+from loongplug.models.layers.specs import Backend, vision_layer_spec
+from loongplug.platform.transfers import to_device
+
+_TAPS = 3  # frames that a convolution sees at once
+
+
+class LineConvolution(nn.Module):
+    """``torch.nn.Conv1d`` of three taps and a padding of one, over frames in rows.
+
+    As one product with a matrix, so that its precision and its determinism are those of all other
+    products: cuDNN's convolutions take TF32 for float32 unless told otherwise.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs, _TAPS))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, line: Tensor) -> Tensor:
+        """[frames, inputs] to [frames / stride, outputs], each around every ``stride``-th frame."""
+        frames = line.shape[0]
+        padded = F.pad(line, (0, 0, 1, 1))
+        seen = torch.cat([padded[tap : tap + frames : self.stride] for tap in range(_TAPS)], dim=1)
+        matrix = self.weight.transpose(1, 2).flatten(1)  # [outputs, taps * inputs]
+        return F.linear(seen, matrix, self.bias)
+
+
+class AudioTransformer(MegatronModule):
+    """Whisper's encoder and its kin over packed sounds; attention stays within a sound or chunk.
+
+    The transformer layers are Megatron's, sharded over the tensor parallel group of
+    ``pg_collection``; all else is replicated. Every rank of that group enters every forward.
+    Megatron's attention cannot shape zero tokens: an empty unit is computed as :meth:`blank_unit`,
+    of which the caller keeps nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: AudioTransformerConfig,
+        *,
+        backend: Backend,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        self.tp_group = pg_collection.tp
+        hidden = architecture.hidden_size
+        self.conv1 = LineConvolution(architecture.mel_bins, hidden, stride=1)
+        self.conv2 = LineConvolution(hidden, hidden, stride=2)
+        self.blocks = TransformerBlock(
+            config=config,
+            spec=vision_layer_spec(config, backend=backend),
+            post_layer_norm=False,
+            pg_collection=pg_collection,
+        )
+        for layer in self.blocks.layers:
+            hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
+        self.final_norm = LayerNorm(config, hidden, eps=architecture.layernorm_epsilon)
+        self.add_module(CARRIED, Carried(architecture.carried_tensors()))
+        if config.perform_initialization:
+            assert config.init_method is not None
+            config.init_method(self.conv1.weight)
+            config.init_method(self.conv2.weight)
+            if (table := self._table()) is not None:
+                with torch.no_grad():
+                    table.copy_(sinusoids(*table.shape, device=table.device))
+
+    def _table(self) -> Tensor | None:
+        """The files' positions, [max_positions, hidden]; None where they are computed."""
+        name = self.architecture.names.positions
+        if name is None:
+            return None
+        return self.get_submodule(CARRIED).get_parameter(parameter_name(name))
+
+    def blank_unit(self) -> MediaInput:
+        """What an empty unit is computed as: the shortest sound that gives a token, all zero."""
+        sizes = self.architecture.sizes
+        grid = sizes.grid(sizes.shortest)
+        return MediaInput(
+            rows=torch.zeros(grid[2], sizes.mel_bins, device=self.conv1.weight.device),
+            grids=torch.tensor([grid]),
+        )
+
+    def forward(self, unit: MediaInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all sounds of one unit.
+
+        Args:
+            unit: rows are frames, each sound's followed by those behind it that the first
+                convolution reads (:class:`~loongplug.data.audio_sizes.AudioSizes`).
+
+        Returns:
+            the normed states, of two each where they are pooled, one for each token in the order
+            of the sounds, [tokens, hidden], and no taps.
+
+        Raises:
+            ValueError: a sound is too short, or too long for the model.
+        """
+        architecture, device = self.architecture, self.conv1.weight.device
+        plan = plan_unit(self._frames(unit), sizes=architecture.sizes, chunk=architecture.chunk)
+        states = self._embed(unit, plan)[:, None]  # [states, 1, hidden]
+        states = self.blocks(
+            hidden_states=input_for_recompute(states, layers=self.blocks),
+            attention_mask=None,
+            packed_seq_params=pack_segments(plan.segments, device=device),
+        )[:, 0]
+        if architecture.pooled:
+            pairs = states.index_select(0, to_device(plan.kept, device)).unflatten(0, (-1, 2))
+            states = pairs.mean(dim=1)
+        return self.final_norm(states), []
+
+    def _embed(self, unit: MediaInput, plan: UnitPlan) -> Tensor:
+        """What the convolutions make of the frames, and the positions, [states, hidden]."""
+        weight = self.conv1.weight
+        frames, silent, kept, positions = (
+            to_device(each, weight.device)
+            for each in (plan.frames, plan.silent, plan.states, plan.positions)
+        )
+        line = weight.new_zeros(plan.length, unit.rows.shape[1])
+        line = line.index_copy(0, frames, unit.rows.to(weight.dtype))
+        # What the first convolution makes of silence is not what the second one has there.
+        inner = F.gelu(self.conv1(line)).masked_fill(silent, 0.0)
+        states = F.gelu(self.conv2(inner).index_select(0, kept))
+        table = self._table()
+        if table is None:
+            longest = max(plan.segments)
+            host = sinusoids(longest, states.shape[1], device=torch.device("cpu"))
+            table = to_device(host, weight.device).to(states.dtype)
+        return states + table.index_select(0, positions)
+
+    def _frames(self, unit: MediaInput) -> list[int]:
+        """Those of each sound."""
+        sizes = self.architecture.sizes
+        grids: list[Grid] = unit.grids.tolist()
+        frames = [sizes.frames(grid) for grid in grids]
+        for each in frames:
+            if not sizes.shortest <= each <= sizes.longest:
+                raise ValueError(
+                    f"A sound has {each} frames of 10 ms, but the encoder takes "
+                    f"{sizes.shortest} to {sizes.longest}: cut or fill sounds in the processor."
+                )
+        return frames
+
+
+def sinusoids(length: int, channels: int, *, device: torch.device) -> Tensor:
+    """Positions as sines and cosines of falling frequencies, [length, channels] float32."""
+    half = channels // 2
+    step = math.log(10_000) / (half - 1)
+    frequencies = torch.exp(-step * torch.arange(half, device=device, dtype=torch.float32))
+    angles = torch.arange(length, device=device)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def build_encoder(
+    architecture: AudioTransformerConfig,
+    *,
+    decoder: TransformerConfig,
+    groups: ProcessGroupCollection,
+    backend: Backend,
+) -> AudioTransformer:
+    """The encoder with the decoder's precision, over ``groups``.
+
+    Raises:
+        ValueError: the architecture asks for what there is not.
+    """
+    _check(architecture)
+    config = encoder_config(
+        architecture,
+        decoder=decoder,
+        tp=groups.tp.size(),
+        normalization="LayerNorm",
+        activation_func=activation(architecture.activation),
+        bias_activation_fusion=False,  # upstream's fused GELU is the tanh approximation
+    )
+    return AudioTransformer(config, architecture, backend=backend, pg_collection=groups)
+
+
+def _check(architecture: AudioTransformerConfig) -> None:
+    chunk, positions = architecture.chunk, architecture.max_positions
+    if chunk is not None and not 0 < chunk <= 2 * positions:
+        raise ValueError(
+            f"n_window is {chunk // 2}, so that a chunk has as many states, but there are "
+            f"{positions} positions (max_positions): choose an n_window within 1 and {positions}."
+        )

@@ -1,0 +1,84 @@
+"""Rows of the Hugging Face mapping that encoders with tables of names share.
+
+``ours`` and ``theirs`` are as in :mod:`loongplug.models.hf_rows`.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.carried import leading_axes, parameter_name
+from loongplug.models.hf_mapping import CARRIED, Row, Shape, Source, Split
+from loongplug.models.hf_rows import encoder_layer, linear, norms, qkv
+
+
+class LayerNames(Protocol):
+    """What the files call the tensors of one layer, without ``.weight`` and ``.bias``.
+
+    ``layer`` is how the names begin, with ``{}`` for the layer's number; the others are behind it.
+    ``norms`` are those before attention and before the MLP.
+    """
+
+    @property
+    def layer(self) -> str: ...
+
+    @property
+    def norms(self) -> tuple[str, str]: ...
+
+    @property
+    def qkv(self) -> tuple[str, str, str]: ...
+
+    @property
+    def proj(self) -> str: ...
+
+    @property
+    def mlp(self) -> tuple[str, str]: ...
+
+
+def layer_rows(
+    encoder: EncoderArchitecture,
+    names: LayerNames,
+    *,
+    ours: str,
+    theirs: str,
+    key_bias: bool = True,
+) -> list[Row]:
+    """Those of the layers that run: two norms, attention and an MLP of two linears, with biases.
+
+    Without ``key_bias`` the files have none for the keys; ours is zero.
+    """
+    own, layer = encoder_layer(ours), f"{theirs}.{names.layer}"
+    hidden, ffn, count = encoder.hidden_size, encoder.ffn_hidden_size, encoder.computed_layers
+    before_attention, before_mlp = (f"{layer}{each}" for each in names.norms)
+    rows: list[Row] = []
+    for kind, width in (("weight", (hidden,)), ("bias", ())):
+        apart = tuple(
+            Source(
+                f"{layer}{each}.{kind}",
+                (hidden, *width),
+                absent=kind == "bias" and each == names.qkv[1] and not key_bias,
+            )
+            for each in names.qkv
+        )
+        rows += [
+            *norms(own, (before_attention, before_mlp), kind=kind, width=hidden, count=count),
+            qkv(own, apart, kind=kind, groups=encoder.num_attention_heads, count=count),
+        ]
+    for name, other, split, shape in (
+        ("self_attention.linear_proj", names.proj, Split.ROW, (hidden, hidden)),
+        ("mlp.linear_fc1", names.mlp[0], Split.COLUMN, (ffn, hidden)),
+        ("mlp.linear_fc2", names.mlp[1], Split.ROW, (hidden, ffn)),
+    ):
+        rows += linear(f"{own}{name}", f"{layer}{other}", shape=shape, split=split, count=count)
+    return rows
+
+
+def carried_rows(tensors: Mapping[str, Shape], *, ours: str, theirs: str) -> list[Row]:
+    """Those of a :class:`~loongplug.models.carried.Carried` with these tensors."""
+    return [
+        Row(
+            (f"{ours}.{CARRIED}.{parameter_name(name)}",),
+            (Source(f"{theirs}.{name}", shape, leading=leading_axes(shape)),),
+        )
+        for name, shape in tensors.items()
+    ]

@@ -1,0 +1,403 @@
+"""Audio transformers alone against transformers' encoders: features and every gradient."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gathered import gather_full_tensors, replica_differences
+from hf_reference import LIMIT, relative_error
+from host_waits import META, meta_device, no_waits
+from ranks import model_parallel, run_ranks
+from safetensors.torch import load_file, save_file
+from sounds import (
+    NAME,
+    TOWERS,
+    described,
+    encoder_within,
+    mapping_of,
+    our_model,
+    part_of,
+    their_config,
+    their_features,
+    their_model,
+    tower_of,
+    unit,
+    weights_of_loss,
+)
+
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.data.microbatch import MediaInput
+from loongplug.models.audio_transformer import encoder as module
+from loongplug.models.audio_transformer import plan
+from loongplug.models.audio_transformer.config import AudioTransformerConfig
+from loongplug.models.freezing import Freezing
+from loongplug.models.hf_config import _fields
+from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.registry import InTransformers
+from loongplug.platform.transfers import to_device
+
+NOWHERE = InTransformers(config_class="", architecture="", roots={})
+each_tower = pytest.mark.parametrize("name", TOWERS)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Features [tokens, hidden] and gradients by the names of the files; of ours, more.
+
+    ``weights`` by the same names, how far copies of gradients are ``apart`` by our names, and the
+    fused biases and gradients of the keys.
+    """
+
+    features: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    apart: dict[str, float] = field(default_factory=dict)
+    of_keys: tuple[torch.Tensor, ...] = ()
+
+
+def reference(config: AudioTransformerConfig, folder: Path) -> Result:
+    """transformers', whose tower is written to ``folder`` under its names in a whole model."""
+    model, tower = their_model(config), tower_of(config)
+    features = their_features(config, model, tower.sounds)
+    (features * weights_of_loss(config, tokens=len(features))).sum().backward()
+    encoder = encoder_within(model)
+    tensors = {
+        f"{tower.root}.{name}": each.detach()
+        for name, each in encoder.named_parameters()
+        if not name.startswith("proj.")  # the projector's
+    }
+    save_file(tensors, folder / "model.safetensors")
+    gradients = {
+        f"{tower.root}.{name}": each.grad
+        for name, each in encoder.named_parameters()
+        if each.grad is not None
+    }
+    return Result(features.detach(), gradients)
+
+
+def ours(
+    rank: int,
+    *,
+    config: AudioTransformerConfig,
+    folder: Path,
+    tp: int,
+    empty: bool,
+    only: int | None,
+) -> Result:
+    """Gradients and weights are rank 0's."""
+    with model_parallel(tp=tp):
+        model, mapping = our_model(config, tp=tp), mapping_of(config)
+        described = HuggingFaceModel(mapping=mapping, in_transformers=NOWHERE, sections={}, top={})
+        load_hf_weights([model], folder, model=described)
+        encoder = model[NAME]
+        sounds = tower_of(config).sounds
+        states, taps = encoder(encoder.blank_unit() if empty else unit(config, sounds, only=only))
+        assert not taps
+        weights = weights_of_loss(config, tokens=len(states))
+        (states[:0].sum() if empty else (states * weights).sum()).backward()
+        keys = []
+        for layer in encoder.blocks.layers:
+            bias = layer.self_attention.linear_qkv.bias
+            for each in (bias.detach(), bias.grad):
+                keys.append(each.unflatten(0, (-1, 3, encoder.config.kv_channels))[:, 1])
+        return Result(
+            features=states.detach(),
+            gradients=gather_full_tensors([model], mapping, what="grad") or {},
+            weights=gather_full_tensors([model], mapping) or {},
+            apart=replica_differences([model], mapping, what="grad"),
+            of_keys=tuple(keys),
+        )
+
+
+def run(
+    config: AudioTransformerConfig,
+    folder: Path,
+    *,
+    tp: int = 1,
+    empty: bool = False,
+    only: int | None = None,
+) -> Result:
+    """Ours, with the weights of ``folder``."""
+    results: list[Result] = run_ranks(
+        ours, tp, config=config, folder=folder, tp=tp, empty=empty, only=only
+    )
+    return results[0]
+
+
+def assert_same(config: AudioTransformerConfig, found: Result, wanted: Result) -> None:
+    assert relative_error(found.features, wanted.features) < LIMIT
+    assert set(found.gradients) == set(wanted.gradients)
+    errors = {
+        name: relative_error(found.gradients[name], each) for name, each in wanted.gradients.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] < LIMIT, (worst, errors[worst])
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"recompute": True}),
+        (1, {"num_attention_heads": 3, "activation": "gelu_pytorch_tanh"}),
+    ],
+    ids=["tp1", "tp2", "tp2-recompute", "three-heads-tanh"],
+)
+@each_tower
+def test_features_and_gradients_are_those_of_transformers(
+    name: str, tp: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = TOWERS[name].config(**changes)
+    expected = reference(config, tmp_path)
+    found = run(config, tmp_path, tp=tp)
+    assert_same(config, found, expected)
+    assert max(found.apart.values()) < 1e-6
+    assert found.of_keys
+    assert not any(bool(each.any()) for each in found.of_keys)
+    before = load_file(tmp_path / "model.safetensors")
+    assert found.weights.keys() == before.keys()
+    for each, tensor in before.items():
+        assert found.weights[each].dtype == tensor.dtype
+        assert torch.equal(found.weights[each], tensor)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "omni"])
+def test_a_sound_alone_has_the_features_that_it_has_among_others(name: str, tmp_path: Path) -> None:
+    config, sounds = TOWERS[name].config(), TOWERS[name].sounds
+    reference(config, tmp_path)
+    among = run(config, tmp_path).features
+    tokens = [config.tokens(config.sizes.grid(each)) for each in sounds]
+    assert sum(tokens) == len(among)
+    for number in (1, len(sounds) - 1):
+        alone = run(config, tmp_path, only=number).features
+        torch.testing.assert_close(alone, among.split(tokens)[number], rtol=1e-5, atol=1e-5)
+
+
+@each_tower
+def test_an_empty_unit_gives_every_parameter_that_trains_a_gradient_of_zero(
+    name: str, tmp_path: Path
+) -> None:
+    config = TOWERS[name].config()
+    trained = set(reference(config, tmp_path).gradients)
+    found = run(config, tmp_path, empty=True)
+    assert set(found.gradients) == trained
+    assert not any(bool(each.any()) for each in found.gradients.values())
+    tokens = config.max_positions if name == "whisper" else 1
+    assert found.features.shape == (tokens, config.hidden_size)
+
+
+def heard(self: Any, unit: MediaInput, plan: Any) -> Any:
+    """As if silence were what the first convolution makes of it."""
+    loud = dataclasses.replace(plan, silent=torch.zeros_like(plan.silent))
+    return EMBED(self, unit, loud)
+
+
+def shifted(self: Any, unit: MediaInput, plan: Any) -> Any:
+    return EMBED(self, unit, dataclasses.replace(plan, positions=plan.positions.roll(1)))
+
+
+EMBED = module.AudioTransformer._embed
+PIECES = plan._pieces
+
+
+def whole(frames: int, *, sizes: Any, chunk: int | None) -> Any:
+    return PIECES(frames, sizes=sizes, chunk=None)
+
+
+def pairs_in_chunks(sounds: Any, *, sizes: Any, states: int) -> torch.Tensor:
+    return torch.arange(states // 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "attribute", "mutation"),
+    [
+        ("omni", module.AudioTransformer, "_embed", heard),
+        ("whisper", module.AudioTransformer, "_embed", heard),
+        ("omni", module.AudioTransformer, "_embed", shifted),
+        ("qwen2_audio", module.AudioTransformer, "_embed", shifted),
+        ("omni", plan, "_pieces", whole),
+        ("omni", plan, "_kept", pairs_in_chunks),
+    ],
+)
+def test_mutated_code_is_seen(
+    name: str, target: Any, attribute: str, mutation: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    config = TOWERS[name].config()
+    expected = reference(config, tmp_path)
+    monkeypatch.setattr(target, attribute, mutation)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_same(config, run(config, tmp_path), expected)
+
+
+def test_frames_behind_a_sound_are_heard(tmp_path: Path) -> None:
+    """As if a sound ended where its frames do."""
+    config = TOWERS["qwen2_audio"].config()
+    expected = reference(config, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sounds.SILENCE", 0.0)
+        with pytest.raises(AssertionError):
+            assert_same(config, run(config, tmp_path), expected)
+
+
+def on_meta(rank: int, *, config: AudioTransformerConfig) -> tuple[int, ...]:
+    """Forward and backward where nothing has values."""
+    with model_parallel(), meta_device():
+        with META:
+            encoder = our_model(config)[NAME]
+        given = unit(config, tower_of(config).sounds)
+        given = dataclasses.replace(given, rows=to_device(given.rows, META))
+        with no_waits():
+            states, _ = encoder(given)
+            states.sum().backward()
+        assert all(each.grad is not None for each in encoder.parameters() if each.requires_grad)
+        return tuple(states.shape)
+
+
+@each_tower
+def test_the_device_is_asked_for_nothing(name: str) -> None:
+    config = TOWERS[name].config()
+    tokens = sum(config.tokens(config.sizes.grid(each)) for each in TOWERS[name].sounds)
+    assert run_ranks(on_meta, 1, config=config) == [(tokens, config.hidden_size)]
+
+
+def states_and_tokens(rank: int, *, config: AudioTransformerConfig, frames: int) -> tuple[int, int]:
+    with model_parallel():
+        encoder = our_model(config)[NAME]
+        within = []
+        encoder.blocks.register_forward_pre_hook(
+            lambda _, args, given: within.append(given["hidden_states"].shape[0]), with_kwargs=True
+        )
+        (states,) = encoder(unit(config, (frames,)))[:1]
+        (length,) = within
+        return length, states.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "states", "tokens"),
+    [
+        ("whisper", 3000, 1500, 1500),
+        ("qwen2_audio", 3000, 1500, 750),
+        ("qwen2_audio", 1234, 617, 308),
+        ("omni", 3000, 1500, 750),
+        ("omni", 201, 101, 50),
+    ],
+)
+def test_published_numbers_of_tokens(name: str, frames: int, states: int, tokens: int) -> None:
+    published = {"max_positions": 1500, "num_layers": 1}
+    if name == "omni":
+        published |= {"n_window": 100, "longest": 30_000}
+    config = TOWERS[name].config(**published)
+    (found,) = run_ranks(states_and_tokens, 1, config=config, frames=frames)
+    assert found == (states, tokens)
+    assert config.tokens(config.sizes.grid(frames)) == tokens
+
+
+def whole_model(name: str, tower: Any) -> Any:
+    """A model of transformers around the tower."""
+    text = {
+        "hidden_size": 10,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+    }
+    if name == "whisper":
+        return transformers.WhisperModel(tower)
+    if name == "qwen2_audio":
+        return transformers.Qwen2AudioForConditionalGeneration(
+            transformers.Qwen2AudioConfig(
+                audio_config=tower, text_config=transformers.Qwen2Config(**text)
+            )
+        )
+    config = transformers.Qwen2_5OmniThinkerConfig(
+        audio_config=tower.to_dict(),
+        text_config=text,
+        vision_config={"depth": 1, "hidden_size": 8, "num_heads": 1, "out_hidden_size": 10},
+    )
+    return transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
+@each_tower
+def test_rows_have_the_names_of_a_whole_model(name: str, tmp_path: Path) -> None:
+    config, tower = TOWERS[name].config(), TOWERS[name]
+    more: dict[str, Any] = {}
+    if name == "whisper":
+        more = {
+            "decoder_layers": 1,
+            "decoder_attention_heads": 2,
+            "decoder_ffn_dim": 8,
+            "vocab_size": 32,
+            "max_target_positions": 4,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+            "decoder_start_token_id": 0,
+        }
+    whole_model(name, their_config(config, **more)).save_pretrained(tmp_path)
+    found = {
+        key.removeprefix("model."): tuple(each.shape)
+        for key, each in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert mapping_of(config).sources() == {
+        key: shape
+        for key, shape in found.items()
+        if key.startswith(f"{tower.root}.") and not key.startswith(f"{tower.root}.proj.")
+    }
+
+
+@each_tower
+def test_config_json_gives_the_config_back(name: str) -> None:
+    config = TOWERS[name].config()
+    part, section = part_of(config), their_config(config)
+    assert section.model_type == part.model_type
+    fields = _fields(part, section)
+    assert fields == {each: getattr(config, each) for each in part.config_json}
+    assert fields.keys() >= {"mel_bins", "max_positions", "activation", "initializer_range"}
+    left = {each.name for each in dataclasses.fields(config)} - fields.keys()
+    of_training = {"freeze", "lora", "lr_mult", "recompute", "tensor_model_parallel_size"}
+    assert left <= of_training | {"layernorm_epsilon", "longest"}
+
+
+def test_tables_of_positions_never_train() -> None:
+    config = TOWERS["qwen2_audio"].config()
+    tables = [each.name for each in mapping_of(config).entries() if "embed_positions" in each.name]
+    assert tables
+    assert not any(Freezing(train=("*",)).trains(each) for each in tables)
+
+
+def test_an_epsilon_of_ones_own_is_told() -> None:
+    (sentence,) = described(TOWERS["omni"].config(layernorm_epsilon=1e-6)).inexpressible
+    assert "layernorm_epsilon is 1e-06" in sentence
+
+
+def refusal(rank: int, *, config: AudioTransformerConfig, sounds: tuple[int, ...]) -> str:
+    with model_parallel():
+        try:
+            sizes = config.sizes
+            grids = torch.tensor([sizes.grid(each) for each in sounds])
+            rows = torch.zeros(int(grids[:, 2].sum()), config.mel_bins)
+            our_model(config)[NAME](MediaInput(rows=rows, grids=grids))
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sounds", "said"),
+    [
+        ("whisper", {}, (18, 17), "has 17 frames of 10 ms, but the encoder takes 18 to 18"),
+        ("qwen2_audio", {}, (23,), "has 23 frames of 10 ms, but the encoder takes 3 to 22"),
+        ("omni", {}, (6, 2), "has 2 frames of 10 ms, but the encoder takes 3 to 50"),
+        ("omni", {"n_window": 9}, (6,), "choose an n_window within 1 and 8"),
+        ("whisper", {"activation": "relu"}, (18,), "known are quick_gelu, gelu"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    name: str, changes: dict[str, Any], sounds: tuple[int, ...], said: str
+) -> None:
+    (message,) = run_ranks(refusal, 1, config=TOWERS[name].config(**changes), sounds=sounds)
+    assert said in message
