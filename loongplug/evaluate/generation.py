@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loongplug.data.conversation import AudioClip, Video, VideoClip
 from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import MediaFile
 from loongplug.data.processor import Processor
@@ -107,7 +108,7 @@ def _greedy_config(model: Any, processor: Processor, *, max_new_tokens: int) -> 
 def _batch(
     questions: Sequence[Question], processor: Processor, *, loader: MediaLoader
 ) -> dict[str, Tensor]:
-    """Prompts padded on the left to the longest, with the patches of their images and videos."""
+    """Prompts padded on the left to the longest, with what the model takes of their media."""
     shape = len(questions), max(len(question.input_ids) for question in questions)
     input_ids = torch.full(shape, processor.pad_token_id)  # [b, s] int64
     attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -119,10 +120,15 @@ def _batch(
     media = [medium for question in questions for medium in question.media]
     where = ", ".join(question.where for question in questions if question.media)
     images = [medium for medium in media if isinstance(medium, MediaFile)]
-    videos = [medium for medium in media if not isinstance(medium, MediaFile)]
+    videos = [medium for medium in media if isinstance(medium, Video | VideoClip)]
+    sounds = [medium for medium in media if isinstance(medium, AudioClip)]
     if images:
         vision = loader.load(images, where=where)
-        inputs |= processor.images.model_inputs(vision.rows, vision.grids)
+        inputs |= processor.vision.model_inputs(vision.rows, vision.grids)
+    if sounds:
+        assert processor.audio is not None, "open_medium refuses sounds"
+        heard = loader.load(sounds, where=where)
+        inputs |= processor.audio.model_inputs(heard.rows, heard.grids)
     if videos:
         vision = loader.load(videos, where=where)
         inputs |= {"pixel_values_videos": vision.rows, "video_grid_thw": vision.grids}
@@ -141,7 +147,7 @@ def _video_times(
 ) -> dict[str, Tensor]:
     """What a model without timestamps is told of its videos' times, [videos] seconds."""
     media = [medium for question in questions for medium in question.media]
-    rates = [medium.fps for medium in media if not isinstance(medium, MediaFile)]
+    rates = [medium.fps for medium in media if isinstance(medium, Video | VideoClip)]
     if style.timestamps or not rates:
         return {}
     return {"second_per_grid_ts": torch.tensor([processor.temporal_patch_size / r for r in rates])}
