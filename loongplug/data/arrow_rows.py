@@ -38,8 +38,8 @@ class ArrowRows:
     """The rows of a Parquet file, of a folder's Parquet files, or of a saved dataset, by index.
 
     A row means what it would mean in JSONL; a key whose value is null is absent, since a table has
-    every key in every row. Images may stand in the row, as bytes or as Hugging Face's struct of
-    ``bytes`` and ``path``. Forked processes share the maps.
+    every key in every row. Images and sounds may stand in the row, as bytes or as Hugging Face's
+    struct of ``bytes`` and ``path``. Forked processes share the maps.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class ArrowRows:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would have it, without what is null; images are files within the row."""
+    """A value as JSON would have it, without what is null; bytes are files within the row."""
     if isinstance(value, bytes):
-        return InlineFile("image", value)
+        return InlineFile("file", value)
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):

@@ -1,11 +1,17 @@
 """How long a sound is at each step of its way: samples, frames, states of an encoder, tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loongplug.data.positions import Grid
 
 SAMPLE_RATE = 16_000  # of a second; what all these encoders hear
 HOP = 160  # samples from one frame to the next
+_QWEN2_AUDIO, _OMNI = "qwen2_audio_encoder", "qwen2_5_omni_audio_encoder"
+# Frames of the longest sound of an encoder that has no positions beyond a piece of the sound: 300
+# seconds, where its published feature extractor cuts.
+_LONGEST_OF_PIECES = 30_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,36 @@ class AudioSizes:
         if self.always:
             return self.longest
         return 3 if self.pooled else 1
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "AudioSizes | None":
+        """By the content of a model's config.json; None where it has no encoder of sounds.
+
+        Raises:
+            ValueError: its encoder of sounds is not one that is known, or its sizes are none.
+        """
+        inner = config.get("thinker_config")  # of Qwen2.5-Omni, beside what speaks
+        audio = (inner if isinstance(inner, Mapping) else config).get("audio_config")
+        if not isinstance(audio, Mapping):
+            return None
+        kind = audio.get("model_type")
+        if kind not in (_QWEN2_AUDIO, _OMNI):
+            raise ValueError(
+                f"audio_config has model_type {kind!r:.80}, where {_QWEN2_AUDIO} or {_OMNI} was"
+                " expected"
+            )
+        sizes = {
+            name: audio.get(name, usual)
+            for name, usual in (("num_mel_bins", 128), ("max_source_positions", 1500))
+        }
+        for name, value in sizes.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r:.40}: expected a whole number above 0")
+        if kind == _OMNI:
+            return cls(mel_bins=sizes["num_mel_bins"], longest=_LONGEST_OF_PIECES)
+        return cls(
+            mel_bins=sizes["num_mel_bins"], longest=2 * sizes["max_source_positions"], behind=2
+        )
 
     def frames_of(self, samples: int) -> int:
         """Of a sound of so many samples, those that hold some of it, or all with ``always``."""

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from loongplug.consoles import table_console
+from loongplug.data.audio_files import decode_audio
 from loongplug.data.bad_samples import BadSample, BadSampleError
 from loongplug.data.blend import Source, open_source, parse_blend
-from loongplug.data.conversation import Medium, Video
+from loongplug.data.conversation import AudioClip, Medium, Video
 from loongplug.data.dataset import require_length, tokenize_sample
 from loongplug.data.formats import parse_conversation
 from loongplug.data.images import decode_image
-from loongplug.data.lengths import fill_words, length_table
+from loongplug.data.lengths import fill_words, length_table, tokens_of_media
 from loongplug.data.media import medium_grid, open_medium
 from loongplug.data.media_files import InlineFile, MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
@@ -38,6 +39,7 @@ class CheckedRow:
     findings: tuple[BadSample, ...] = ()
     tokens: int | None = None
     visual_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class RowChecker:
@@ -58,7 +60,7 @@ class RowChecker:
         self._fault = lru_cache(maxsize=_KNOWN_FILES)(_fault)
 
     def check(self, rows: Source, index: int) -> CheckedRow:
-        """Decodes the row's images and videos, too, each file once while it is remembered."""
+        """Decodes the row's media, too, each file once while it is remembered."""
         where = rows.where(index)
         try:
             conversation = parse_conversation(rows.read(index), where=where)
@@ -73,13 +75,14 @@ class RowChecker:
             return CheckedRow((BadSample("media", str(error)),))
         for named in media:
             try:
-                medium = open_medium(named, videos=self._videos, where=where)
+                medium = open_medium(named, self._processor, videos=self._videos, where=where)
                 grid = medium_grid(medium, self._processor, videos=self._videos, where=where)
             except ValueError as error:
                 findings.append(BadSample("media", str(error)))
                 continue
             # One within a row is there once, and would be kept whole.
-            look = _fault if isinstance(medium, InlineFile) else self._fault
+            file = medium.path if isinstance(medium, AudioClip) else medium
+            look = _fault if isinstance(file, InlineFile) else self._fault
             if (fault := look(medium)) is not None:
                 findings.append(BadSample("pixels", f"{where}: {fault}"))
             opened.append(medium)
@@ -97,17 +100,20 @@ class RowChecker:
             )
         except BadSampleError as error:
             return CheckedRow((error.sample,))
-        visual = int(np.isin(tokens.ids, self._processor.visual_token_ids).sum())
+        visual, audio = tokens_of_media(tokens.ids, self._processor)
         try:
             require_length(len(tokens.ids), where=where, seq_length=self._seq_length)
         except BadSampleError as error:
             findings = [error.sample]
-        return CheckedRow(tuple(findings), len(tokens.ids), visual)
+        return CheckedRow(tuple(findings), len(tokens.ids), visual, audio)
 
 
 def _fault(medium: Medium) -> str | None:
-    """Why the pixels cannot be read, if they cannot."""
+    """Why the pixels or the sound cannot be read, if they cannot."""
     try:
+        if isinstance(medium, AudioClip):
+            decode_audio(medium, where="")
+            return None
         if isinstance(medium, MediaFile):
             decode_image(medium, where="")
         elif isinstance(medium, Video):
@@ -165,14 +171,14 @@ def check(
 
     total, bad = int(ends[-1]), 0
     kinds: Counter[str] = Counter()
-    lengths: list[tuple[int, int]] = []
+    lengths: list[tuple[int, int, int]] = []
     for row in map_rows(
         check_row, total, processes=processes, console=console, title="checking rows"
     ):
         bad += bool(row.findings)
         kinds.update(finding.kind for finding in row.findings)
         if row.tokens is not None:
-            lengths.append((row.tokens, row.visual_tokens))
+            lengths.append((row.tokens, row.visual_tokens, row.audio_tokens))
         for finding in row.findings:
             # Names of files may be bytes that are no text, which could not be printed.
             print(finding.message.encode(errors="backslashreplace").decode(), flush=True)
@@ -185,7 +191,7 @@ def check(
         soft_wrap=True,
     )
     if lengths:
-        tokens, visual = zip(*lengths, strict=True)
-        console.print(length_table(tokens, visual))
+        tokens, visual, audio = zip(*lengths, strict=True)
+        console.print(length_table(tokens, visual, audio))
         console.print(fill_words(tokens, seq_length=seq_length), highlight=False, soft_wrap=True)
     return bad

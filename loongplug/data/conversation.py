@@ -1,4 +1,4 @@
-"""What a row says, whatever format it was written in: messages of text, images and videos."""
+"""What a row says, whatever format it was written in: messages of text, images, videos, sounds."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,14 @@ class VideoPart:
     fps: float | None
 
 
-Part = str | ImagePart | VideoPart  # a piece of a message; a string is its text
+@dataclass(frozen=True)
+class AudioPart:
+    """A sound in a message, by its file's name or itself."""
+
+    name: str | InlineFile
+
+
+Part = str | ImagePart | VideoPart | AudioPart  # a piece of a message; a string is its text
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The message's text without its images and videos."""
+        """The message's text without its media."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
 
@@ -94,7 +101,23 @@ class VideoClip:
         return f"the video {self.path}"
 
 
-Medium = MediaFile | Video | VideoClip  # an image is its file
+@dataclass(frozen=True)
+class AudioFile:
+    """A sound's file whose length is not known yet."""
+
+    path: MediaFile
+
+
+@dataclass(frozen=True)
+class AudioClip:
+    """A sound's file and its length, in samples of one channel, 16,000 of them a second."""
+
+    path: MediaFile
+    samples: int
+
+
+Named = MediaFile | Video | VideoFile | AudioFile  # what a row says; an image is its file
+Medium = MediaFile | Video | VideoClip | AudioClip  # its header has been read, an image's later
 
 
 @dataclass(frozen=True)
@@ -108,13 +131,14 @@ class Conversation:
     where: str
     plain: bool = False
 
-    def media(self, root: MediaRoot) -> tuple[MediaFile | Video | VideoFile, ...]:
-        """Images and videos in the order of their tokens; their names start at ``root``."""
-        found: list[MediaFile | Video | VideoFile] = []
+    def media(self, root: MediaRoot) -> tuple[Named, ...]:
+        """All media in the order of their tokens; their names start at ``root``."""
+        found: list[Named] = []
         for part in (part for message in self.messages for part in message.parts):
-            if isinstance(part, ImagePart):
+            if isinstance(part, ImagePart | AudioPart):
                 name = part.name
-                found.append(media_named(name, root) if isinstance(name, str) else name)
+                file = media_named(name, root) if isinstance(name, str) else name
+                found.append(file if isinstance(part, ImagePart) else AudioFile(file))
             elif isinstance(part, VideoPart) and isinstance(part.source, str):
                 found.append(VideoFile(media_named(part.source, root), part.fps))
             elif isinstance(part, VideoPart):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.blend import Rows, Source, sources_of
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Conversation, Medium
+from loongplug.data.conversation import AudioClip, Conversation, Medium, Video, VideoClip
 from loongplug.data.formats import parse_conversation
 from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.media import each_of, medium_grid, open_medium, placeholder
@@ -26,7 +26,7 @@ from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 
 @dataclass(frozen=True)
 class Sample:
-    """One row, tokenized and not padded; its images and videos are named, not loaded.
+    """One row, tokenized and not padded; its media are named, not loaded.
 
     ``labels[t]`` is the token that follows ``input_ids[t]``, and ``loss_mask[t]`` is 1 where
     that token counts. Nothing follows the last token: its label is itself, its mask 0.
@@ -66,16 +66,17 @@ class Sample:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, and of images that stand in the row."""
+        """Bytes of the arrays, and of images and sounds that stand in the row."""
         arrays = (self.input_ids, self.labels, self.loss_mask, self.position_ids)
-        inline = (len(each.content) for each in self.media if isinstance(each, InlineFile))
+        files = (each.path if isinstance(each, AudioClip) else each for each in self.media)
+        inline = (len(file.content) for file in files if isinstance(file, InlineFile))
         return sum(array.nbytes for array in arrays) + sum(inline)
 
 
 class ChatDataset:
     """Rows (those of a JSONL file, or of a blend) as samples, by index, with a bounded cache.
 
-    Reads image headers only: a sample's text, labels and positions come out the same on every
+    Reads headers of media only: a sample's text, labels and positions come out the same on every
     rank, whether that rank loads the images or not. ``video_style`` is the model family's, and
     ``plain_positions`` whether it counts tokens alone. ``video_fps`` is how many frames to take per
     second of video files whose row does not say.
@@ -161,22 +162,22 @@ class ChatDataset:
     def positions(
         self, ids: NDArray[np.int64], media: Sequence[Medium], grids: Sequence[Grid]
     ) -> NDArray[np.int64]:
-        """Of tokens [n] with these images and videos: time, height, width, [3, n] int64."""
-        if self._plain_positions:
+        """Of tokens [n] with these media: time, height, width, [3, n] int64."""
+        if self._plain_positions or self.processor.images is None:
             return plain_position_ids(len(ids))
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
         time_steps = [
             style.time_step(fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
             for video in media
-            if not isinstance(video, MediaFile)
+            if isinstance(video, Video | VideoClip)
         ]
         return mrope_position_ids(
             ids,
             image_token_id=processor.image_token_id,
             video_token_id=processor.video_token_id,
             image_grids=[grid for medium, grid in pairs if isinstance(medium, MediaFile)],
-            video_grids=[grid for medium, grid in pairs if not isinstance(medium, MediaFile)],
+            video_grids=[grid for medium, grid in pairs if isinstance(medium, Video | VideoClip)],
             video_time_steps=None if style.timestamps else time_steps,
             spatial_merge_size=processor.spatial_merge_size,
         )
@@ -184,7 +185,7 @@ class ChatDataset:
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """A row's tokens, however many, and its images and videos, of which headers were read."""
+    """A row's tokens, however many, and its media, of which headers were read."""
 
     tokens: Tokens
     media: tuple[Medium, ...]  # in the order of their tokens
@@ -200,7 +201,7 @@ def tokenize_row(
         conversation = parse_conversation(rows.read(index), where=where)
     with bad_as("media"):
         media = tuple(
-            open_medium(medium, videos=videos, where=where)
+            open_medium(medium, processor, videos=videos, where=where)
             for medium in conversation.media(rows.media_root(index))
         )
         grid_of = partial(medium_grid, processor=processor, videos=videos, where=where)

@@ -25,6 +25,7 @@ _CHUNK = 65_536
 _MOST_SAMPLES = 2**32  # of a shard: they are counted in 32 bits
 _IMAGES = frozenset(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
 _VIDEOS = frozenset(("avi", "mkv", "mov", "mp4", "webm"))
+_SOUNDS = frozenset(("aac", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma"))
 _PICKLED = frozenset(("pickle", "pkl", "pt", "pth", "pyd"))
 
 
@@ -61,8 +62,8 @@ class EnergonRows:
     """The samples of a prepared dataset, by index: in the order of the shards and within them.
 
     A sample's row is its part ``json``: a row of any format that JSONL files have, or only its
-    list of turns or messages. Images and videos are parts of the sample. Of an image or a video
-    that the row does not name, the sample's parts are taken in their order.
+    list of turns or messages. Images, videos and sounds are parts of the sample. Of those that the
+    row does not name, the sample's parts are taken in their order.
 
     Opening reads the lists of shards; samples are read with a fresh file handle each.
     """
@@ -285,7 +286,7 @@ def _row_part(sample: TarSample) -> TarMember:
 
 
 def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, Any]:
-    """The row with the sample's images and videos where it has places for them, but no names.
+    """The row with the sample's media where it has places for them, but no names.
 
     Places are markers in the text, or parts of a message like ``{"type": "image"}``.
     """
@@ -293,6 +294,7 @@ def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, An
     for kind, keys, extensions in (
         ("image", ("image", "images"), _IMAGES),
         ("video", ("video", "videos"), _VIDEOS),
+        ("audio", ("audio", "audios"), _SOUNDS),
     ):
         names = sample.named(extensions)
         parts = list(_content_parts(row, kind))
@@ -306,7 +308,7 @@ def _with_media_in_order(row: dict[str, Any], sample: TarSample) -> dict[str, An
             )
         for part, name in zip(places, names, strict=False):
             part[kind] = name
-        if names and not parts and not _frames_named(row):
+        if names and not parts and (kind != "image" or not _frames_named(row)):
             row[keys[1]] = names
     return row
 

@@ -8,11 +8,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from loongplug.data.conversation import Conversation, ImagePart, Message, Part, VideoPart
+from loongplug.data.conversation import (
+    AudioPart,
+    Conversation,
+    ImagePart,
+    Message,
+    Part,
+    VideoPart,
+)
 from loongplug.data.media_files import InlineFile
 from loongplug.data.schemas import (
     AnyPart,
     AnyRow,
+    AudioPartRow,
+    AudioUrlPart,
     ImagePartRow,
     ImageUrlPart,
     MessageRow,
@@ -27,10 +36,11 @@ from loongplug.data.schemas import (
 
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
+AUDIO_MARKER = "<audio>"
 PLAIN_ROLE = "text"  # of the one message of a row without roles
 
 # With the line break that is written between a marker and the text.
-_MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER})\n?")
+_MARKER = re.compile(f"\n?({IMAGE_MARKER}|{VIDEO_MARKER}|{AUDIO_MARKER})\n?")
 _ROLES = {"human": "user", "gpt": "assistant"}
 _REMOTE = re.compile(r"(?!s3://)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 
@@ -41,7 +51,7 @@ def parse_conversation(row: dict[str, Any], *, where: str) -> Conversation:
     Keys beside those of the schema are allowed and left alone: people keep ids and tags there.
     """
     checked = validate_row(row, where=where)
-    media_beside = bool(checked.all_images or checked.all_videos)
+    media_beside = bool(checked.all_images or checked.all_videos or checked.all_audios)
     if isinstance(checked, MessagesRow) and not media_beside:
         messages = tuple(
             Message(
@@ -108,9 +118,14 @@ def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str
             )
         elif isinstance(part, ImagePartRow):
             assert part.image is not None
-            yield _image(part.image, where=where)
+            yield ImagePart(_file(part.image, where=where))
         elif isinstance(part, ImageUrlPart):
-            yield _image(part.image_url, where=where)
+            yield ImagePart(_file(part.image_url, where=where))
+        elif isinstance(part, AudioPartRow):
+            assert part.audio is not None
+            yield AudioPart(_file(part.audio, where=where))
+        elif isinstance(part, AudioUrlPart):
+            yield AudioPart(_file(part.audio_url, where=where))
         else:
             source = part.video if isinstance(part, VideoPartRow) else part.video_url
             yield _video(source, fps=part.fps, where=where)
@@ -119,11 +134,14 @@ def _parts(content: str | list[AnyPart], beside: "_Beside | None", *, where: str
 def _with_media(row: AnyRow, *, where: str) -> tuple[Message, ...]:
     """The messages with the row's media in the places of their markers."""
     turns = list(_turns(row, where=where))
-    images, videos = row.all_images, row.all_videos
-    for marker, media, kind in ((IMAGE_MARKER, images, "images"), (VIDEO_MARKER, videos, "videos")):
-        if (written := sum(_places(content, marker) for _, content, _ in turns)) != len(media):
+    for marker, count, kind in (
+        (IMAGE_MARKER, len(row.all_images), "images"),
+        (VIDEO_MARKER, len(row.all_videos), "videos"),
+        (AUDIO_MARKER, len(row.all_audios), "audios"),
+    ):
+        if (written := sum(_places(content, marker) for _, content, _ in turns)) != count:
             raise ValueError(
-                f"{where}: {written} {marker} markers in the text for {len(media)} {kind} of the"
+                f"{where}: {written} {marker} markers in the text for {count} {kind} of the"
                 f" row: write one {marker} where each belongs, in a list of parts"
                 f' {{"type": "{kind[:-1]}"}}.'
             )
@@ -171,6 +189,8 @@ def _stands_for(part: AnyPart) -> str:
     """The marker that the part is, if it has no path."""
     if isinstance(part, ImagePartRow) and part.image is None:
         return IMAGE_MARKER
+    if isinstance(part, AudioPartRow) and part.audio is None:
+        return AUDIO_MARKER
     return VIDEO_MARKER if isinstance(part, VideoPartRow) and part.video is None else ""
 
 
@@ -181,6 +201,7 @@ class _Beside:
         self._left: dict[str, Iterator[Any]] = {
             IMAGE_MARKER: iter(row.all_images),
             VIDEO_MARKER: iter(row.all_videos),
+            AUDIO_MARKER: iter(row.all_audios),
         }
         self._fps = row.fps
         self._where = where
@@ -189,7 +210,9 @@ class _Beside:
         """The next that the marker stands for; ``fps`` is of this video, else the row's."""
         source = next(self._left[marker])
         if marker == IMAGE_MARKER:
-            return _image(source, where=self._where)
+            return ImagePart(_file(source, where=self._where))
+        if marker == AUDIO_MARKER:
+            return AudioPart(_file(source, where=self._where))
         return _video(source, fps=self._fps if fps is None else fps, where=self._where)
 
 
@@ -203,14 +226,15 @@ def _fill(text: str, beside: _Beside) -> Iterator[Part]:
             yield piece
 
 
-def _image(source: str | Url | InlineFile, *, where: str) -> ImagePart:
+def _file(source: str | Url | InlineFile, *, where: str) -> str | InlineFile:
+    """The name of an image or a sound, or itself where it stands in the row."""
     if isinstance(source, InlineFile):
-        return ImagePart(source)
+        return source
     text = source.url if isinstance(source, Url) else source
     if not text.startswith("data:"):
-        return ImagePart(_local(source, where=where))
+        return _local(source, where=where)
     try:
-        return ImagePart(InlineFile.of_url(text))
+        return InlineFile.of_url(text)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -237,5 +261,5 @@ def _local(path: str | Url, *, where: str) -> str:
             " and give its path."
         )
     if not text:
-        raise ValueError(f"{where}: the path of an image or a video is empty.")
+        raise ValueError(f"{where}: the path of an image, a video or a sound is empty.")
     return text

@@ -53,7 +53,7 @@ def image_grid(path: MediaFile, processor: Processor, *, where: str) -> Grid:
     """The patch grid that the image processor will make of this file; reads its header only."""
     height, width = image_size(path, where=where)
     try:
-        return processor.images.grid(height, width)
+        return processor.vision.grid(height, width)
     except ValueError as error:
         raise ValueError(f"{where}: image {path} cannot be used: {error}.") from error
 
@@ -71,8 +71,8 @@ def decode_image(path: MediaFile, *, where: str) -> Image.Image:
 FileVersion = tuple[MediaFile | bytes, int | str, int]  # of one within a row, a digest
 
 
-def file_version(path: MediaFile, *, where: str) -> FileVersion:
-    """The file's present version; ValueError when there is no such image file."""
+def file_version(path: MediaFile, *, where: str, kind: str = "image") -> FileVersion:
+    """The file's present version; ValueError when there is no such file of this kind."""
     if isinstance(path, InlineFile):
         return hashlib.sha256(path.content).digest(), 0, len(path.content)
     try:
@@ -81,7 +81,7 @@ def file_version(path: MediaFile, *, where: str) -> FileVersion:
             return path, remote.tag, remote.size
         state = file_on_disk(path).stat()
     except OSError as error:
-        raise unreadable("image", path, error, where=where) from error
+        raise unreadable(kind, path, error, where=where) from error
     return path, state.st_mtime_ns, path.size if isinstance(path, TarMember) else state.st_size
 
 

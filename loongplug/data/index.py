@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from loongplug.consoles import table_console
@@ -13,11 +12,11 @@ from loongplug.data.bad_samples import BadSample, BadSampleError
 from loongplug.data.blend import Source, open_source, parse_blend
 from loongplug.data.dataset import tokenize_row
 from loongplug.data.length_index import LengthSettings, keep_sizes, path_of
-from loongplug.data.lengths import length_table
+from loongplug.data.lengths import length_table, tokens_of_media
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, load_processor
-from loongplug.data.row_sizes import RowSizes, read_sizes
+from loongplug.data.row_sizes import RowSizes
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
 from loongplug.data.video import VideoProcessor, video_style_of
@@ -30,6 +29,8 @@ class MeasuredRow:
 
     tokens: int = 0
     grids: tuple[Grid, ...] = ()
+    visual: int = 0  # tokens of images and videos
+    audio: int = 0  # tokens of sounds
     bad: BadSample | None = None
 
 
@@ -72,6 +73,7 @@ def index(
     kept = []
     for source in sources:
         started, made_of = time.monotonic(), settings.made_of(source)
+        lengths: list[tuple[int, int, int]] = []
         measured = map_rows(
             _measure(source, processor, videos=videos, phase=training_phase),
             len(source),
@@ -79,11 +81,12 @@ def index(
             console=console,
             title="indexing rows",
         )
-        sizes = RowSizes.of(_printed(measured))
+        sizes = RowSizes.of(_printed(measured, lengths))
         if settings.made_of(source) != made_of:
             raise ValueError(f"{path_of(source)} changed while it was read: index it again.")
         place = keep_sizes(source, sizes, made_of=made_of)
-        _say(place, seconds=time.monotonic() - started, processor=processor, console=console)
+        rows, seconds = len(source), time.monotonic() - started
+        _say(place, lengths, rows=rows, seconds=seconds, console=console)
         kept.append(place)
     return kept
 
@@ -98,31 +101,43 @@ def _measure(
             made = tokenize_row(source, row, processor, videos=videos, phase=phase)
         except BadSampleError as error:
             return MeasuredRow(bad=error.sample)
-        return MeasuredRow(len(made.tokens.ids), made.grids)
+        visual, audio = tokens_of_media(made.tokens.ids, processor)
+        return MeasuredRow(len(made.tokens.ids), made.grids, visual, audio)
 
     return measure
 
 
-def _printed(rows: Iterable[MeasuredRow]) -> Iterator[tuple[int, tuple[Grid, ...]]]:
-    """Tokens and grids of the rows; prints what is wrong with one."""
+def _printed(
+    rows: Iterable[MeasuredRow], lengths: list[tuple[int, int, int]]
+) -> Iterator[tuple[int, tuple[Grid, ...]]]:
+    """Tokens and grids of the rows; prints what is wrong with one.
+
+    Puts into ``lengths`` the tokens of each that can be used: all, of pictures, of sounds.
+    """
     for row in rows:
         if row.bad is not None:
             # Names of files may be bytes that are no text, which could not be printed.
             print(row.bad.message.encode(errors="backslashreplace").decode(), flush=True)
+        else:
+            lengths.append((row.tokens, row.visual, row.audio))
         yield row.tokens, row.grids
 
 
-def _say(place: Path, *, seconds: float, processor: Processor, console: Console) -> None:
+def _say(
+    place: Path,
+    lengths: Sequence[tuple[int, int, int]],
+    *,
+    rows: int,
+    seconds: float,
+    console: Console,
+) -> None:
     """What the file has."""
-    _, sizes = read_sizes(place)
-    usable = sizes.tokens > 0
-    bad = len(usable) - int(np.count_nonzero(usable))
+    bad = rows - len(lengths)
     console.print(
-        f"{place}: {len(usable)} rows in {seconds:.1f} s, "
+        f"{place}: {rows} rows in {seconds:.1f} s, "
         + (f"{bad} of which cannot be used." if bad else "all of which can be used."),
         highlight=False,
         soft_wrap=True,
     )
-    if bad < len(usable):
-        visual = sizes.visual_tokens(merge=processor.spatial_merge_size)
-        console.print(length_table(sizes.tokens[usable].tolist(), visual[usable].tolist()))
+    if lengths:
+        console.print(length_table(*zip(*lengths, strict=True)))

@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 
+from loongplug.data.audio_sizes import SAMPLE_RATE
 from loongplug.data.blend import open_rows
-from loongplug.data.conversation import Medium, VideoClip
+from loongplug.data.conversation import AudioClip, Medium, VideoClip
 from loongplug.data.dataset import ChatDataset, Sample
 from loongplug.data.images import image_size
+from loongplug.data.media import token_count
 from loongplug.data.media_files import MediaFile
 from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import Processor, load_processor
@@ -94,11 +96,12 @@ def inspect(
     if not usable:
         raise ValueError("No row can be used, so there is nothing to draw.")
     lengths, media = np.array(usable).T
+    per_sample = f"{_media_words(processor)} per sample"
     console.print(_quantiles("tokens per sample", lengths))
-    console.print(_quantiles("images and videos per sample", media))
+    console.print(_quantiles(per_sample, media))
     plots.mkdir(parents=True, exist_ok=True)
     draw_histogram(lengths, plots / "lengths.png", label="tokens per sample")
-    draw_histogram(media, plots / "images.png", label="images and videos per sample")
+    draw_histogram(media, plots / "images.png", label=per_sample)
     console.print(f"Histograms: {plots / 'lengths.png'}, {plots / 'images.png'}")
 
 
@@ -106,16 +109,16 @@ def describe(sample: Sample, processor: Processor) -> Iterator[str]:
     """Lines in rich's markup: the sample's sizes, its media, and its tokens in runs.
 
     A run is of tokens that are trained (marked by ``+`` and green) or are not; behind its
-    number of tokens stands their text, with visual tokens counted.
+    number of tokens stands their text, with tokens of media counted.
     """
     # The mask belongs to the labels: token t + 1 is trained where position t's label counts.
     trained = np.append(False, sample.loss_mask[:-1] > 0)
     yield (
         f"[bold]{escape(sample.where)}[/bold]: {len(sample.input_ids)} tokens, {trained.sum()} of"
-        f" them trained, {len(sample.media)} images and videos"
+        f" them trained, {len(sample.media)} {_media_words(processor)}"
     )
-    for medium, (time, height, width) in zip(sample.media, sample.grids, strict=True):
-        tokens = time * height * width // processor.spatial_merge_size**2
+    for medium, grid in zip(sample.media, sample.grids, strict=True):
+        tokens = token_count(medium, grid, processor)
         yield f"  {escape(_describe_medium(medium, where=sample.where))}: {tokens} tokens"
     changes = np.flatnonzero(np.diff(trained)) + 1
     for run in np.split(np.arange(len(trained)), changes):
@@ -124,10 +127,18 @@ def describe(sample: Sample, processor: Processor) -> Iterator[str]:
         yield f"{mark} {len(run):5d}  [{style}]{text}[/{style}]"
 
 
+def _media_words(processor: Processor) -> str:
+    if processor.audio is None:
+        return "images and videos"
+    return "sounds" if processor.images is None else "images, videos and sounds"
+
+
 def _describe_medium(medium: Medium, *, where: str) -> str:
     if isinstance(medium, MediaFile):
         height, width = image_size(medium, where=where)
         return f"image {medium}, {width} x {height} pixels"
+    if isinstance(medium, AudioClip):
+        return f"audio {medium.path}, {medium.samples / SAMPLE_RATE:.2f} seconds"
     count, rate = len(medium.times), f"{medium.fps:.3g} a second"
     if isinstance(medium, VideoClip):
         return (
@@ -139,12 +150,12 @@ def _describe_medium(medium: Medium, *, where: str) -> str:
 
 
 def _text(ids: NDArray[np.int64], processor: Processor) -> str:
-    """The tokens' text on one line, runs of one visual token counted."""
+    """The tokens' text on one line, runs of one medium's token counted."""
     pieces = []
-    visual = np.isin(ids, processor.visual_token_ids)
-    changes = np.flatnonzero((np.diff(ids) != 0) & (visual[1:] | visual[:-1])) + 1
+    media = np.isin(ids, processor.media_token_ids)
+    changes = np.flatnonzero((np.diff(ids) != 0) & (media[1:] | media[:-1])) + 1
     for part in np.split(ids, changes):
-        if part[0] in processor.visual_token_ids:
+        if part[0] in processor.media_token_ids:
             pieces.append(f"{processor.tokenizer.decode(part[:1])} x {len(part)}")
         else:
             pieces.append(processor.tokenizer.decode(part))

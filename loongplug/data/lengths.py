@@ -3,20 +3,34 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from loongplug.data.packing import LOOK_AHEAD, PackPlanner
+from loongplug.data.processor import Processor
 
 _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
 
 
-def length_table(tokens: Sequence[int], visual: Sequence[int]) -> Table:
-    """Lengths of samples in tokens, and how many of these are visual; one of each by sample."""
+def tokens_of_media(ids: NDArray[np.int64], processor: Processor) -> tuple[int, int]:
+    """How many tokens hold the places of images and videos, and how many those of sounds."""
+    visual = int(np.isin(ids, processor.visual_token_ids).sum())
+    return visual, int(np.isin(ids, processor.media_token_ids).sum()) - visual
+
+
+def length_table(tokens: Sequence[int], visual: Sequence[int], audio: Sequence[int] = ()) -> Table:
+    """Lengths of samples in tokens, and how many are of images and videos, and of sounds.
+
+    There is one of each by sample; what no sample has of sounds is left out.
+    """
     table = Table(title="Lengths in tokens", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name, _ in _COLUMNS:
         table.add_column(name, justify="right")
-    for name, values in (("samples", tokens), ("visual tokens", visual)):
+    rows = [("samples", tokens), ("visual tokens", visual)]
+    if any(audio):
+        rows.append(("audio tokens", audio))
+    for name, values in rows:
         # Lengths that are there, none between two of them.
         found = np.percentile(values, [share for _, share in _COLUMNS], method="higher")
         table.add_row(name, *(f"{value:,.0f}" for value in found))

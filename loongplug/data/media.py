@@ -1,4 +1,4 @@
-"""The images and videos of samples: what stands for them in the text, and their pixels."""
+"""The media of samples: what stands for them in the text, and their rows for the encoder."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from loongplug.data.audio_files import audio_length, decode_audio
+from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.cache import ByteBoundedCache
-from loongplug.data.conversation import Medium, Video, VideoClip, VideoFile
+from loongplug.data.conversation import (
+    AudioClip,
+    AudioFile,
+    Medium,
+    Named,
+    VideoClip,
+    VideoFile,
+)
 from loongplug.data.images import FileVersion, decode_image, file_version, image_grid
 from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import MediaInput
@@ -25,45 +34,85 @@ _AT_ONCE = 16  # files of an object store that are asked for at a time
 def each_of[Result](function: Callable[[Medium], Result], media: Sequence[Medium]) -> list[Result]:
     """What ``function`` makes of each, in order, and the first error that it raises in that order.
 
-    Images of an object store are asked for at one time, as each of them takes little but waiting.
+    Images and sounds of an object store are asked for at one time, as each of them takes little but
+    waiting.
     """
-    images = all(isinstance(medium, MediaFile) for medium in media)
-    if len(media) > 1 and images and any(isinstance(medium, RemoteFile) for medium in media):
+    files = [medium.path if isinstance(medium, AudioClip) else medium for medium in media]
+    alone = all(isinstance(file, MediaFile) for file in files)
+    if len(media) > 1 and alone and any(isinstance(file, RemoteFile) for file in files):
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(function, media))
     return [function(medium) for medium in media]
 
 
 def open_medium(
-    medium: MediaFile | Video | VideoFile, *, videos: VideoProcessor, where: str
+    medium: Named, processor: Processor, *, videos: VideoProcessor, where: str
 ) -> Medium:
-    """What a row names, with the frames chosen that are taken of a video file; reads its header.
+    """What a row names, with what is known of it beforehand; reads headers of videos and sounds.
 
-    Raises ValueError, with ``where``, for a video that cannot be used or that the model's family
-    does not take.
+    That is which frames are taken of a video file, and how long a sound is. Raises ValueError, with
+    ``where``, for a video or a sound that cannot be used, and for what the model's family does not
+    take.
     """
-    if not isinstance(medium, MediaFile):
-        videos.require(where=where)
+    if isinstance(medium, AudioFile):
+        enough = _hearing(processor, where=where).most_samples
+        return AudioClip(medium.path, audio_length(medium.path, where=where, enough=enough))
+    if isinstance(medium, MediaFile):
+        if processor.images is None or processor.tokens.image is None:
+            raise ValueError(
+                f"{where}: the row has an image, but this model takes sounds and text alone: drop"
+                " the row."
+            )
+        return medium
+    videos.require(where=where)
     return videos.clip(medium, where=where) if isinstance(medium, VideoFile) else medium
+
+
+def _hearing(processor: Processor, *, where: str) -> AudioFrames:
+    """What cuts sounds; ValueError with ``where``, that of a row with one, where none does."""
+    if processor.tokens.audio is None:
+        raise ValueError(
+            f"{where}: the row has a sound, but this model takes none: drop the row, or write what"
+            " is heard as text."
+        )
+    if processor.audio is None:
+        raise ValueError(
+            f"{where}: the row has a sound, but there is no feature extractor in"
+            f" {processor.folder}: copy it from the model that this folder belongs to."
+        )
+    return processor.audio
 
 
 def medium_grid(
     medium: Medium, processor: Processor, *, videos: VideoProcessor, where: str
 ) -> Grid:
-    """The patch grid that the pixels will have; reads file headers only."""
+    """The grid that the rows will have; reads file headers only."""
     if isinstance(medium, MediaFile):
         return image_grid(medium, processor, where=where)
+    if isinstance(medium, AudioClip):
+        try:
+            return _hearing(processor, where=where).grid(medium.samples)
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: audio {medium.path} cannot be used: {error}: drop the row, or cut the"
+                " sound."
+            ) from error
     return videos.grid(medium, where=where)
 
 
 def placeholder(
     medium: Medium, grid: Grid, processor: Processor, *, videos: VideoProcessor
 ) -> Placeholder:
-    """What stands in the text for an image or a video of this grid."""
-    time, height, width = grid
+    """What stands in the text for a medium of this grid."""
     tokens = processor.tokens
+    if isinstance(medium, AudioClip):
+        assert tokens.audio is not None, "open_medium refuses the row"
+        run = token_count(medium, grid, processor)
+        return Placeholder(token=tokens.audio, text=tokens.audio, run=run)
+    time, height, width = grid
     tokens_per_time = height * width // processor.spatial_merge_size**2
     if isinstance(medium, MediaFile):
+        assert tokens.image is not None, "open_medium refuses the row"
         start, end = processor.around_images
         text = f"{start}{tokens.image}{end}"
         return Placeholder(token=tokens.image, text=text, run=time * tokens_per_time)
@@ -78,12 +127,21 @@ def placeholder(
     return Placeholder(token=tokens.video, text="".join(pictures), run=tokens_per_time)
 
 
+def token_count(medium: Medium, grid: Grid, processor: Processor) -> int:
+    """How many tokens in the text hold the places of a medium of this grid."""
+    if isinstance(medium, AudioClip):
+        assert processor.audio is not None, "open_medium refuses the row"
+        return processor.audio.tokens(grid)
+    time, height, width = grid
+    return time * height * width // processor.spatial_merge_size**2
+
+
 class MediaLoader:
-    """Image files and videos to one microbatch's pixels, with a bounded cache of processed ones.
+    """Media to one microbatch's rows for an encoder, with a bounded cache of processed ones.
 
     All images that are not in the cache go through the image processor in one call, which
-    takes less than half the time of one call each; videos go one by one. A file that changes is
-    processed again.
+    takes less than half the time of one call each; videos and sounds go one by one. A file that
+    changes is processed again.
     """
 
     def __init__(
@@ -91,19 +149,21 @@ class MediaLoader:
     ) -> None:
         self._processor = processor
         self._videos = videos
-        self._cache: ByteBoundedCache[_Version, _Patches] = ByteBoundedCache(cache_bytes)
-        self.decoded = 0  # images and videos so far; those found in the cache do not count
+        self._cache: ByteBoundedCache[_Version, _Rows] = ByteBoundedCache(cache_bytes)
+        self.decoded = 0  # media so far; those found in the cache do not count
 
-    def load(self, media: Sequence[Medium], *, where: str) -> MediaInput:
-        """Images and videos in order; none give the zero-length unit.
+    def load(self, media: Sequence[Medium], *, where: str, sounds: bool = False) -> MediaInput:
+        """Media of one encoder in order: images and videos, or sounds.
 
-        Raises ValueError, with ``where``, for a file that is missing, damaged or no image.
+        None give the zero-length unit, of frames with ``sounds``. Raises ValueError, with
+        ``where``, for a file that is missing, damaged or not of its kind.
         """
         if not media:
             return MediaInput(
-                rows=torch.zeros(0, self._processor.patch_dim),
+                rows=torch.zeros(0, self._width(sounds=sounds)),
                 grids=torch.zeros(0, 3, dtype=torch.int64),
             )
+        assert len({isinstance(medium, AudioClip) for medium in media}) == 1, "one encoder's"
         versions = each_of(partial(_version, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
         missing = {
@@ -111,37 +171,48 @@ class MediaLoader:
             for version, medium in zip(versions, media, strict=True)
             if version not in loaded
         }
-        for version, patches in self._process(missing, where=where).items():
-            loaded[version] = patches
-            self._cache.put(version, patches, size=patches[0].nbytes)
-        pixels, grids = zip(*(loaded[version] for version in versions), strict=True)
-        return MediaInput(rows=torch.cat(pixels), grids=torch.tensor(grids))
+        for version, made in self._process(missing, where=where).items():
+            loaded[version] = made
+            self._cache.put(version, made, size=made[0].nbytes)
+        rows, grids = zip(*(loaded[version] for version in versions), strict=True)
+        return MediaInput(rows=torch.cat(rows), grids=torch.tensor(grids))
 
-    def _process(
-        self, media: dict["_Version", Medium], *, where: str
-    ) -> dict["_Version", "_Patches"]:
+    def _width(self, *, sounds: bool) -> int:
+        """Values of a row."""
+        if not sounds:
+            return self._processor.patch_dim
+        assert self._processor.audio is not None, "open_medium refuses sounds"
+        return self._processor.audio.mel_bins
+
+    def _process(self, media: dict["_Version", Medium], *, where: str) -> dict["_Version", "_Rows"]:
         self.decoded += len(media)
         files = {
             version: medium for version, medium in media.items() if isinstance(medium, MediaFile)
         }
         decoded = each_of(partial(_decoded, where=where), list(files.values()))
         images = dict(zip(files, decoded, strict=True))
-        processed: dict[_Version, _Patches] = {}
+        processed: dict[_Version, _Rows] = {}
         if images:
-            made = self._processor.images.patches(list(images.values()))
+            made = self._processor.vision.patches(list(images.values()))
             processed.update(zip(images, made, strict=True))
         for version, medium in media.items():
-            if not isinstance(medium, MediaFile):
+            if isinstance(medium, AudioClip):
+                processed[version] = self._heard(medium, where=where)
+            elif not isinstance(medium, MediaFile):
                 processed[version] = self._videos.patches(medium, where=where)
         return processed
 
+    def _heard(self, clip: AudioClip, *, where: str) -> "_Rows":
+        (made,) = _hearing(self._processor, where=where).frames([decode_audio(clip, where=where)])
+        return made
+
 
 # Of a video, the versions of its files, and which frames of a file are taken: the rate of the
-# frames changes no pixel.
-_Version = FileVersion | tuple[FileVersion | int, ...]
+# frames changes no pixel. Of a sound, its file's with its kind.
+_Version = FileVersion | tuple[FileVersion | int, ...] | tuple[FileVersion, str]
 
 
-_Patches = tuple[Tensor, Grid]  # [patches, patch_dim] float32
+_Rows = tuple[Tensor, Grid]  # [patches, patch_dim] or [frames, mel_bins] float32
 
 
 def _decoded(medium: Medium, *, where: str) -> Image.Image:
@@ -152,6 +223,8 @@ def _decoded(medium: Medium, *, where: str) -> Image.Image:
 def _version(medium: Medium, *, where: str) -> _Version:
     if isinstance(medium, MediaFile):
         return file_version(medium, where=where)
+    if isinstance(medium, AudioClip):
+        return file_version(medium.path, where=where, kind="audio"), "audio"
     if isinstance(medium, VideoClip):
         return file_version(medium.path, where=where), *medium.indices
     return tuple(file_version(frame, where=where) for frame in medium.frames)

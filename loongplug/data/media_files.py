@@ -1,4 +1,4 @@
-"""Files of images and videos: files of their own, members of a tar archive, or within a row.
+"""Files of media: files of their own, members of a tar archive, or within a row.
 
 Rows name them, so nothing is opened but plain files: a pipe would hang, a device may do something.
 """
@@ -56,7 +56,8 @@ class InlineFile:
             return cls(kind, base64.b64decode(content, validate=True))
         except ValueError:
             raise ValueError(
-                f"{url[:40]!r} is not an image that can be read: expected data:image/png;base64,..."
+                f"{url[:40]!r} is not a file that can be read: expected data:image/png;base64,..."
+                " or data:audio/wav;base64,..."
             ) from None
 
     def __str__(self) -> str:
@@ -161,7 +162,7 @@ def opened_media(kind: str, file: MediaFile, *, where: str, header: bool = False
 
 
 def unreadable(kind: str, file: MediaFile, error: OSError, *, where: str) -> ValueError:
-    """What to tell users of an ``image`` or ``video`` that could not be opened."""
+    """What to tell users of an ``image``, ``video`` or ``audio`` that could not be opened."""
     if isinstance(error, FileNotFoundError):
         return ValueError(
             f"{where}: no {kind} file at {file}: relative paths start at the JSONL file's folder or"

@@ -12,7 +12,7 @@ Grid = tuple[int, int, int]  # time, height, width in patches
 def mrope_position_ids(
     input_ids: NDArray[np.int64],
     *,
-    image_token_id: int,
+    image_token_id: int | None,
     video_token_id: int | None,
     image_grids: Sequence[Grid] = (),
     video_grids: Sequence[Grid] = (),
@@ -21,9 +21,10 @@ def mrope_position_ids(
 ) -> NDArray[np.int64]:
     """Position ids [3, n] for the tokens [n] of one sample without padding, as Qwen-VL's count.
 
-    Text counts on in all three. A picture's tokens lie on their merged grid, which starts
-    where the text before it ended, and what follows starts after the grid's longer side in
-    height or width. Grids are in patches, (time, height, width), in the order of their tokens.
+    Text counts on in all three, and so do sounds. A picture's tokens lie on their merged grid,
+    which starts where the text before it ended, and what follows starts after the grid's longer
+    side in height or width. Grids are in patches, (time, height, width), in the order of their
+    tokens.
 
     Without ``video_time_steps`` (Qwen3-VL), a video is written frame by frame with a timestamp
     as text before each, so that each of its frames is a picture of its own. With them
@@ -41,9 +42,8 @@ def mrope_position_ids(
             _Picture.merged(grid, spatial_merge_size, time_step=step)
             for grid, step in zip(video_grids, video_time_steps, strict=True)
         ]
-    pictures = {image_token_id: iter(images)}
-    if video_token_id is not None:
-        pictures[video_token_id] = iter(videos)
+    kinds = ((image_token_id, iter(images)), (video_token_id, iter(videos)))
+    pictures = {token: each for token, each in kinds if token is not None}
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
     visual = np.flatnonzero(np.isin(input_ids, list(pictures)))

@@ -1,4 +1,4 @@
-"""The tokenizer and the image processor of a model, from one folder in Hugging Face format."""
+"""The tokenizer and the processors of a model's media, from one folder in Hugging Face format."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,11 @@ from transformers import (
     GotOcr2ImageProcessorPil,
     PreTrainedTokenizerBase,
     Qwen2VLImageProcessorPil,
+    WhisperFeatureExtractor,
 )
 
+from loongplug.data.audio_frames import AudioFrames
+from loongplug.data.audio_sizes import AudioSizes
 from loongplug.data.folder_files import (
     COMBINED_FILE,
     IMAGE_FILE,
@@ -39,41 +42,46 @@ TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "visio
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """The texts of the tokens that hold the places of images and videos, or mark them.
+    """The texts of the tokens that hold the places of images, videos and sounds, or mark them.
 
-    Those that a chat template writes; by default Qwen's. None: the family has no such token, and
-    without one for videos, no videos.
+    Those that a chat template writes; by default those of Qwen's families for vision. None: the
+    family has no such token, and without one for a kind of media, none of that kind.
     """
 
-    image: str = "<|image_pad|>"
+    image: str | None = "<|image_pad|>"
     video: str | None = "<|video_pad|>"
     start: str | None = "<|vision_start|>"
     end: str | None = "<|vision_end|>"
+    audio: str | None = None
+    audio_start: str | None = None
+    audio_end: str | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Those that there are."""
-        each = (self.image, self.video, self.start, self.end)
+        vision = (self.image, self.video, self.start, self.end)
+        each = (*vision, self.audio, self.audio_start, self.audio_end)
         return tuple(text for text in each if text is not None)
 
 
 QWEN_TOKENS = VisionTokens()
+_NO_VISION = VisionTokens(image=None, video=None, start=None, end=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What turns a conversation into tokens and patches, with the ids that both sides share.
+    """What turns a conversation into tokens, patches and frames, with the ids that both share.
 
     The image processor is always the Pillow one, so that a machine with torchvision makes
     the same pixels as one without.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    images: ImagePatches
+    images: ImagePatches | None  # None: a folder for sounds and text
     folder: Path
     tokens: VisionTokens
     special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
-    image_token_id: int
+    image_token_id: int | None
     video_token_id: int | None
     vision_start_token_id: int | None
     vision_end_token_id: int | None
@@ -86,26 +94,36 @@ class Processor:
     # their ids; InternVL's.
     around_images: tuple[str, str] = ("", "")
     around_image_ids: tuple[int, ...] = ()
+    audio: AudioFrames | None = None  # None: a folder without sounds
+    audio_token_id: int | None = None
+    audio_start_token_id: int | None = None
+    audio_end_token_id: int | None = None
+
+    @property
+    def vision(self) -> ImagePatches:
+        """What cuts images, in a folder that has it."""
+        assert self.images is not None, "open_medium refuses images"
+        return self.images
 
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return self.images.patch_size
+        return self.vision.patch_size
 
     @property
     def temporal_patch_size(self) -> int:
         """Frames of a patch."""
-        return self.images.temporal_patch_size
+        return self.vision.temporal_patch_size
 
     @property
     def spatial_merge_size(self) -> int:
         """Side of a visual token in patches."""
-        return self.images.spatial_merge_size
+        return self.vision.spatial_merge_size
 
     @property
     def patch_dim(self) -> int:
-        """The width of a row of pixels: channels * temporal * patch * patch."""
-        return self.images.patch_dim
+        """The width of a row of pixels: channels * temporal * patch * patch; 0 without images."""
+        return 0 if self.images is None else self.images.patch_dim
 
     @property
     def visual_token_ids(self) -> tuple[int, ...]:
@@ -114,10 +132,19 @@ class Processor:
         return tuple(each for each in ids if each is not None)
 
     @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that hold the places of media of any kind."""
+        sounds = () if self.audio_token_id is None else (self.audio_token_id,)
+        return (*self.visual_token_ids, *sounds)
+
+    @property
     def untrained_token_ids(self) -> frozenset[int]:
-        """Ids that only mark or hold the place of images and videos."""
-        marks = (self.vision_start_token_id, self.vision_end_token_id, *self.around_image_ids)
-        return frozenset((*self.visual_token_ids, *(each for each in marks if each is not None)))
+        """Ids that only mark or hold the place of media."""
+        marks = (
+            *(self.vision_start_token_id, self.vision_end_token_id, *self.around_image_ids),
+            *(self.audio_start_token_id, self.audio_end_token_id),
+        )
+        return frozenset((*self.media_token_ids, *(each for each in marks if each is not None)))
 
 
 def load_processor(
@@ -125,19 +152,23 @@ def load_processor(
     *,
     tokens: VisionTokens | None = None,
     patch_sizes: PatchSizes | None = None,
+    audio_sizes: AudioSizes | None = None,
     special_tokens_in_text: bool = False,
     pixel_limits: PixelLimits = FOLDERS_LIMITS,
 ) -> Processor:
-    """Load tokenizer, chat template and image processor from ``folder``, without any network.
+    """Load tokenizer, chat template and processors from ``folder``, without any network.
 
     ``tokens`` are those of the model's family, ``patch_sizes`` the model's, which count where the
-    folder does not say its own; without them, all is as the folder says. With
+    folder does not say its own, and ``audio_sizes`` the model's, which count in any case; without
+    them, all is as the folder says. A folder with a feature extractor alone is for sounds and text.
+    Images or sounds that the model's family has no token for are left out. With
     ``special_tokens_in_text``, special tokens that are written in a row's text are special tokens;
     else they are text. ``pixel_limits`` stand above the folder's.
 
     Raises ValueError when the folder or one of its files is missing or damaged, when the tokenizer
     has no vision tokens, no chat template or no end token, when the image processor is of a kind
-    that is not known or does not fit the patches, when pixels would be scaled to what is not
+    that is not known or does not fit the patches, when the feature extractor does not fit the
+    model, when pixels would be scaled to what is not
     finite, and when the limits leave no size.
     """
     folder = Path(folder)
@@ -145,10 +176,18 @@ def load_processor(
     tokenizer = _loaded(AutoTokenizer, folder, names=TOKENIZER_FILES, trust_remote_code=False)
     if (file := separate_template(folder)) is not None:
         tokenizer.chat_template = read_json(file, where=str(folder)).get("chat_template")
-    images = _load_images(folder, patch_sizes)
-    limited(images, pixel_limits)
+    images = _load_images(folder, patch_sizes) if _has_images(folder) else None
+    if images is not None:
+        limited(images, pixel_limits)
+    elif tokens is not None and tokens.image is not None:
+        raise ValueError(
+            f"No image processor in {folder}, which is for sounds: name the folder that belongs to"
+            " this model."
+        )
+    hears = _hears(folder) if tokens is None else tokens.audio is not None
+    audio = _load_audio(folder, audio_sizes) if hears else None
     around = _around_images(tokenizer, images)
-    tokens = tokens or _folders_tokens(folder, tokenizer, images)
+    tokens = tokens or _folders_tokens(folder, tokenizer, images, audio)
     texts = tokens.texts
     ids = _special_ids(tokenizer, (*texts, *filter(None, around)), folder=folder)
     return Processor(
@@ -157,10 +196,10 @@ def load_processor(
         folder=folder,
         tokens=tokens,
         special_texts=None if special_tokens_in_text else SpecialTexts.of(tokenizer, more=texts),
-        image_token_id=ids[tokens.image],
-        video_token_id=None if tokens.video is None else ids[tokens.video],
-        vision_start_token_id=None if tokens.start is None else ids[tokens.start],
-        vision_end_token_id=None if tokens.end is None else ids[tokens.end],
+        image_token_id=ids.get(tokens.image),
+        video_token_id=ids.get(tokens.video),
+        vision_start_token_id=ids.get(tokens.start),
+        vision_end_token_id=ids.get(tokens.end),
         end_token=tokenizer.eos_token,
         end_token_id=tokenizer.eos_token_id,
         pad_token_id=(
@@ -170,7 +209,61 @@ def load_processor(
         pixel_limits=pixel_limits,
         around_images=around,
         around_image_ids=tuple(ids[text] for text in around if text),
+        audio=audio,
+        audio_token_id=ids.get(tokens.audio),
+        audio_start_token_id=ids.get(tokens.audio_start),
+        audio_end_token_id=ids.get(tokens.audio_end),
     )
+
+
+def _extractor_settings(folder: Path) -> Mapping[str, Any]:
+    """What the folder says of its feature extractor, as transformers finds it; empty without."""
+    combined, own = _combined(folder), read_json(folder / IMAGE_FILE, where=str(folder))
+    found = combined.get("feature_extractor", combined.get("audio_processor"))
+    if isinstance(found, Mapping):
+        return found
+    return own if "feature_extractor_type" in own else {}
+
+
+def _hears(folder: Path) -> bool:
+    """Whether the folder's feature extractor is one that is known."""
+    return _extractor_settings(folder).get("feature_extractor_type") == "WhisperFeatureExtractor"
+
+
+def _has_images(folder: Path) -> bool:
+    """Whether there is an image processor; one of the oldest folders does not say its kind."""
+    own = read_json(folder / IMAGE_FILE, where=str(folder))
+    told = "image_processor" in _combined(folder) or "image_processor_type" in own
+    return told or not _hears(folder)
+
+
+def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
+    """The folder's feature extractor, for a model of the ``given`` sizes, else those of its own.
+
+    None, where there is no such file.
+    """
+    if not _extractor_settings(folder):
+        return None
+    if not _hears(folder):
+        kind = _extractor_settings(folder).get("feature_extractor_type")
+        raise ValueError(
+            f"The feature extractor in {folder} is a {kind!r:.80}, where a WhisperFeatureExtractor"
+            " was expected: copy the file from the model that the folder belongs to."
+        )
+    extractor = _loaded(WhisperFeatureExtractor, folder, names=IMAGE_PROCESSOR_FILES)
+    try:
+        sizes = given or AudioSizes.of_config(read_json(folder / MODEL_FILE, where=str(folder)))
+    except ValueError as error:
+        raise ValueError(f"{folder / MODEL_FILE} cannot be used: {error}.") from error
+    if sizes is None:
+        raise ValueError(
+            f"How many tokens a sound has is not said in {folder}: put the model's {MODEL_FILE}"
+            " there."
+        )
+    try:
+        return AudioFrames(extractor, sizes)
+    except ValueError as error:
+        raise ValueError(f"The feature extractor in {folder} cannot be used: {error}.") from error
 
 
 def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
@@ -248,9 +341,9 @@ def _folders_patches(folder: Path) -> PatchSizes | None:
     return sizes
 
 
-def _around_images(tokenizer: Any, images: ImagePatches) -> tuple[str, str]:
+def _around_images(tokenizer: Any, images: ImagePatches | None) -> tuple[str, str]:
     """What InternVL's processor writes around an image's tokens; nothing of other families."""
-    if isinstance(images.transform, GotOcr2ImageProcessorPil):
+    if images is not None and isinstance(images.transform, GotOcr2ImageProcessorPil):
         return (
             getattr(tokenizer, "start_image_token", None) or "",
             getattr(tokenizer, "end_image_token", None) or "",
@@ -258,8 +351,17 @@ def _around_images(tokenizer: Any, images: ImagePatches) -> tuple[str, str]:
     return "", ""
 
 
-def _folders_tokens(folder: Path, tokenizer: Any, images: ImagePatches) -> VisionTokens:
+def _folders_tokens(
+    folder: Path, tokenizer: Any, images: ImagePatches | None, audio: AudioFrames | None
+) -> VisionTokens:
     """Those of the family that the folder is for, as its tokenizer and processor name them."""
+    if audio is not None:
+        names = dict(_AUDIO_NAMES if images is None else {**_AUDIO_NAMES, **_OMNI_NAMES})
+        named = {
+            field: getattr(tokenizer, name, None) or usual for field, (name, usual) in names.items()
+        }
+        return replace(_NO_VISION, **named)
+    assert images is not None
     if isinstance(images, QwenPatches):
         return QWEN_TOKENS
     said = [
@@ -269,6 +371,20 @@ def _folders_tokens(folder: Path, tokenizer: Any, images: ImagePatches) -> Visio
     ]
     image = next((text for text in said if isinstance(text, str)), "<image>")
     return VisionTokens(image=image, video=None, start=None, end=None)
+
+
+# How tokenizers name these tokens, and what they are where one does not.
+_AUDIO_NAMES = {
+    "audio": ("audio_token", "<|AUDIO|>"),
+    "audio_start": ("audio_bos_token", "<|audio_bos|>"),
+    "audio_end": ("audio_eos_token", "<|audio_eos|>"),
+}
+_OMNI_NAMES = {
+    "image": ("image_token", "<|IMAGE|>"),
+    "video": ("video_token", "<|VIDEO|>"),
+    "start": ("vision_bos_token", "<|vision_bos|>"),
+    "end": ("vision_eos_token", "<|vision_eos|>"),
+}
 
 
 def scaling_problem(transform: Any) -> str | None:
@@ -351,7 +467,7 @@ def _require_files(folder: Path) -> None:
             )
 
 
-def _special_ids(tokenizer: Any, texts: Sequence[str], *, folder: Path) -> dict[str, int]:
+def _special_ids(tokenizer: Any, texts: Sequence[str], *, folder: Path) -> dict[str | None, int]:
     vocab = tokenizer.get_vocab()
     missing = [text for text in texts if text not in vocab]
     if missing:

@@ -1,4 +1,4 @@
-"""Tokens and patch grids of each row of a data file, in a file that is memory-mapped."""
+"""Tokens and grids of media of each row of a data file, in a file that is memory-mapped."""
 
 import json
 import zlib
@@ -27,8 +27,8 @@ class RowSizes:
     """How large the samples are that rows become."""
 
     tokens: NDArray[np.int32]  # [rows]; 0: the row cannot be used
-    media: NDArray[np.int32]  # [rows]: images and videos of each
-    grids: NDArray[np.int32]  # [images and videos of all rows, 3], in the order of the rows
+    media: NDArray[np.int32]  # [rows]: how many media each has
+    grids: NDArray[np.int32]  # [media of all rows, 3], in the order of the rows
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, Sequence[Grid]]]) -> Self:
@@ -44,13 +44,6 @@ class RowSizes:
             np.array(media, dtype=np.int32),
             np.array(grids, dtype=np.int32).reshape(-1, 3),
         )
-
-    def visual_tokens(self, *, merge: int) -> NDArray[np.int64]:
-        """How many of each row's tokens are visual, [rows]; ``merge`` x ``merge`` patches a one."""
-        ends = np.cumsum(self.media, dtype=np.int64)
-        patches = np.cumsum(np.append(0, self.grids.astype(np.int64).prod(axis=1)))
-        found: NDArray[np.int64] = (patches[ends] - patches[ends - self.media]) // merge**2
-        return found
 
 
 def write_sizes(place: Path, sizes: RowSizes, note: Mapping[str, Any]) -> None:

@@ -50,8 +50,8 @@ def _string_or(other: str) -> Discriminator:
     return Discriminator(lambda value: "string" if isinstance(value, str) else other)
 
 
-# An image's name, or itself where rows can hold bytes.
-Image = Annotated[
+# The name of an image or a sound, or itself where rows can hold bytes.
+File = Annotated[
     Annotated[Name, Tag("string")] | Annotated[InlineFile, Tag("bytes")],
     Discriminator(lambda value: "bytes" if isinstance(value, InlineFile) else "string"),
 ]
@@ -72,7 +72,7 @@ class ImagePartRow(_Schema):
     """Without ``image`` it stands for the next of the row's ``images``."""
 
     type: Literal["image"]
-    image: Image | None = None
+    image: File | None = None
 
 
 class Url(_Schema):
@@ -85,8 +85,8 @@ UrlOrString = Annotated[
 Source = Annotated[
     Annotated[Name, Tag("string")] | Annotated[Frames, Tag("frames")], _string_or("frames")
 ]
-Images = Annotated[
-    Annotated[Image, Tag("one")] | Annotated[list[Image], Tag("list")],
+Files = Annotated[
+    Annotated[File, Tag("one")] | Annotated[list[File], Tag("list")],
     Discriminator(lambda value: "one" if isinstance(value, str | InlineFile) else "list"),
 ]
 
@@ -110,8 +110,26 @@ class VideoUrlPart(_Schema):
     fps: Rate | None = None
 
 
+class AudioPartRow(_Schema):
+    """Without ``audio`` it stands for the next of the row's ``audios``."""
+
+    type: Literal["audio"]
+    audio: File | None = None
+
+
+class AudioUrlPart(_Schema):
+    type: Literal["audio_url"]
+    audio_url: UrlOrString
+
+
 AnyPart = Annotated[
-    TextPart | ImagePartRow | ImageUrlPart | VideoPartRow | VideoUrlPart,
+    TextPart
+    | ImagePartRow
+    | ImageUrlPart
+    | VideoPartRow
+    | VideoUrlPart
+    | AudioPartRow
+    | AudioUrlPart,
     Field(discriminator="type"),
 ]
 Parts = Annotated[list[AnyPart], Field(min_length=1)]
@@ -139,34 +157,47 @@ class Turn(_Spoken):
 class _WithMedia(_Schema):
     """Media beside the text, which has a marker for each; ``fps`` is that of all videos."""
 
-    images: list[Image] | None = None
+    images: list[File] | None = None
     videos: list[Source] | None = None
+    audios: list[File] | None = None
     fps: Rate | None = None
 
     @property
     def all_images(self) -> list[str | InlineFile]:
-        """In the order of their markers, as are the videos."""
+        """In the order of their markers, as are videos and sounds."""
         return list(self.images or ())
 
     @property
     def all_videos(self) -> list[str | list[str]]:
         return list(self.videos or ())
 
+    @property
+    def all_audios(self) -> list[str | InlineFile]:
+        return list(self.audios or ())
+
 
 class _WithMedium(_WithMedia):
-    """One image or video under a key of its own, as LLaVA has it."""
+    """One image, video or sound under a key of its own, as LLaVA has it."""
 
-    image: Images | None = None
+    image: Files | None = None
     video: Name | None = None
+    audio: Files | None = None
 
     @property
     def all_images(self) -> list[str | InlineFile]:
-        one = self.image if isinstance(self.image, list) else [self.image] if self.image else []
-        return one + super().all_images
+        return _as_list(self.image) + super().all_images
+
+    @property
+    def all_audios(self) -> list[str | InlineFile]:
+        return _as_list(self.audio) + super().all_audios
 
     @property
     def all_videos(self) -> list[str | list[str]]:
         return [*([self.video] if self.video else []), *super().all_videos]
+
+
+def _as_list(files: str | InlineFile | list[str | InlineFile] | None) -> list[str | InlineFile]:
+    return files if isinstance(files, list) else [files] if files else []
 
 
 class MessagesRow(_WithMedia):
@@ -193,7 +224,6 @@ AnyRow = MessagesRow | ConversationsRow | TextRow
 
 # Keys that mean something to others, and that training would be another one without.
 _PREFERENCE = "another answer to compare with, and LoongPlug trains on one answer to a question"
-_SOUND = "sound, which LoongPlug does not read"
 _TOOLS = "tools, which LoongPlug does not put into the text"
 _REFUSED = {
     **dict.fromkeys(
@@ -201,10 +231,14 @@ _REFUSED = {
         _PREFERENCE,
     ),
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _TOOLS),
-    **dict.fromkeys(("audio", "audios"), _SOUND),
     "objects": "boxes or points of objects, which LoongPlug does not write into the text",
 }
-_OTHER_PATHS = ("url", "path", "image_url", "video_url", "base64")
+_BESIDE_MESSAGES = {**_REFUSED, "audio": "a sound, which stands under 'audios' beside messages"}
+_IN_TURNS = {
+    **_REFUSED,
+    **dict.fromkeys(("audio", "audios"), "sound, which stands among a turn's parts or beside all"),
+}
+_OTHER_PATHS = ("url", "path", "image_url", "video_url", "audio_url", "base64")
 _TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
 
 _BY_KEY: tuple[tuple[str, type[AnyRow], str], ...] = (
@@ -251,11 +285,12 @@ def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
     said = [turn for key in ("messages", "conversations") for turn in _dicts(row.get(key))]
     for number, place in enumerate([row, *said]):
         of_turn = f" of message {number}" if number else ""
+        refused = _IN_TURNS if number else _BESIDE_MESSAGES if place.get("messages") else _REFUSED
         # Nearly all have none of them, which one look tells.
-        for key in () if _REFUSED.keys().isdisjoint(place) else _REFUSED:
+        for key in () if refused.keys().isdisjoint(place) else refused:
             if not _is_empty(place.get(key)):
                 raise ValueError(
-                    f"{where}: the key {key!r}{of_turn} has {_REFUSED[key]}: write what is meant"
+                    f"{where}: the key {key!r}{of_turn} has {refused[key]}: write what is meant"
                     " into the messages and drop the key, or drop the row."
                 )
         for key in ("role", "from") if number else ():
@@ -268,7 +303,7 @@ def _refuse_other_meanings(row: dict[str, Any], *, where: str) -> None:
 
         for part in _dicts(place.get("content")) if number else ():
             kind = part.get("type")
-            if kind not in ("image", "video") or part.get(kind) is not None:
+            if kind not in ("image", "video", "audio") or part.get(kind) is not None:
                 continue
             if others := [key for key in _OTHER_PATHS if part.get(key) is not None]:
                 raise ValueError(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from loongplug.data.bounded_template import bounded_template, render_bounded
-from loongplug.data.conversation import Conversation, ImagePart, Message, Part
+from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part
 from loongplug.data.processor import Processor, VisionTokens
 from loongplug.data.special_text import (
     After,
@@ -32,7 +32,7 @@ _MOST_REASON = 300  # characters of what a template says
 
 @dataclass(frozen=True, kw_only=True)
 class Placeholder:
-    """What stands in the text for an image or a video.
+    """What stands in the text for an image, a video or a sound.
 
     The chat template writes ``token`` once. ``text`` takes its place, and each ``token`` in
     that text stands for ``run`` tokens.
@@ -67,13 +67,13 @@ def tokenize_conversation(
     phase: TrainingPhase | None,
     placeholders: Sequence[Placeholder],
 ) -> Tokens:
-    """Apply the chat template and write the images' and videos' placeholders, in their order.
+    """Apply the chat template and write the media's placeholders, in their order.
 
     ``sft`` trains on what the assistant says, its end token included; ``pretrain`` on all text;
     neither on answers that the row leaves out (:attr:`Message.trained`). Where the template ends
     answers without a token, the tokenizer's eos_token is written behind each answer's text. What
     the tokenizer puts in front of any text stands in front of the sample and is not trained on.
-    Neither trains on the tokens that mark or stand for images and videos. An assistant's answer
+    Neither trains on the tokens that mark or stand for media. An assistant's answer
     is tokenized apart from what comes before it, as it is when the model generates it. None gives
     the prompt for the assistant's next answer, of which nothing is trained on.
 
@@ -81,8 +81,7 @@ def tokenize_conversation(
     them in the row's text.
 
     Raises ValueError, with the row's place, for a conversation without anything to train on,
-    an image or video token in a text that may have some, and a template that this cannot be done
-    with.
+    a token of media in a text that may have some, and a template that this cannot be done with.
     """
     where, tokenizer, special = conversation.where, processor.tokenizer, processor.special_texts
     hidden: dict[str, str] = {}  # what marks in the text stand for
@@ -125,7 +124,7 @@ def _tokens(
 ) -> Tokens:
     """Pieces with whether they are trained on as one, each placeholder's token as often as it is.
 
-    Those that mark or stand for images and videos are not trained on.
+    Those that mark or stand for media are not trained on.
     """
     ids = np.array([token for part, _ in parts for token in part], dtype=np.int64)
     trained = np.repeat([trained for _, trained in parts], [len(part) for part, _ in parts])
@@ -134,7 +133,7 @@ def _tokens(
     if not placeholders:
         return Tokens(ids=ids, trained=trained)
     repeats = np.ones(len(ids), dtype=np.int64)  # how many tokens each of the tokens stands for
-    repeats[np.isin(ids, processor.visual_token_ids)] = [
+    repeats[np.isin(ids, processor.media_token_ids)] = [
         placeholder.run
         for placeholder in placeholders
         for _ in range(placeholder.text.count(placeholder.token))
@@ -192,9 +191,13 @@ def _segments(
         if isinstance(part, str):
             pieces.append(part)
         else:
-            token = tokens.image if isinstance(part, ImagePart) else tokens.video
+            start, end = tokens.start, tokens.end
+            if isinstance(part, AudioPart):
+                token, start, end = tokens.audio, tokens.audio_start, tokens.audio_end
+            else:
+                token = tokens.image if isinstance(part, ImagePart) else tokens.video
             assert token is not None, "open_medium refuses the row"
-            pieces.append(f"{tokens.start or ''}{token}{tokens.end or ''}")
+            pieces.append(f"{start or ''}{token}{end or ''}")
     return [_Segment("".join(pieces), True, ends=True)]
 
 
@@ -317,16 +320,18 @@ def _as_template_input(message: Message, *, as_parts: bool) -> dict[str, Any]:
 def _part_input(part: Part) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, AudioPart):
+        return {"type": "audio"}
     return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
 def _write_placeholders(
     texts: Sequence[str], placeholders: Sequence[Placeholder], *, tokens: VisionTokens, where: str
 ) -> list[str]:
-    """The texts with each of the chat template's visual tokens replaced by its placeholder."""
-    kinds = (("image", tokens.image), ("video", tokens.video))
-    visual = re.compile("|".join(re.escape(token) for _, token in kinds if token is not None))
-    written = [token for text in texts for token in visual.findall(text)]
+    """The texts with each of the chat template's tokens of media replaced by its placeholder."""
+    kinds = (("image", tokens.image), ("video", tokens.video), ("audio", tokens.audio))
+    ours = re.compile("|".join(re.escape(token) for _, token in kinds if token is not None))
+    written = [token for text in texts for token in ours.findall(text)]
     expected = [placeholder.token for placeholder in placeholders]
     for kind, token in kinds:
         if token is not None and written.count(token) != expected.count(token):
@@ -338,11 +343,11 @@ def _write_placeholders(
             )
     if written != expected:
         raise ValueError(
-            f"{where}: the chat template writes images and videos in another order than the row"
+            f"{where}: the chat template writes media in another order than the row"
             " lists them: use a template that keeps their order."
         )
     waiting = iter(placeholders)
-    return [visual.sub(lambda _: next(waiting).text, text) for text in texts]
+    return [ours.sub(lambda _: next(waiting).text, text) for text in texts]
 
 
 def render_chat(

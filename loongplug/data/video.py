@@ -97,9 +97,12 @@ class VideoProcessor:
     def require(self, *, where: str) -> None:
         """ValueError with ``where``, that of a row with a video, where the model takes none."""
         if self._processor.tokens.video is None:
+            taken, cure = "images", ", or list some frames as images"
+            if self._processor.tokens.image is None:
+                taken, cure = "sounds", ""
             raise ValueError(
-                f"{where}: the row has a video, but this model takes images and text alone: drop"
-                " the row, or list some frames as images."
+                f"{where}: the row has a video, but this model takes {taken} and text alone: drop"
+                f" the row{cure}."
             )
 
     def clip(self, video: VideoFile, *, where: str) -> VideoClip:

@@ -1,23 +1,27 @@
 """Video files through PyAV, which the extra ``video`` installs: headers and chosen frames."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.av_files import AvKind, opened_stream
 from loongplug.data.conversation import VideoClip
-from loongplug.data.media_files import MediaFile, opened_media
-from loongplug.data.object_store import StoreError
+from loongplug.data.media_files import MediaFile
 
 _MOST_PIXELS = 178_956_970  # of a frame: where Pillow, too, speaks of a decompression bomb
 # All containers that are opened, by FFmpeg's names. Its playlists, patterns of names and scripts
 # (hls, concat, image2) lead to other files, and to the network.
 CONTAINERS = ("mov", "matroska", "webm", "avi", "mpegts", "mpeg", "ogg", "flv", "asf", "gif")
-_OPEN_OPTIONS = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
+_VIDEO = AvKind(
+    name="video",
+    containers=CONTAINERS,
+    without_av="is a video file, and PyAV, which reads them, is not installed: pip install"
+    " 'loongplug[video]', or give the video's frames as image files",
+    damaged="is damaged or no video of a kind that is read",
+    cure="replace the file, or convert it to MP4",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def video_header(path: MediaFile, *, where: str) -> VideoHeader:
     Where the container does not say how many frames there are, their packets are counted; none
     is decoded. Raises ValueError with ``where`` for a file that is missing, damaged or no video.
     """
-    with _opened(path, where=where, header=True) as (container, stream):
+    with opened_stream(_VIDEO, path, where=where, header=True) as (container, stream):
         fps = float(stream.average_rate or 0)
         pixels = stream.codec_context.width * stream.codec_context.height
         if pixels > _MOST_PIXELS:
@@ -63,7 +67,7 @@ def decode_frames(clip: VideoClip, *, where: str) -> list[NDArray[np.uint8]]:
     wanted = iter(clip.indices)
     found: list[NDArray[np.uint8]] = []
     index = next(wanted, None)
-    with _opened(clip.path, where=where) as (container, stream):
+    with opened_stream(_VIDEO, clip.path, where=where) as (container, stream):
         stream.thread_type = "AUTO"
         for number, frame in enumerate(container.decode(stream)):
             if index is None:
@@ -79,36 +83,3 @@ def decode_frames(clip: VideoClip, *, where: str) -> list[NDArray[np.uint8]]:
 def _upright(frame: Any) -> NDArray[np.uint8]:
     pixels = frame.to_ndarray(format="rgb24")
     return np.ascontiguousarray(np.rot90(pixels, k=round(frame.rotation / 90) % 4))
-
-
-@contextmanager
-def _opened(path: MediaFile, *, where: str, header: bool = False) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream; what goes wrong inside says ``where``, too."""
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError(
-            f"{where}: {path} is a video file, and PyAV, which reads them, is not installed: pip"
-            " install 'loongplug[video]', or give the video's frames as image files."
-        ) from error
-    with opened_media("video", path, where=where, header=header) as file:
-        # By its descriptor, which PyAV reads quicker than through Python; never by its name, which
-        # may be an address to FFmpeg, and a link to another file by now.
-        # Members of archives, and files that are fetched piece by piece, have none.
-        raw = getattr(file, "raw", None)
-        source = f"/proc/self/fd/{file.fileno()}" if isinstance(raw, FileIO) else file
-        try:
-            with av.open(source, container_options=_OPEN_OPTIONS) as container:
-                if not container.streams.video:
-                    raise ValueError("it has no video stream")
-                yield container, container.streams.video[0]
-        except StoreError:
-            raise
-        # Of damaged files, decoders raise any kind, MemoryError among them.
-        except Exception as error:
-            # FFmpeg's own words, without the descriptor.
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ValueError(
-                f"{where}: video {path} is damaged or no video of a kind that is read ({reason}):"
-                " replace the file, or convert it to MP4."
-            ) from error

@@ -64,7 +64,7 @@ def questions_of(
             )
         prompt = Conversation(messages=tuple(asked), where=where)
         media = tuple(
-            open_medium(medium, videos=videos, where=where)
+            open_medium(medium, processor, videos=videos, where=where)
             for medium in prompt.media(rows.media_root(index))
         )
         placeholders = [

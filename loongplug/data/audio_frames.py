@@ -1,0 +1,130 @@
+"""Sounds to rows of frames: the log mel spectrum that encoders of Whisper's kind take."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import WhisperFeatureExtractor
+
+from loongplug.data.audio_sizes import HOP, SAMPLE_RATE, AudioSizes
+from loongplug.data.positions import Grid
+
+# Frames behind a sound's last one whose windows reach into the sound, and those until one whose
+# window does not reach to where the sound is mirrored at its end.
+_FADING, _CLEAR = 2, 2
+_RANGE = 2.0  # from the loudest value of a sound to the least: 8 powers of ten, divided by 4
+_SILENCE = (-10.0 + 4.0) / 4.0  # the least value that there is
+
+
+class AudioFrames:
+    """A feature extractor of Whisper's kind, and how what it makes becomes rows of frames.
+
+    A row is one frame of 10 ms, its values by mel band. A sound's rows are those of the sound with
+    as much silence behind it as the model's processor in transformers puts there, which is no more
+    than the frames that :class:`AudioSizes` names; behind frame ``longest``, rows are zero.
+    """
+
+    def __init__(self, extractor: WhisperFeatureExtractor, sizes: AudioSizes) -> None:
+        """Raises ValueError where the extractor is not one for a model of these sizes."""
+        expected = {
+            "feature_size": sizes.mel_bins,
+            "sampling_rate": SAMPLE_RATE,
+            "hop_length": HOP,
+            "n_fft": 400,
+            "padding_side": "right",
+            "padding_value": 0.0,
+            "dither": 0.0,
+        }
+        if sizes.always:
+            expected["nb_max_frames"] = sizes.longest
+        wrong = [
+            f"{name} {found!r:.40}, where {value!r} was expected"
+            for name, value in expected.items()
+            if (found := getattr(extractor, name, None)) != value
+        ]
+        if wrong:
+            raise ValueError(f"{' and '.join(wrong)}: put in the one that belongs to this model")
+        self._extractor = extractor
+        self.sizes = replace(sizes, longest=min(sizes.longest, extractor.nb_max_frames))
+        self._whole = sizes.longest  # frames of what the model in transformers takes
+
+    @property
+    def mel_bins(self) -> int:
+        """Values of a row."""
+        return self.sizes.mel_bins
+
+    @property
+    def most_samples(self) -> int:
+        """Of the longest sound that can be used."""
+        return self.sizes.longest * HOP
+
+    def grid(self, samples: int) -> Grid:
+        """What becomes of a sound of so many samples; ValueError for one that cannot be used."""
+        if samples > self.most_samples:
+            raise ValueError(
+                f"it is longer than the {self.most_samples / SAMPLE_RATE:g} seconds that the model"
+                " takes"
+            )
+        frames = self.sizes.frames_of(samples)
+        if samples < 1 or self.sizes.tokens(frames) < 1:
+            raise ValueError(
+                f"it lasts {samples / SAMPLE_RATE:.4f} seconds, which is too short for a token"
+            )
+        return self.sizes.grid(frames)
+
+    def tokens(self, grid: Grid) -> int:
+        """How many tokens stand in the text for a sound of this grid."""
+        return self.sizes.tokens(self.sizes.frames(grid))
+
+    def frames(self, sounds: Sequence[NDArray[np.float32]]) -> list[tuple[Tensor, Grid]]:
+        """Of each sound [samples], 16,000 a second, its rows [frames, mel_bins] and its grid.
+
+        Rows are float32. They are those that the feature extractor makes of the sound filled up to
+        ``nb_max_frames``, within 1e-6: sums are taken in another order. What is silence in any case
+        is not computed. Raises ValueError for a sound that cannot be used.
+        """
+        return [self._frames_of(sound) for sound in sounds]
+
+    def _frames_of(self, sound: NDArray[np.float32]) -> tuple[Tensor, Grid]:
+        grid = self.grid(len(sound))
+        count = grid[2]
+        heard = -(-len(sound) // HOP) + _FADING + _CLEAR
+        features = self._extractor(
+            sound,
+            sampling_rate=SAMPLE_RATE,
+            padding="max_length",
+            max_length=min(heard * HOP, self._extractor.n_samples),
+            return_tensors="pt",
+        )["input_features"][0]  # [mel_bins, frames]
+        made = features.shape[1]
+        rows = torch.zeros(count, self.mel_bins)
+        rows[:made] = features.T[:count]
+        if made < count:  # the last one that was made is of silence alone
+            rows[made:] = features[:, -1]
+        rows[self.sizes.longest :] = 0.0
+        return rows, grid
+
+    def model_inputs(self, rows: Tensor, grids: Tensor) -> dict[str, Tensor]:
+        """What the model in transformers is given, of the rows of sounds one after the other.
+
+        ``rows`` are [rows, mel_bins], ``grids`` [sounds, 3]. Gives ``input_features`` [sounds,
+        mel_bins, frames] float32 and ``feature_attention_mask`` [sounds, frames] int32. Frames are
+        as many as the longest sound has that the model takes, where it looks behind a sound, else
+        as many as the longest of these sounds has.
+        """
+        lengths = [self.sizes.frames((1, 1, count)) for count in grids[:, 2].tolist()]
+        whole = self._whole if self.sizes.behind or self.sizes.always else max(lengths, default=0)
+        features = torch.empty(len(lengths), whole, self.mel_bins)
+        mask = torch.zeros(len(lengths), whole, dtype=torch.int32)
+        parts = rows.split(grids[:, 2].tolist()) if lengths else ()
+        for number, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+            features[number] = max(float(part[:whole].max()) - _RANGE, _SILENCE)
+            features[number, : len(part)] = part[:whole]
+            mask[number, :length] = 1
+        return {
+            "input_features": features.transpose(1, 2).contiguous(),
+            "feature_attention_mask": mask,
+        }
