@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
-from loongplug.data.conversation import Medium
+from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.dataset import Sample
 from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import MediaFile
@@ -21,6 +21,8 @@ from loongplug.data.video import VideoProcessor
 
 def kind_of(medium: Medium) -> str:
     """What an encoder's entry calls it."""
+    if isinstance(medium, AudioClip):
+        return "audio"
     return "image" if isinstance(medium, MediaFile) else "video"
 
 
@@ -97,7 +99,6 @@ class UnitLoader:
         self, processor: Processor, *, videos: VideoProcessor, cache_bytes: int = 256 * 2**20
     ) -> None:
         self._media = MediaLoader(processor, videos=videos, cache_bytes=cache_bytes)
-        self._patch_dim = processor.patch_dim
 
     def __call__(self, unit: MediaBatch) -> LoadedUnit:
         """Never raises for media that cannot be decoded, or not to the grids of the text."""
@@ -112,7 +113,9 @@ class UnitLoader:
                     parts.append(self._load(unit, (number,)))
                 except BadSampleError as error:
                     bad.setdefault(unit.samples[number], error.sample)
-                    parts.append(torch.zeros(prod(grid), self._patch_dim))
+                    sound = isinstance(unit.media[number], AudioClip)
+                    nothing = self._media.load((), where="", sounds=sound).rows
+                    parts.append(nothing.new_zeros(prod(grid), nothing.shape[1]))
             rows = torch.cat(parts)
         return LoadedUnit(
             index=unit.index,

@@ -89,7 +89,9 @@ def generate_answers(
         inputs = _batch(chosen_questions, processor, loader=loader)
         inputs |= _video_times(chosen_questions, processor, video_style)
         inputs = {
-            name: tensor for name, tensor in inputs.items() if name in takes or name not in _IF_TAKEN
+            name: tensor
+            for name, tensor in inputs.items()
+            if name in takes or name not in _IF_TAKEN
         }
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with torch.inference_mode():

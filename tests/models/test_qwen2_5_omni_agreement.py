@@ -24,9 +24,9 @@ from heard_batches import (
 )
 from hf_batches import TOKEN_IDS, VOCABULARY, Batch, Medium
 from hf_reference import Layout, assert_agreement, reference_model, reference_step
-from loongplug.models.audio_transformer.config import OmniAudioConfig
 
 from loongplug.data.positions import mrope_position_ids
+from loongplug.models.audio_transformer.config import OmniAudioConfig
 from loongplug.models.projectors.config import LinearConfig
 from loongplug.models.qwen2_5_omni.config import OmniVisionConfig, Qwen25OmniConfig
 from loongplug.models.qwen2_5_vl.config import Qwen25DecoderConfig, Qwen25ProjectorConfig

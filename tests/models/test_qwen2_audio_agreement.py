@@ -12,8 +12,8 @@ from fixed_images import Reference, as_saved, plain
 from heard_batches import AUDIO, HeardBatch, Senses, Sound, feature_arguments, heard
 from hf_batches import VOCABULARY
 from hf_reference import Layout, assert_agreement, reference_model, reference_step
-from loongplug.models.audio_transformer.config import Qwen2AudioEncoderConfig
 
+from loongplug.models.audio_transformer.config import Qwen2AudioEncoderConfig
 from loongplug.models.projectors.config import LinearConfig
 from loongplug.models.qwen2_audio.config import Qwen2AudioConfig
 from loongplug.models.text_decoders.config import LlamaTextConfig, Qwen2TextConfig

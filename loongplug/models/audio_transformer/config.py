@@ -23,6 +23,7 @@ class AudioTransformerConfig(EncoderArchitecture):
     up to the longest one, ``pooled`` that two states become one token.
     """
 
+    rows_per_state: ClassVar[int] = 2
     names: ClassVar[AudioNames] = WHISPER
     always: ClassVar[bool] = False
     pooled: ClassVar[bool] = True
@@ -55,6 +56,19 @@ class AudioTransformerConfig(EncoderArchitecture):
     def tokens(self, grid: Grid) -> int:
         """One for each pair of states, or for each state where they are not pooled."""
         return self.sizes.tokens(self.sizes.frames(grid))
+
+    def blank_grid(self) -> Grid:
+        """The shortest sound that gives a token."""
+        return self.sizes.grid(self.sizes.shortest)
+
+    def grid_of(self, tokens: int) -> Grid:
+        """A sound, however long."""
+        states = 2 * tokens if self.pooled else tokens
+        return self.sizes.grid(2 * states - 1)
+
+    def attention_windows(self) -> dict[int | None, int]:
+        """Chunks, where there are some, else whole sounds."""
+        return {self.chunk: self.computed_layers}
 
     def carried_tensors(self) -> Mapping[str, Shape]:
         """What the files have that never trains: the table of positions."""

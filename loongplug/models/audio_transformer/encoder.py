@@ -15,7 +15,7 @@ from loongplug.data.positions import Grid
 from loongplug.models.audio_transformer.config import AudioTransformerConfig
 from loongplug.models.audio_transformer.plan import UnitPlan, plan_unit
 from loongplug.models.carried import Carried, parameter_name
-from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder import blank_unit, encoder_config
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
@@ -100,12 +100,7 @@ class AudioTransformer(MegatronModule):
 
     def blank_unit(self) -> MediaInput:
         """What an empty unit is computed as: the shortest sound that gives a token, all zero."""
-        sizes = self.architecture.sizes
-        grid = sizes.grid(sizes.shortest)
-        return MediaInput(
-            rows=torch.zeros(grid[2], sizes.mel_bins, device=self.conv1.weight.device),
-            grids=torch.tensor([grid]),
-        )
+        return blank_unit(self.architecture, device=self.conv1.weight.device)
 
     def forward(self, unit: MediaInput) -> tuple[Tensor, list[Tensor]]:
         """Encode all sounds of one unit.
