@@ -22,6 +22,7 @@ from gpu_steps.sizes import ModelRun
 from gpu_steps.timing import milliseconds, stamp, wait_for
 
 _LEARNING_RATE = 1e-5
+_ENCODER = "image_encoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]
     from loongplug.data.dataset import ChatDataset
     from loongplug.data.loader import MicrobatchLoader
     from loongplug.data.processor import load_processor
-    from loongplug.data.source import LocalSource
+    from loongplug.data.source import EncoderUnits, LocalSource
     from loongplug.data.step_sizes import StepSizes
 
     processor = load_processor(data.processor)
@@ -141,8 +142,14 @@ def _batches(run: ModelRun, *, data: Data, count: int, device: str) -> list[Any]
         dp_rank=0,
         dp_size=1,
         seed=1234,
+        encoders={_ENCODER: EncoderUnits(kinds=("image", "video"))},
     )
-    loader = MicrobatchLoader(source, processor=processor, seq_length=run.row_length)
+    loader = MicrobatchLoader(
+        source,
+        processor=processor,
+        seq_length=run.row_length,
+        token_ids={_ENCODER: processor.visual_token_ids},
+    )
     return [_on(device, next(loader)) for _ in range(count)]
 
 
@@ -152,8 +159,9 @@ def _on(device: str, microbatch: Any) -> Any:
     def there(owner: Any, *names: str) -> Any:
         return replace(owner, **{name: getattr(owner, name).to(device) for name in names})
 
+    unit = microbatch.units[_ENCODER]
     there_too = there(microbatch, "input_ids", "position_ids", "labels", "loss_mask")
-    return replace(there_too, vision=there(microbatch.units["image_encoder"].media, "pixels"))
+    return replace(there_too, units={_ENCODER: replace(unit, media=there(unit.media, "rows"))})
 
 
 def _step(
@@ -162,12 +170,13 @@ def _step(
     """One microbatch; stamps before it, behind backward, and behind the update."""
     begin = stamp(device)
     in_fp32 = optimizer is not None
+    media = batch.units[_ENCODER].media
     with torch.autocast(device, dtype=torch.bfloat16) if in_fp32 else nullcontext():
         output = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            pixel_values=batch.units["image_encoder"].media.rows,
-            image_grid_thw=batch.units["image_encoder"].media.grids.to(device),
+            pixel_values=media.rows,
+            image_grid_thw=media.grids.to(device),
             use_cache=False,
         )
         logits = output.logits.float().flatten(0, 1)  # [b * s, vocabulary]

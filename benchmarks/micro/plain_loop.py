@@ -21,7 +21,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
-from loongplug.data.source import LocalSource
+from loongplug.data.source import EncoderUnits, LocalSource
 from loongplug.data.step_sizes import StepSizes
 from micro.against_transformers import (
     GLOBAL_BATCH_SIZE,
@@ -29,6 +29,8 @@ from micro.against_transformers import (
     MICRO_BATCH_SIZE,
     SEQ_LENGTH,
 )
+
+_ENCODER = "image_encoder"
 
 
 def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
@@ -47,8 +49,14 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
         dp_rank=0,
         dp_size=1,
         seed=1234,
+        encoders={_ENCODER: EncoderUnits(kinds=("image", "video"))},
     )
-    loader = MicrobatchLoader(source, processor=processor, seq_length=SEQ_LENGTH)
+    loader = MicrobatchLoader(
+        source,
+        processor=processor,
+        seq_length=SEQ_LENGTH,
+        token_ids={_ENCODER: processor.visual_token_ids},
+    )
     model = Qwen3VLForConditionalGeneration.from_pretrained(weights, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
@@ -60,12 +68,13 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
         counted = sum(_whole(microbatch)[1].sum() for microbatch in batch)
         total = 0.0
         for microbatch in batch:
-            assert microbatch.units["image_encoder"].media is not None
+            media = microbatch.units[_ENCODER].media
+            assert media is not None
             output = model(
                 input_ids=microbatch.input_ids,
                 position_ids=microbatch.position_ids,
-                pixel_values=microbatch.units["image_encoder"].media.rows,
-                image_grid_thw=microbatch.units["image_encoder"].media.grids,
+                pixel_values=media.rows,
+                image_grid_thw=media.grids,
                 use_cache=False,
             )
             labels, loss_mask = _whole(microbatch)
