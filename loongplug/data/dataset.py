@@ -167,18 +167,19 @@ class ChatDataset:
             return plain_position_ids(len(ids))
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
-        time_steps = [
-            style.time_step(fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
-            for video in media
-            if isinstance(video, Video | VideoClip)
+        videos = [each for each in pairs if isinstance(each[0], Video | VideoClip)]
+        times = [
+            style.times(grid[0], fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
+            for video, grid in videos
         ]
         return mrope_position_ids(
             ids,
             image_token_id=processor.image_token_id,
             video_token_id=processor.video_token_id,
             image_grids=[grid for medium, grid in pairs if isinstance(medium, MediaFile)],
-            video_grids=[grid for medium, grid in pairs if isinstance(medium, Video | VideoClip)],
-            video_time_steps=None if style.timestamps else time_steps,
+            video_grids=[grid for _, grid in videos],
+            video_times=None if style.timestamps else times,
+            after_times=style.as_sounds,
             spatial_merge_size=processor.spatial_merge_size,
         )
 

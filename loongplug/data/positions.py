@@ -16,7 +16,8 @@ def mrope_position_ids(
     video_token_id: int | None,
     image_grids: Sequence[Grid] = (),
     video_grids: Sequence[Grid] = (),
-    video_time_steps: Sequence[float] | None = None,
+    video_times: Sequence[NDArray[np.int64]] | None = None,
+    after_times: bool = False,
     spatial_merge_size: int = 2,
 ) -> NDArray[np.int64]:
     """Position ids [3, n] for the tokens [n] of one sample without padding, as Qwen-VL's count.
@@ -26,21 +27,21 @@ def mrope_position_ids(
     side in height or width. Grids are in patches, (time, height, width), in the order of their
     tokens.
 
-    Without ``video_time_steps`` (Qwen3-VL), a video is written frame by frame with a timestamp
+    Without ``video_times`` (Qwen3-VL), a video is written frame by frame with a timestamp
     as text before each, so that each of its frames is a picture of its own. With them
-    (Qwen2.5-VL), a video is one picture, and its i-th frame is at ``int(i * step)``, computed in
-    float32.
+    (Qwen2.5-VL), a video is one picture, whose frames are at its times, [frames] ascending from 0.
+    With ``after_times`` (Qwen2.5-Omni), what follows starts after its last time as well.
 
     Raises ValueError when the tokens and the grids do not match.
     """
     images = [_Picture.merged(grid, spatial_merge_size) for grid in image_grids]
-    if video_time_steps is None:
+    if video_times is None:
         frames = [(1, height, width) for time, height, width in video_grids for _ in range(time)]
         videos = [_Picture.merged(grid, spatial_merge_size) for grid in frames]
     else:
         videos = [
-            _Picture.merged(grid, spatial_merge_size, time_step=step)
-            for grid, step in zip(video_grids, video_time_steps, strict=True)
+            _Picture.merged(grid, spatial_merge_size, times=times)
+            for grid, times in zip(video_grids, video_times, strict=True)
         ]
     kinds = ((image_token_id, iter(images)), (video_token_id, iter(videos)))
     pictures = {token: each for token, each in kinds if token is not None}
@@ -64,7 +65,8 @@ def mrope_position_ids(
                 f" {token - start}: write exactly as many."
             )
         picture.write(positions[:, start:token], start=position)
-        position += max(picture.height, picture.width)
+        last = int(picture.times[-1]) if after_times else 0
+        position += max(last + 1, picture.height, picture.width)
     positions[:, token:] = np.arange(position, position + len(input_ids) - token)
     for kind, rest in pictures.items():
         if left := len(list(rest)):
@@ -82,26 +84,28 @@ def plain_position_ids(tokens: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Picture:
-    """A run of visual tokens: its sides in tokens, and what its time axis counts per frame."""
+    """A run of visual tokens: its sides in tokens, and the times of its frames."""
 
-    time: int
     height: int
     width: int
-    time_step: float
+    times: NDArray[np.int64]
+
+    @property
+    def time(self) -> int:
+        return len(self.times)
 
     @classmethod
-    def merged(cls, grid: Grid, merge: int, *, time_step: float = 1.0) -> "_Picture":
+    def merged(
+        cls, grid: Grid, merge: int, *, times: NDArray[np.int64] | None = None
+    ) -> "_Picture":
         time, height, width = grid
-        return cls(time, height // merge, width // merge, time_step)
+        if times is None:
+            times = np.arange(time)
+        return cls(height // merge, width // merge, times)
 
     def write(self, positions: NDArray[np.int64], *, start: int) -> None:
         """Fill ``positions`` [3, tokens] of the picture, which begins at position ``start``."""
         grid = positions.reshape(3, self.time, self.height, self.width)  # a view
-        if self.time == 1:
-            grid[0] = start
-        else:
-            # float32, as in transformers: near a whole number, float64 would count another one.
-            times = np.arange(self.time, dtype=np.float32) * np.float32(self.time_step)
-            grid[0] = (times.astype(np.int64) + start)[:, None, None]
+        grid[0] = (self.times + start)[:, None, None]
         grid[1] = np.arange(start, start + self.height)[:, None]
         grid[2] = np.arange(start, start + self.width)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.conversation import Video, VideoClip, VideoFile
@@ -26,20 +27,24 @@ class VideoStyle:
     ``timestamps=True``, Qwen3-VL: every temporal patch is a picture of its own behind its time
     written as text, ``<0.5 seconds>``. ``timestamps=False``, Qwen2.5-VL: one block of tokens
     whose time axis counts ``int(frame index * tokens_per_second * seconds_per_grid)``, where a
-    frame of the grid is a temporal patch and lasts ``seconds_per_grid``.
+    frame of the grid is a temporal patch and lasts ``seconds_per_grid``. ``as_sounds``,
+    Qwen2.5-Omni: positions are times for sounds as well, so that what follows a video is later.
     """
 
     timestamps: bool
     tokens_per_second: float = 1.0
+    as_sounds: bool = False
 
-    def time_step(self, *, fps: float, temporal_patch_size: int) -> float:
-        """What the time axis of a block counts per temporal patch, before it is made whole.
+    def times(self, frames: int, *, fps: float, temporal_patch_size: int) -> NDArray[np.int64]:
+        """What the time axis of a block counts at each of so many temporal patches, [frames].
 
-        In float32, as transformers computes it: near a whole number, float64 would count
+        In float32 and in the order of transformers: near a whole number, another order would count
         another one.
         """
-        seconds_per_grid = np.float32(temporal_patch_size / fps)
-        return float(np.float32(self.tokens_per_second) * seconds_per_grid)
+        seconds = np.float32(temporal_patch_size / fps)
+        numbers, rate = np.arange(frames, dtype=np.float32), np.float32(self.tokens_per_second)
+        each = numbers * seconds * rate if self.as_sounds else numbers * (rate * seconds)
+        return each.astype(np.int64)
 
 
 TIMESTAMPS = VideoStyle(timestamps=True)

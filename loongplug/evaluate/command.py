@@ -159,8 +159,9 @@ def _video_style(config: Any) -> VideoStyle:
     """A model that counts time in its positions says how fast; the others read timestamps."""
     vision = getattr(config, "vision_config", None)
     tokens_per_second = getattr(vision, "tokens_per_second", None)
-    if tokens_per_second is None:  # a model that hears, too, has one time for both
-        tokens_per_second = getattr(config, "position_id_per_seconds", None)
-    if tokens_per_second is None:
-        return TIMESTAMPS
-    return VideoStyle(timestamps=False, tokens_per_second=tokens_per_second)
+    if tokens_per_second is not None:
+        return VideoStyle(timestamps=False, tokens_per_second=tokens_per_second)
+    as_sounds = getattr(config, "position_id_per_seconds", None)
+    if as_sounds is not None:
+        return VideoStyle(timestamps=False, tokens_per_second=as_sounds, as_sounds=True)
+    return TIMESTAMPS

@@ -2,12 +2,14 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
@@ -126,8 +128,9 @@ def test_blocks_agree_with_transformers(
         video_token_id=VIDEO,
         image_grids=grids[IMAGE],
         video_grids=grids[VIDEO],
-        video_time_steps=[
-            style.time_step(fps=fps, temporal_patch_size=temporal) for fps in fps_of_videos
+        video_times=[
+            style.times(grid[0], fps=fps, temporal_patch_size=temporal)
+            for grid, fps in zip(grids[VIDEO], fps_of_videos, strict=True)
         ],
         spatial_merge_size=merge,
     )
@@ -154,7 +157,7 @@ def test_a_block_by_hand() -> None:
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         video_grids=[(3, 2, 4)],
-        video_time_steps=[1.5],
+        video_times=[np.array([0, 1, 3])],
     )
     assert found.tolist() == [
         [0, 1, 1, 2, 2, 4, 4, 3],
@@ -200,3 +203,73 @@ def test_tokens_and_grids_that_do_not_match(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         positions(ids, images)
+
+
+AUDIO, SEEN, HEARD = 7, 8, 9
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.sampled_from(["image", "video", "sound"]),
+            st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+            st.sampled_from([0.6, 1.0, 2.0, 2.3, 7.5, 24.0, 25.0, 30.0]),
+        ),
+        max_size=5,
+    ),
+    last=st.integers(1, 4),
+)
+def test_positions_are_times_of_sounds_too(pieces: Any, last: int) -> None:
+    """As Qwen2.5-Omni's, where what follows a video starts after its last time."""
+    style = VideoStyle(timestamps=False, tokens_per_second=25, as_sounds=True)
+    ids: list[int] = []
+    images, videos, times, seconds, frames = [], [], [], [], []
+    for text, kind, (time, height, width), fps in pieces:
+        ids += [TEXT] * text
+        if kind == "sound":
+            tokens = 1 + time * height
+            frames.append(4 * tokens)
+            ids += [HEARD, *[AUDIO] * tokens, HEARD + 1]
+            continue
+        if kind == "video":
+            videos.append((time, 2 * height, 2 * width))
+            seconds.append(2 / fps)
+            times.append(style.times(time, fps=fps, temporal_patch_size=2))
+        else:
+            time = 1
+            images.append((time, 2 * height, 2 * width))
+        token = VIDEO if kind == "video" else IMAGE
+        ids += [SEEN, *[token] * (time * height * width), SEEN + 3]
+    ids += [TEXT] * last
+    ours = mrope_position_ids(
+        np.array(ids),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grids=images,
+        video_grids=videos,
+        video_times=times,
+        after_times=True,
+    )
+    config = SimpleNamespace(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=AUDIO,
+        vision_start_token_id=SEEN,
+        audio_start_token_id=HEARD,
+        position_id_per_seconds=25,
+        seconds_per_chunk=2,
+    )
+    model = SimpleNamespace(config=config, spatial_merge_size=2)
+    base = Qwen2_5OmniThinkerModel
+    model.get_llm_pos_ids_for_vision = partial(base.get_llm_pos_ids_for_vision, model)
+    expected, _ = base.get_rope_index(
+        model,
+        torch.tensor([ids]),
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        audio_seqlens=torch.tensor(frames) if frames else None,
+        second_per_grids=torch.tensor(seconds) if seconds else None,
+    )
+    assert ours.tolist() == expected[:, 0].long().tolist()

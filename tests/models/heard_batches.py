@@ -131,6 +131,10 @@ def _sample(
     sizes = senses.sizes
     sounds = [sizes.grid(each.frames) for each in media if isinstance(each, Sound)]
     units: Mapping[str, Unit] = {HEARS: unit(sounds, values=sizes.mel_bins, ids=(AUDIO,))}
+    heard_here = units[HEARS].media
+    assert heard_here is not None
+    for part in heard_here.rows.split([grid[2] for grid in sounds]):
+        part[sizes.longest :] = 0  # as loaded: the model's window ends there
     if senses.patch_values is not None:
         grids = [each.grid for each in seen]
         units = {SEES: unit(grids, values=senses.patch_values, ids=(IMAGE, VIDEO)), **units}

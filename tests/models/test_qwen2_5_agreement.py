@@ -53,8 +53,8 @@ def positions(ids: np.ndarray, media: Sequence[Medium]) -> np.ndarray:
         video_token_id=VIDEO,
         image_grids=[medium.grid for medium in media if not medium.is_video],
         video_grids=[medium.grid for medium in media if medium.is_video],
-        video_time_steps=[
-            style.time_step(fps=2 / medium.seconds, temporal_patch_size=2)
+        video_times=[
+            style.times(medium.grid[0], fps=2 / medium.seconds, temporal_patch_size=2)
             for medium in media
             if medium.seconds is not None
         ],

@@ -91,6 +91,7 @@ MODEL = Qwen25OmniConfig(
     audio_start_token_id=AUDIO_START,
     audio_end_token_id=AUDIO_END,
 )
+STYLE = MODEL.video_style()
 
 
 def positions(ids: np.ndarray, media: Any) -> np.ndarray:
@@ -100,9 +101,12 @@ def positions(ids: np.ndarray, media: Any) -> np.ndarray:
         video_token_id=TOKEN_IDS["video_token_id"],
         image_grids=[medium.grid for medium in media if not medium.is_video],
         video_grids=[medium.grid for medium in media if medium.is_video],
-        video_time_steps=[
-            PER_SECOND * medium.seconds for medium in media if medium.seconds is not None
+        video_times=[
+            STYLE.times(medium.grid[0], fps=2 / medium.seconds, temporal_patch_size=2)
+            for medium in media
+            if medium.seconds is not None
         ],
+        after_times=True,
         spatial_merge_size=2,
     )
 

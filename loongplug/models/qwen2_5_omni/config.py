@@ -58,4 +58,8 @@ class Qwen25OmniConfig(MultimodalArchitecture):
         """A video is one block of tokens, whose time axis counts seconds as sounds do."""
         from loongplug.data.video import VideoStyle
 
-        return VideoStyle(timestamps=False, tokens_per_second=self.image_encoder.tokens_per_second)
+        return VideoStyle(
+            timestamps=False,
+            tokens_per_second=self.image_encoder.tokens_per_second,
+            as_sounds=True,
+        )
