@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 
 from loongplug.data.demo import make_demo_data
+from loongplug.data.demo_sounds import make_sound_data
 
 
 def main() -> None:
@@ -24,6 +25,12 @@ def main() -> None:
         action="store_true",
         help="another kind of question, in new_train.jsonl and new_test.jsonl",
     )
+    parser.add_argument(
+        "--sounds",
+        type=int,
+        metavar="N",
+        help="as well, so many training samples with spoken digits, and as many of both kinds",
+    )
     arguments = parser.parse_args()
     try:
         make_demo_data(
@@ -34,6 +41,10 @@ def main() -> None:
             variants=arguments.variants,
             new_questions=arguments.new_questions,
         )
+        if arguments.sounds is not None:
+            make_sound_data(
+                arguments.out, train=arguments.sounds, test=arguments.test, seed=arguments.seed
+            )
     except ValueError as error:
         parser.error(str(error))
 

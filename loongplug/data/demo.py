@@ -6,43 +6,15 @@ before anything else: no scan of a test sample is in any training sample.
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 from rich.progress import Progress
 
 from loongplug.data.demo_processor import FixedImages, write_processor
+from loongplug.data.demo_scans import Picture, draw_sizes, load_scans, write_picture
 from loongplug.data.demo_tasks import NEW_TASKS, TASKS, Task, choose_task
-
-TEST_SCANS = 297
-
-_BRIGHTEST = 16  # the scans' grey levels are 0 to 16
-_USUAL_SIZE = (32, 32)  # height, width: one visual token
-_OTHER_SIZES = ((64, 32), (32, 64), (64, 64))
-_USUAL_SHARE = 0.8
-_MOST_OTHERS = 3  # per sample, which bounds its length
-_MOST_TURN = 10  # degrees, either way
-_MOST_SHIFT = 2  # pixels of the usual size, each way
-
-
-@dataclass(frozen=True)
-class _Picture:
-    """A scan on a sheet; variant 0 is the scan as it is, others are turned and moved a little."""
-
-    scan: int
-    size: tuple[int, int]  # height, width
-    variant: int
-
-    @property
-    def path(self) -> str:
-        height, width = self.size
-        variant = f"-{self.variant}" if self.variant else ""
-        return f"images/{self.scan:04d}-{height}x{width}{variant}.png"
 
 
 def make_demo_data(
@@ -73,23 +45,21 @@ def make_demo_data(
     ):
         if number < 1:
             raise ValueError(f"{number} {name} asked for: expected at least 1.")
-    scans, digits = _load_scans()
-    order = list(range(len(scans)))
-    random.Random(f"{seed} split").shuffle(order)
+    scans = load_scans(seed=seed)
     splits = {
-        f"{prefix}train": (order[TEST_SCANS:], train, variants),
-        f"{prefix}test": (order[:TEST_SCANS], test, 1),
+        f"{prefix}train": (scans.train, train, variants),
+        f"{prefix}test": (scans.test, test, 1),
     }
     (out / "images").mkdir(parents=True, exist_ok=True)
     write_processor(out / "processor")
     write_processor(out / "processor_llava", fixed=FixedImages())
     write_processor(out / "processor_internvl", fixed=FixedImages(merge=2))
-    written: set[_Picture] = set()
+    written: set[Picture] = set()
     with Progress(transient=True) as progress:
         for name, (members, number, each) in splits.items():
             rng = random.Random(f"{seed} {name}")
             samples = (
-                _sample(rng, tasks, scans=members, digits=digits, variants=each)
+                _sample(rng, tasks, scans=members, digits=scans.digits, variants=each)
                 for _ in range(number)
             )
             with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
@@ -97,7 +67,7 @@ def make_demo_data(
                     file.write(json.dumps(row) + "\n")
                     for picture in pictures:
                         if picture not in written:
-                            _write_picture(picture, out / picture.path, of=scans[picture.scan])
+                            write_picture(picture, out, of=scans.images[picture.scan])
                             written.add(picture)
 
 
@@ -108,7 +78,7 @@ def _sample(
     scans: Sequence[int],
     digits: Sequence[int],
     variants: int,
-) -> tuple[dict[str, Any], list[_Picture]]:
+) -> tuple[dict[str, Any], list[Picture]]:
     """A row of one of ``tasks`` about some of ``scans``, and the pictures that it shows.
 
     ``digits`` says what every scan shows.
@@ -120,8 +90,8 @@ def _sample(
     question = {"type": "text", "text": task.question(values)}
     pictures = []
     if task.with_scans:
-        sized = list(zip(shown, _sizes(rng, count), strict=True))
-        pictures = [_Picture(scan, size, _variant(rng, variants)) for scan, size in sized]
+        sized = list(zip(shown, draw_sizes(rng, count), strict=True))
+        pictures = [Picture(scan, size, _variant(rng, variants)) for scan, size in sized]
     images = [{"type": "image", "image": picture.path} for picture in pictures]
     row = {
         "messages": [
@@ -136,50 +106,3 @@ def _sample(
 def _variant(rng: random.Random, variants: int) -> int:
     """Without variants nothing is drawn: such data stay what they have always been."""
     return rng.randrange(variants) if variants > 1 else 0
-
-
-def _sizes(rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
-    others = 0
-    for _ in range(count):
-        if others < _MOST_OTHERS and rng.random() >= _USUAL_SHARE:
-            others += 1
-            yield rng.choice(_OTHER_SIZES)
-        else:
-            yield _USUAL_SIZE
-
-
-def _load_scans() -> tuple[NDArray[np.float64], list[int]]:
-    """The scans [1797, 8, 8] and the digit that each shows."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ValueError(
-            "The demo data come with scikit-learn, which is not installed: pip install"
-            " 'loongplug[demo]'."
-        ) from error
-    data = load_digits()
-    return data.images, data.target.tolist()
-
-
-def _write_picture(picture: _Picture, path: Path, *, of: NDArray[np.float64]) -> None:
-    """A larger image is a larger sheet: the scan ``of`` [8, 8] lies in a half or quarter of it."""
-    height, width = picture.size
-    scan_height, scan_width = _USUAL_SIZE
-    rows, columns = height // scan_height, width // scan_width
-    row, column = divmod(picture.scan % (rows * columns), columns)
-    grey = np.round(of * (255 / _BRIGHTEST)).astype(np.uint8)
-    enlarged = Image.fromarray(grey).resize((scan_width, scan_height), Image.Resampling.BICUBIC)
-    if picture.variant:
-        rng = random.Random(f"{picture.scan} {picture.variant}")
-        enlarged = enlarged.rotate(
-            rng.uniform(-_MOST_TURN, _MOST_TURN),
-            Image.Resampling.BILINEAR,
-            translate=(_shift(rng), _shift(rng)),
-        )
-    sheet = Image.new("L", (width, height))
-    sheet.paste(enlarged, (column * scan_width, row * scan_height))
-    sheet.save(path)
-
-
-def _shift(rng: random.Random) -> int:
-    return rng.randint(-_MOST_SHIFT, _MOST_SHIFT)

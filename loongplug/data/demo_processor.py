@@ -43,15 +43,15 @@ _TILE_SPECIAL_TOKENS = (  # of InternVL's kind
     *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
 )
 _PLAIN_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<image>")  # of LLaVA's kind
-_UNKNOWN = "<|unknown|>"
+UNKNOWN = "<|unknown|>"
 _SPACE = "\u2581"  # how a space is written at the beginning of a word
 _ALPHABET = "\n" + _SPACE + string.digits + string.ascii_letters + ".,:?!'-+="
-_ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant")
 _PLAIN_ROLES = ("USER", _SPACE + "USER", _SPACE + "ASSISTANT")
 _TIMESTAMPS = ("<", ">", _SPACE + "seconds")  # of a video's frames
 _WORD, _CHARACTER = -1.0, -10.0  # log probabilities: one word beats its characters
 
-_CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.content is string -%}
@@ -75,7 +75,7 @@ _CHAT_TEMPLATE = """\
 """
 
 # What stands around an image's tokens, InternVL's processor writes.
-_TILE_TEMPLATE = _CHAT_TEMPLATE.replace(
+_TILE_TEMPLATE = CHAT_TEMPLATE.replace(
     "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\\n"
 ).replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\\n")
 
@@ -99,7 +99,8 @@ _PLAIN_TEMPLATE = """\
 {%- endif -%}
 """
 
-_PATCHES: dict[str, Any] = {
+IMAGE_PIXELS = {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}
+PATCHES: dict[str, Any] = {
     "patch_size": 16,
     "temporal_patch_size": 2,
     "merge_size": 2,
@@ -109,20 +110,20 @@ _PATCHES: dict[str, Any] = {
 _IMAGE_PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen3VLProcessor",
-    "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512},
-    **_PATCHES,
+    "size": IMAGE_PIXELS,
+    **PATCHES,
 }
 _VIDEO_PROCESSOR: dict[str, Any] = {
     "video_processor_type": "Qwen3VLVideoProcessor",
     "processor_class": "Qwen3VLProcessor",
     "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 8 * 512 * 512},  # of all frames
-    **_PATCHES,
+    **PATCHES,
 }
 _BLOCK_VIDEO_PROCESSOR: dict[str, Any] = {
     "video_processor_type": "Qwen2VLVideoProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
-    "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512},  # of each frame
-    **_PATCHES,
+    "size": IMAGE_PIXELS,  # of each frame
+    **PATCHES,
 }
 
 
@@ -142,18 +143,18 @@ class FixedImages:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The demo's tokenizer with its chat template; the same ids every time."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(_SPECIAL_TOKENS, _ROLES),
+        tokenizer_object=word_tokenizer(_SPECIAL_TOKENS, ROLES),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        unk_token=_UNKNOWN,
-        chat_template=_CHAT_TEMPLATE,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
         model_max_length=32_768,
     )
 
 
 def build_plain_tokenizer() -> PreTrainedTokenizerFast:
     """One of LLaVA's kind: it begins each text with ``<s>``, and knows images by ``<image>``."""
-    tokenizer = _tokenizer(_PLAIN_SPECIAL_TOKENS, _PLAIN_ROLES)
+    tokenizer = word_tokenizer(_PLAIN_SPECIAL_TOKENS, _PLAIN_ROLES)
     begins = ("<s>", _PLAIN_SPECIAL_TOKENS.index("<s>"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[begins]
@@ -163,7 +164,7 @@ def build_plain_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        unk_token=_UNKNOWN,
+        unk_token=UNKNOWN,
         chat_template=_PLAIN_TEMPLATE,
         model_max_length=32_768,
     )
@@ -172,10 +173,10 @@ def build_plain_tokenizer() -> PreTrainedTokenizerFast:
 def build_tile_tokenizer() -> PreTrainedTokenizerFast:
     """One of InternVL's kind: it names the tokens of an image, and those around them."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(_TILE_SPECIAL_TOKENS, _ROLES),
+        tokenizer_object=word_tokenizer(_TILE_SPECIAL_TOKENS, ROLES),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        unk_token=_UNKNOWN,
+        unk_token=UNKNOWN,
         chat_template=_TILE_TEMPLATE,
         model_max_length=32_768,
         extra_special_tokens={
@@ -187,10 +188,14 @@ def build_tile_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _tokenizer(special: Sequence[str], roles: Sequence[str]) -> Tokenizer:
-    vocab = [(token, 0.0) for token in (*special, _UNKNOWN)]
+def word_tokenizer(
+    special: Sequence[str], roles: Sequence[str], *, more_texts: Sequence[str] = ()
+) -> Tokenizer:
+    """A tokenizer that knows these special tokens, the questions' words and ``more_texts``'."""
+    words = _words((*task_texts(), *more_texts))
+    vocab = [(token, 0.0) for token in (*special, UNKNOWN)]
     vocab += [(character, _CHARACTER) for character in _ALPHABET]
-    vocab += [(word, _WORD) for word in (*roles, *_words(), *_TIMESTAMPS)]
+    vocab += [(word, _WORD) for word in (*roles, *words, *_TIMESTAMPS)]
     assert len(vocab) <= VOCAB_SIZE
     assert len({token for token, _ in vocab}) == len(vocab)
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=len(special)))
@@ -237,8 +242,8 @@ def _fixed_files(fixed: FixedImages) -> dict[str, dict[str, Any]]:
         "processor_class": "LlavaProcessor",
         "size": {"height": fixed.side, "width": fixed.side},
         "do_center_crop": False,
-        "image_mean": _PATCHES["image_mean"],
-        "image_std": _PATCHES["image_std"],
+        "image_mean": PATCHES["image_mean"],
+        "image_std": PATCHES["image_std"],
     }
     processor = {
         "processor_class": "LlavaProcessor",
@@ -258,8 +263,8 @@ def _tile_files(fixed: FixedImages) -> dict[str, dict[str, Any]]:
         "crop_to_patches": True,
         "min_patches": 1,
         "max_patches": 2,
-        "image_mean": _PATCHES["image_mean"],
-        "image_std": _PATCHES["image_std"],
+        "image_mean": PATCHES["image_mean"],
+        "image_std": PATCHES["image_std"],
     }
     processor = {
         "processor_class": "InternVLProcessor",
@@ -268,11 +273,9 @@ def _tile_files(fixed: FixedImages) -> dict[str, dict[str, Any]]:
     return {IMAGE_FILE: image_processor, COMBINED_FILE: processor}
 
 
-def _words() -> list[str]:
-    """Words of more than one letter in the questions, with the space before them, sorted."""
+def _words(texts: Sequence[str]) -> list[str]:
+    """Words of more than one letter in the texts, with the space before them, sorted."""
     found = {
-        word.replace(" ", _SPACE)
-        for text in task_texts()
-        for word in re.findall(r" ?[A-Za-z]{2,}", text)
+        word.replace(" ", _SPACE) for text in texts for word in re.findall(r" ?[A-Za-z]{2,}", text)
     }
     return sorted(found)

@@ -1,4 +1,4 @@
-"""What the demo data ask about handwritten digits, and the right answers."""
+"""What the demo data ask about handwritten and spoken digits, and the right answers."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -51,7 +51,45 @@ NEW_TASKS = (
 )
 
 
-def choose_task(rng: random.Random, tasks: Sequence[Task]) -> Task:
+@dataclass(frozen=True, kw_only=True)
+class SoundTask:
+    """A kind of question about spoken digits, and perhaps about scans beside them."""
+
+    name: str
+    share: float  # of all samples of its file
+    sounds: int  # in a sample
+    spoken: tuple[int, ...]  # how many digits a sound may have, each as likely
+    scans: tuple[int, ...] = (0,)  # how many a sample may have
+    ask: str
+
+    def answer(self, *, seen: Sequence[int], heard: Sequence[int]) -> str:
+        """All digits in order, with spaces; what is seen first, and a comma between."""
+        each = (" ".join(map(str, digits)) for digits in (seen, heard) if digits)
+        return ", ".join(each)
+
+
+_HEARD = "Which digits do you hear?"
+
+AUDIO_TASKS = (
+    SoundTask(name="hear", share=0.8, sounds=1, spoken=(1, 2, 3, 4), ask=_HEARD),
+    SoundTask(name="hear_two", share=0.2, sounds=2, spoken=(1, 2), ask=_HEARD),
+)
+
+BOTH_TASKS = (
+    SoundTask(
+        name="see_and_hear",
+        share=1.0,
+        sounds=1,
+        spoken=(1, 2, 3),
+        scans=(1, 2, 3),
+        ask="Which digits do you see, and which do you hear?",
+    ),
+)
+
+
+def choose_task[AnyTask: (Task, SoundTask)](
+    rng: random.Random, tasks: Sequence[AnyTask]
+) -> AnyTask:
     """One of ``tasks`` by their shares."""
     return rng.choices(tasks, weights=[task.share for task in tasks])[0]
 
@@ -59,3 +97,8 @@ def choose_task(rng: random.Random, tasks: Sequence[Task]) -> Task:
 def task_texts() -> list[str]:
     """Texts that together hold every word a question of ``TASKS`` may have."""
     return [*(task.question((0,)) for task in TASKS), f" {' '.join(NUMBER_WORDS)}"]
+
+
+def sound_task_texts() -> list[str]:
+    """The questions of ``AUDIO_TASKS`` and ``BOTH_TASKS``."""
+    return [task.ask for task in (*AUDIO_TASKS, *BOTH_TASKS)]

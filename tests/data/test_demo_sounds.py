@@ -1,0 +1,253 @@
+"""The demo's sounds: what is said is what the answers say, by voices that tests alone have."""
+
+import json
+import re
+import sys
+import wave
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loongplug.data import demo_sounds
+from loongplug.data.audio_sizes import SAMPLE_RATE, AudioSizes
+from loongplug.data.demo_audio_processor import MEL_BINS, SECONDS
+from loongplug.data.demo_processor import VOCAB_SIZE
+from loongplug.data.demo_scans import load_scans
+from loongplug.data.demo_sounds import make_sound_data
+from loongplug.data.demo_speech import Utterance, speak
+from loongplug.data.demo_tasks import AUDIO_TASKS, BOTH_TASKS, NUMBER_WORDS
+
+Row = dict[str, Any]
+
+TRAIN, TEST = 200, 40
+FILES = ("train_audio.jsonl", "test_audio.jsonl", "train_both.jsonl", "test_both.jsonl")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sounds")
+    make_sound_data(folder, train=TRAIN, test=TEST, seed=5)
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Utterance]:
+    """What was to be spoken, by its file; nothing is."""
+    found: dict[str, Utterance] = {}
+
+    def note(utterances: list[Utterance], folder: Path) -> Iterator[Utterance]:
+        found.update({utterance.path: utterance for utterance in utterances})
+        yield from utterances
+
+    monkeypatch.setattr(demo_sounds, "speak", note)
+    return found
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def parts(row: Row, kind: str) -> list[str]:
+    return [part[kind] for part in row["messages"][0]["content"] if part["type"] == kind]
+
+
+def scans_of(row: Row) -> list[int]:
+    return [int(re.fullmatch(r"images/(\d+)-.*", path)[1]) for path in parts(row, "image")]
+
+
+def samples_of(path: Path) -> np.ndarray:
+    """[samples], from -1 to 1."""
+    with wave.open(str(path), "rb") as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 16_000)
+        return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2") / 32768
+
+
+def test_what_is_asked_for_is_what_the_answers_say(
+    tmp_path: Path, asked: dict[str, Utterance]
+) -> None:
+    make_sound_data(tmp_path, train=TRAIN, test=TEST, seed=6)
+    digits = load_scans(seed=6).digits
+    used, tasks = [], Counter()
+    for row in (row for name in FILES for row in read(tmp_path / name)):
+        words = [word for path in parts(row, "audio") for word in asked[path].text.split(", ")]
+        heard = " ".join(str(NUMBER_WORDS.index(word)) for word in words)
+        seen = " ".join(str(digits[scan]) for scan in scans_of(row))
+        expected = f"{seen}, {heard}" if seen else heard
+        assert row["messages"][1] == {"role": "assistant", "content": expected}
+        used += parts(row, "audio")
+        tasks[row["task"], len(parts(row, "audio")), bool(seen)] += 1
+    assert sorted(used) == sorted(asked)  # each sound is of one row
+    assert set(tasks) == {("hear", 1, False), ("hear_two", 2, False), ("see_and_hear", 1, True)}
+    assert tasks["hear", 1, False] > 2 * tasks["hear_two", 2, False] > 0
+    for each in (AUDIO_TASKS, BOTH_TASKS):
+        assert sum(task.share for task in each) == pytest.approx(1)
+
+
+def test_speakers_and_scans_of_tests_are_in_no_training_sample(
+    tmp_path: Path, asked: dict[str, Utterance]
+) -> None:
+    make_sound_data(tmp_path, train=TRAIN, test=TEST, seed=6)
+    speakers: dict[str, set[str]] = {"train": set(), "test": set()}
+    for path, utterance in asked.items():
+        split = re.match(r"sounds/(train|test)_", path)[1]
+        speakers[split].add(utterance.voice.split("+")[1])
+    assert len(speakers["train"]) > 20
+    assert len(speakers["test"]) == 5
+    assert not speakers["train"] & speakers["test"]
+    scans = load_scans(seed=6)
+    for split, members in (("train", scans.train), ("test", scans.test)):
+        shown = {scan for row in read(tmp_path / f"{split}_both.jsonl") for scan in scans_of(row)}
+        assert shown
+        assert shown <= set(members)
+
+
+def test_sounds_are_speech_of_the_right_digits(demo: Path) -> None:
+    """One digit, told by the most similar one of the training voices, which are others."""
+    known, unknown = (
+        [
+            (shape(samples_of(demo / parts(row, "audio")[0])), heard)
+            for kind in ("audio", "both")
+            for row in read(demo / f"{split}_{kind}.jsonl")
+            for heard in [row["messages"][1]["content"].split(", ")[-1]]
+            if len(heard) == 1
+        ]
+        for split in ("train", "test")
+    )
+    assert len(known) > 80
+    assert len(unknown) > 12
+    right = [
+        min(known, key=lambda each, sound=sound: np.square(each[0] - sound).sum())[1] == digit
+        for sound, digit in unknown
+    ]
+    assert np.mean(right) > 0.6
+
+
+def shape(samples: np.ndarray) -> np.ndarray:
+    """Twelve moments of a sound as loudness in twenty-four bands: [12, 24]."""
+    frames = np.lib.stride_tricks.sliding_window_view(samples, 400)[::160] * np.hanning(400)
+    power = np.square(np.abs(np.fft.rfft(frames)))
+    edges = np.geomspace(2, 190, 25).astype(int)  # of bins of 40 Hz
+    bands = [power[:, low : max(high, low + 1)].sum(1) for low, high in pairwise(edges)]
+    loud = np.log10(np.stack(bands, axis=1) + 1e-10)
+    loud = np.maximum(loud, loud.max() - 4)
+    spoken = np.flatnonzero(loud.max(1) > loud.max() - 2.5)
+    moments = np.linspace(spoken[0], spoken[-1], 12).round().astype(int)
+    return (loud[moments] - loud[moments].mean()) / loud[moments].std()
+
+
+def test_files_are_as_models_hear_them(demo: Path) -> None:
+    seconds: dict[int, list[float]] = {}
+    used = set()
+    for row in (row for name in FILES for row in read(demo / name)):
+        for path in parts(row, "audio"):
+            samples = samples_of(demo / path)
+            assert 0.45 < np.abs(samples).max() <= 0.5
+            assert 0.15 < len(samples) / SAMPLE_RATE < SECONDS
+            used.add(path)
+            if len(parts(row, "audio")) == 1:
+                count = len(row["messages"][1]["content"].split(", ")[-1].split())
+                seconds.setdefault(count, []).append(len(samples) / SAMPLE_RATE)
+    assert {f"sounds/{path.name}" for path in (demo / "sounds").iterdir()} == used
+    means = [np.mean(seconds[count]) for count in (1, 2, 3, 4)]
+    assert np.diff(means).min() > 0.2
+    images = {
+        path for name in FILES[2:] for row in read(demo / name) for path in parts(row, "image")
+    }
+    assert {f"images/{path.name}" for path in (demo / "images").iterdir()} == images
+
+
+def test_same_seed_same_files(tmp_path: Path) -> None:
+    for folder, seed in (("one", 5), ("same", 5), ("other", 6)):
+        make_sound_data(tmp_path / folder, train=4, test=1, seed=seed)
+    one, same = (
+        {
+            str(path.relative_to(tmp_path / folder)): path.read_bytes()
+            for path in (tmp_path / folder).rglob("*")
+            if path.is_file()
+        }
+        for folder in ("one", "same")
+    )
+    assert one == same
+    sounds = [name for name in one if name.startswith("sounds")]
+    assert len(sounds) >= 10
+    assert len({one[name] for name in sounds}) == len(sounds)
+    for name in ("train_audio.jsonl", "sounds/train_audio-000000.wav"):
+        assert (tmp_path / "other" / name).read_bytes() != one[name]
+
+
+def test_audio_folder_is_one_of_qwen2_audio(demo: Path) -> None:
+    from transformers import Qwen2AudioProcessor
+
+    processor = Qwen2AudioProcessor.from_pretrained(demo / "processor_qwen2_audio")
+    sizes = AudioSizes(mel_bins=MEL_BINS, longest=100 * SECONDS, always=True)
+    for row in read(demo / "test_audio.jsonl"):
+        sounds = [samples_of(demo / path) for path in parts(row, "audio")]
+        text = processor.apply_chat_template(row["messages"])
+        numbered = [f"Audio {1 + number}: <|audio_bos|>" for number in range(len(sounds))]
+        assert re.findall(r"Audio \d: <.audio_bos.>", text) == numbered
+        inputs = processor(text=text, audio=sounds, sampling_rate=SAMPLE_RATE)
+        assert np.shape(inputs["input_features"]) == (len(sounds), MEL_BINS, sizes.longest)
+        frames = [-(-len(sound) // 160) for sound in sounds]
+        places = np.array(inputs["input_ids"]) == processor.audio_token_id
+        assert places.sum() == sum(sizes.tokens(count) for count in frames)
+        require_known(processor, inputs["input_ids"][0], row)
+
+
+def test_omni_folder_is_one_of_qwen2_5_omni(demo: Path) -> None:
+    from transformers import Qwen2_5OmniProcessor
+
+    processor = Qwen2_5OmniProcessor.from_pretrained(demo / "processor_qwen2_5_omni")
+    orders = set()
+    for row in read(demo / "test_both.jsonl")[:12]:
+        (sound,) = (samples_of(demo / path) for path in parts(row, "audio"))
+        images = [str(demo / path) for path in parts(row, "image")]
+        text = processor.apply_chat_template(row["messages"])
+        inputs = processor(
+            text=text, audio=[sound], images=images, sampling_rate=SAMPLE_RATE, return_tensors="pt"
+        )
+        ids = inputs["input_ids"][0]
+        assert inputs["input_features"].shape == (1, MEL_BINS, 100 * SECONDS)
+        assert (ids == processor.audio_token_id).sum() > 0
+        assert (ids == processor.image_token_id).sum() == inputs["image_grid_thw"].prod(1).sum() / 4
+        assert text.count("<|audio_bos|><|AUDIO|><|audio_eos|>") == 1
+        assert text.count("<|vision_bos|><|IMAGE|><|vision_eos|>") == len(images)
+        orders.add(text.index("<|IMAGE|>") < text.index("<|AUDIO|>"))
+        require_known(processor, ids, row)
+    assert orders == {False, True}
+
+
+def require_known(processor: Any, ids: Any, row: Row) -> None:
+    """Every word of a row is in the vocabulary of the demo's models."""
+    assert processor.tokenizer.unk_token_id not in ids
+    assert max(processor.tokenizer.get_vocab().values()) < VOCAB_SIZE
+    answer = row["messages"][1]["content"]
+    assert processor.tokenizer.decode(ids).endswith(f"assistant\n{answer}<|im_end|>\n")
+    for text in parts(row, "text"):
+        assert len(processor.tokenizer.tokenize(text)) <= len(re.findall(r"\w+|[?,]", text))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("train", "test"), [(0, 1), (1, 0)])
+def test_none_of_them_is_refused(tmp_path: Path, train: int, test: int) -> None:
+    with pytest.raises(ValueError, match=r"0 (train|test) samples with sounds asked for"):
+        make_sound_data(tmp_path, train=train, test=test)
+
+
+@pytest.mark.quick
+def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    with pytest.raises(ValueError, match=r"pip install 'loongplug\[demo-audio\]'"):
+        next(speak([], tmp_path))
+
+
+def test_a_voice_that_is_none_is_an_error(tmp_path: Path) -> None:
+    """And no sound by another voice."""
+    nobody = Utterance(text="one", voice="nobody", rate=175, pitch=50, path="one.wav")
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        list(speak([nobody], tmp_path))
+    assert not list(tmp_path.iterdir())
