@@ -63,8 +63,8 @@ def audio_length(path: MediaFile, *, where: str, enough: int) -> int:
 def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
     """The sound's samples, [samples] float32: the mean of its channels, where 1 is full.
 
-    Of another rate, they are resampled by FFmpeg, and then cut or filled with silence at the end
-    to :func:`samples_at_16k`. Raises ValueError with ``where`` for a file that is missing, damaged
+    Of another rate, the sound is resampled by FFmpeg with silence behind it, and cut to
+    :func:`samples_at_16k`. Raises ValueError with ``where`` for a file that is missing, damaged
     or not as long as it was.
     """
     path = clip.path
@@ -210,8 +210,10 @@ def _resampled(sound: NDArray[np.float32], *, rate: int, av: Any) -> NDArray[np.
     if not wanted:
         return sound
     resampler = av.AudioResampler(format="fltp", layout="mono", rate=SAMPLE_RATE)
-    frame = av.AudioFrame.from_ndarray(sound[None], format="fltp", layout="mono")
+    longer = np.pad(sound, (0, rate // 10))  # the filter gives nothing of what it has not passed
+    frame = av.AudioFrame.from_ndarray(longer[None], format="fltp", layout="mono")
     frame.sample_rate = rate
     made = [*resampler.resample(frame), *resampler.resample(None)]
-    found = np.concatenate([part.to_ndarray()[0] for part in made])[:wanted]
-    return np.pad(found, (0, wanted - len(found)))
+    found = np.concatenate([part.to_ndarray()[0] for part in made])
+    assert len(found) >= wanted, (len(found), wanted, rate)
+    return found[:wanted]

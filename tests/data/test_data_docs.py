@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from audio_folders import noise, write_qwen2_audio, write_wav
 
 from loongplug.data.dataset import ChatDataset
-from loongplug.data.processor import Processor
+from loongplug.data.processor import Processor, load_processor
 
 av = pytest.importorskip(
     "av", reason="the samples have video files: pip install 'loongplug[video]'"
@@ -35,13 +36,16 @@ def test_samples_in_the_docs_run(
         container.mux(stream.encode(None))
     rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S)]
     assert [next(iter(row)) for row in rows] == [
-        *("messages", "messages", "messages", "conversations", "id", "text", "text")
+        *("messages", "messages", "messages", "conversations", "id", "text", "text", "messages")
     ]
+    write_wav(tmp_path / "moo.wav", noise(16_000))
+    hearing = load_processor(write_qwen2_audio(tmp_path / "hearing"))
     path = write_rows(*rows)
     media = []
     for index, row in enumerate(rows):
         phase = "pretrain" if "text" in row else "sft"
-        dataset = ChatDataset(path, processor=processor, seq_length=500, training_phase=phase)
+        taken = hearing if "moo.wav" in json.dumps(row) else processor
+        dataset = ChatDataset(path, processor=taken, seq_length=500, training_phase=phase)
         assert dataset[index].loss_mask.sum() > 0
         media.append(len(dataset[index].media))
-    assert media == [3, 2, 1, 2, 1, 0, 1]
+    assert media == [3, 2, 1, 2, 1, 0, 1, 1]

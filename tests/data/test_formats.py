@@ -149,14 +149,27 @@ def with_part(**part: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\]\.content is None"),
         ({"messages": [{"role": "user", "content": []}]}, r"content is \[\], but .* at least 1"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, r"content\[0\] is 'x'"),
-        (with_part(type="audio"), r"content\[0\] is {'type': 'audio'}, but .*'image_url'"),
+        (with_part(type="sound"), r"content\[0\] is {'type': 'sound'}, but .*'image_url'"),
+        (
+            with_part(type="audio"),
+            "part of type audio has no path, and the row has no audios beside",
+        ),
+        (
+            with_part(type="audio", audio_url="a.wav"),
+            "part of type audio of message 1 has its path under 'audio_url': write it under",
+        ),
+        (with_part(type="audio", audio="data:audio/wav,x"), "is not a file that can be read"),
+        (
+            {"messages": [USER | {"audio": {"id": "7"}}, ANSWER]},
+            "the key 'audio' of message 1 has sound, which stands among a turn's parts",
+        ),
         (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
         (
             with_part(type="image"),
             "part of type image has no path, and the row has no images beside",
         ),
         (with_part(type="image_url", image_url={}), r"\[0\]\.image_url\.url is missing"),
-        (with_part(type="image", image=""), "the path of an image or a video is empty"),
+        (with_part(type="image", image=""), "the path of an image, a video or a sound is empty"),
         (
             with_part(type="video", fps=2),
             "part of type video has no path, and the row has no videos beside",
@@ -174,9 +187,9 @@ def with_part(**part: Any) -> dict[str, Any]:
         (with_part(type="image", image="https://x.org/a.png"), "nothing is downloaded"),
         (
             with_part(type="image_url", image_url="data:image/png;base64,iVB"),
-            "not an image that can be",
+            "not a file that can be",
         ),
-        (with_part(type="image", image="data:image/png,iVBO"), "not an image that can be read"),
+        (with_part(type="image", image="data:image/png,iVBO"), "not a file that can be read"),
         (with_part(type="video", video="data:video/mp4;base64,iVBO"), "not a file here"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "first message is the assist"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 2, .* is empty"),
@@ -305,7 +318,7 @@ def test_what_cannot_be_trained_on_so_is_refused(row: list[Any], message: str) -
         ("rejected_messages", [ANSWER]),
         ("tool_calls", [{"name": "add"}]),
         ("objects", {"ref": ["cat"], "bbox": [[0, 0, 1, 1]]}),
-        ("audios", ["a.wav"]),
+        ("audio", "a.wav"),
         ("tools", [{"name": "search"}]),
     ],
 )

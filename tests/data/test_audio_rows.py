@@ -1,0 +1,503 @@
+"""Rows with sounds: tokens and frames against the processors of transformers, and refusals."""
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audio_folders import (
+    AUDIO,
+    OMNI,
+    SECONDS,
+    extractor,
+    noise,
+    qwen2_audio,
+    write_omni,
+    write_qwen2_audio,
+    write_wav,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from transformers import Qwen2AudioProcessor, Qwen2VLImageProcessorPil
+
+from loongplug.data.audio_files import decode_audio
+from loongplug.data.audio_sizes import AudioSizes
+from loongplug.data.bad_samples import BadSampleError
+from loongplug.data.blend import open_rows
+from loongplug.data.check import RowChecker
+from loongplug.data.conversation import AudioClip
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.fingerprint import processor_digest
+from loongplug.data.index import index
+from loongplug.data.inspect import describe
+from loongplug.data.jsonl import JsonlIndex
+from loongplug.data.lengths import length_table
+from loongplug.data.media import MediaLoader, token_count
+from loongplug.data.media_files import InlineFile
+from loongplug.data.processor import Processor, VisionTokens, load_processor
+from loongplug.data.row_sizes import read_sizes
+from loongplug.data.rows import RowAccess
+
+pytestmark = pytest.mark.quick
+
+WHERE = "rows.jsonl:1"
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen2_audio(tmp_path_factory.mktemp("qwen2_audio"))
+
+
+@pytest.fixture(scope="module")
+def hearing(folder: Path) -> Processor:
+    return load_processor(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Qwen2AudioProcessor:
+    return qwen2_audio()
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    return load_processor(write_omni(tmp_path_factory.mktemp("omni")))
+
+
+def asked(*parts: Any, answer: str = "A cow.") -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": list(parts)},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def audio(name: str) -> dict[str, Any]:
+    return {"type": "audio", "audio": name}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def chats(rows: Any, processor: Processor, **options: Any) -> ChatDataset:
+    options = {"seq_length": 1_000, "training_phase": "sft", **options}
+    return ChatDataset(rows, processor=processor, **options)
+
+
+def sounds_of(dataset: ChatDataset, number: int = 0) -> Any:
+    media = MediaLoader(dataset.processor, videos=dataset.videos)
+    return media.load(dataset[number].media, where=WHERE)
+
+
+def words_of(dataset: ChatDataset, number: int = 0) -> str:
+    return str(dataset.processor.tokenizer.decode(dataset[number].input_ids))
+
+
+@pytest.mark.parametrize("lengths", [[321], [8_000, 16_000 * SECONDS], [5_000, 5_001, 700]])
+def test_rows_agree_with_transformers(
+    tmp_path: Path,
+    write_rows: Write,
+    hearing: Processor,
+    theirs: Qwen2AudioProcessor,
+    lengths: Sequence[int],
+) -> None:
+    parts: list[Any] = [text("Listen.")]
+    for number, samples in enumerate(lengths):
+        write_wav(tmp_path / f"{number}.wav", noise(samples, seed=number))
+        parts += [audio(f"{number}.wav"), text(f"What is {number}?")]
+    row = asked(*parts)
+    dataset = chats(write_rows(row), hearing)
+    sample, unit = dataset[0], sounds_of(dataset)
+    heard = [decode_audio(medium, where=WHERE) for medium in sample.media]
+    rendered = theirs.apply_chat_template(row["messages"], tokenize=False)
+    expected = theirs(text=[rendered], audio=heard, return_tensors="pt", sampling_rate=16_000)
+    assert sample.input_ids.tolist() == expected["input_ids"][0].tolist()
+    assert hearing.audio is not None
+    made = hearing.audio.model_inputs(unit.rows, unit.grids)
+    for name in ("input_features", "feature_attention_mask"):
+        torch.testing.assert_close(made[name], expected[name], rtol=0, atol=1e-6)
+    counts = [token_count(*each, hearing) for each in zip(sample.media, sample.grids, strict=True)]
+    assert sum(counts) == (sample.input_ids == hearing.audio_token_id).sum()
+    assert sample.position_ids.tolist() == [list(range(len(sample)))] * 3
+    # The answer with its end, and nothing else.
+    trained = sample.labels[sample.loss_mask > 0]
+    assert hearing.tokenizer.decode(trained) == "A cow.<|im_end|>"
+
+
+@given(samples=st.integers(321, 16_000 * SECONDS))
+@settings(max_examples=30)
+def test_as_many_tokens_as_transformers_writes(
+    samples: int, hearing: Processor, theirs: Qwen2AudioProcessor
+) -> None:
+    sound = np.zeros(samples, np.float32)
+    ids = theirs(text=["<|AUDIO|>"], audio=[sound], sampling_rate=16_000)["input_ids"][0]
+    assert hearing.audio is not None
+    assert hearing.audio.tokens(hearing.audio.grid(samples)) == len(ids)
+
+
+def test_folders_as_published_and_as_saved_are_the_same(
+    tmp_path: Path, write_rows: Write, hearing: Processor
+) -> None:
+    published = load_processor(write_qwen2_audio(tmp_path / "hub", published=True))
+    assert published.images is hearing.images is None
+    assert published.tokens == hearing.tokens
+    assert published.tokens.texts == AUDIO
+    ids = [hearing.tokenizer.convert_tokens_to_ids(each) for each in AUDIO]
+    assert [
+        hearing.audio_token_id,
+        hearing.audio_start_token_id,
+        hearing.audio_end_token_id,
+    ] == ids
+    assert hearing.untrained_token_ids == set(ids)
+    assert hearing.media_token_ids == (ids[0],)
+    assert hearing.visual_token_ids == ()
+    write_wav(tmp_path / "a.wav", noise(4_000))
+    path = write_rows(asked(audio("a.wav"), text("What?")))
+    one, other = (chats(path, each) for each in (hearing, published))
+    assert one[0].input_ids.tolist() == other[0].input_ids.tolist()
+    assert torch.equal(sounds_of(one).rows, sounds_of(other).rows)
+
+
+def test_every_way_to_write_a_sound_is_the_same(
+    tmp_path: Path, write_rows: Write, hearing: Processor
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(4_000))
+    inline = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
+    ask, answer = text("What?"), {"role": "assistant", "content": "A cow."}
+    beside = {"messages": [{"role": "user", "content": "<audio>\nWhat?"}, answer]}
+    turns = [{"from": "human", "value": "<audio>What?"}, {"from": "gpt", "value": "A cow."}]
+    rows = [
+        asked(audio("a.wav"), ask),
+        asked({"type": "audio_url", "audio_url": {"url": "a.wav"}}, ask),
+        asked(audio(f"data:audio/wav;base64,{inline}"), ask),
+        asked({"type": "audio"}, ask) | {"audios": ["a.wav"]},
+        beside | {"audios": ["a.wav"]},
+        {"conversations": turns, "audios": ["a.wav"]},
+        {"conversations": turns, "audio": "a.wav"},
+    ]
+    dataset = chats(write_rows(*rows), hearing)
+    expected = dataset[0].input_ids.tolist()
+    frames = sounds_of(dataset).rows
+    for number in range(1, len(rows)):
+        assert dataset[number].input_ids.tolist() == expected, number
+        assert torch.equal(sounds_of(dataset, number).rows, frames)
+    (clip,) = dataset[2].media
+    assert isinstance(clip, AudioClip)
+    assert isinstance(clip.path, InlineFile)
+    assert dataset[2].nbytes > len(clip.path.content)
+
+
+def test_plain_text_has_the_marks_around_a_sound(
+    tmp_path: Path, write_rows: Write, hearing: Processor
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(1_600))  # 10 frames, 5 states, 2 tokens
+    path = write_rows({"text": "<audio>\nA cow.", "audios": ["a.wav"]})
+    dataset = chats(path, hearing, training_phase="pretrain")
+    said = "<|audio_bos|><|AUDIO|><|AUDIO|><|audio_eos|>A cow.<|im_end|>"
+    assert words_of(dataset) == said
+    sample = dataset[0]
+    trained = sample.labels[sample.loss_mask > 0]
+    assert dataset.processor.tokenizer.decode(trained) == "A cow.<|im_end|>"
+
+
+def test_what_looks_like_a_sound_in_the_text_is_text(
+    tmp_path: Path, write_rows: Write, folder: Path, hearing: Processor
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(1_600))
+    path = write_rows(asked(audio("a.wav"), text("".join(AUDIO)), answer=AUDIO[0]))
+    sample = chats(path, hearing)[0]
+    assert [(sample.input_ids == each).sum() for each in hearing.untrained_token_ids].count(1) == 2
+    assert (sample.input_ids == hearing.audio_token_id).sum() == 2
+    allowed = load_processor(folder, special_tokens_in_text=True)
+    with pytest.raises(BadSampleError, match="audio tokens in the text for 1 audios") as caught:
+        chats(path, allowed)[0]
+    assert caught.value.sample.kind == "text"
+
+
+def test_images_and_sounds_in_one_row(tmp_path: Path, write_rows: Write, omni: Processor) -> None:
+    write_wav(tmp_path / "a.wav", noise(3_200, seed=1))
+    write_wav(tmp_path / "b.wav", noise(6_400, seed=2))
+    pixels = np.random.RandomState(0).randint(0, 256, (56, 84, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    picture = {"type": "image", "image": "a.png"}
+    dataset = chats(
+        write_rows(asked(audio("a.wav"), picture, audio("b.wav"), text("Which?"))), omni
+    )
+    sample = dataset[0]
+    assert words_of(dataset).startswith(
+        f"<|im_start|>user\n<|audio_bos|>{'<|AUDIO|>' * 5}<|audio_eos|><|vision_bos|>"
+        f"{'<|IMAGE|>' * 6}<|vision_eos|><|audio_bos|>{'<|AUDIO|>' * 10}<|audio_eos|>Which?"
+    )
+    assert omni.tokens.texts == (*OMNI, *AUDIO)
+    assert sample.grids == ((1, 1, 20), (1, 4, 6), (1, 1, 40))
+    # Sounds count as text; of the image, two rows of three columns behind 20 tokens.
+    start = int(np.flatnonzero(sample.input_ids == omni.image_token_id)[0])
+    assert sample.position_ids[1, start : start + 6].tolist() == [start] * 3 + [start + 1] * 3
+    assert sample.position_ids[:, :start].tolist() == [list(range(start))] * 3
+    assert sample.position_ids[0, start + 6] == start + 3
+    media = MediaLoader(omni, videos=dataset.videos)
+    sounds = media.load([sample.media[0], sample.media[2]], where=WHERE)
+    assert sounds.grids.tolist() == [[1, 1, 20], [1, 1, 40]]
+    images = media.load([sample.media[1]], where=WHERE)
+    assert isinstance(omni.vision.transform, Qwen2VLImageProcessorPil)
+    assert images.rows.shape == (24, omni.patch_dim)
+    assert media.load([], where=WHERE).rows.shape == (0, omni.patch_dim)
+    assert media.load([], where=WHERE, sounds=True).rows.shape == (0, sounds.rows.shape[1])
+
+
+def test_a_sound_is_heard_once_until_its_file_changes(
+    tmp_path: Path, write_rows: Write, hearing: Processor
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(3_200))
+    dataset = chats(write_rows(asked(audio("a.wav"), text("What?"))), hearing)
+    media = MediaLoader(hearing, videos=dataset.videos)
+    first = media.load(dataset[0].media * 2, where=WHERE)
+    again = media.load(dataset[0].media, where=WHERE)
+    assert media.decoded == 1
+    assert torch.equal(first.rows, again.rows.repeat(2, 1))
+    write_wav(tmp_path / "a.wav", noise(3_200, seed=1), width=4)
+    assert not torch.equal(media.load(dataset[0].media, where=WHERE).rows, again.rows)
+    assert media.decoded == 2
+    write_wav(tmp_path / "a.wav", noise(3_201))
+    with pytest.raises(ValueError, match=r"has not the 3200 samples .* do not change sound files"):
+        media.load(dataset[0].media, where=WHERE)
+
+
+def too_long(path: Path) -> None:
+    write_wav(path, noise(16_000 * SECONDS + 1))
+
+
+def too_short(path: Path) -> None:
+    write_wav(path, noise(320))
+
+
+def empty(path: Path) -> None:
+    write_wav(path, noise(0))
+
+
+def absent(path: Path) -> None:
+    """No file."""
+
+
+def no_sound(path: Path) -> None:
+    path.write_bytes(b"la la la")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (too_long, "a.wav cannot be used: it is longer than the 2 seconds that the model takes"),
+        (too_short, r"it lasts 0\.0200 seconds, which is too short for a token: drop the row, or"),
+        (empty, r"it lasts 0\.0000 seconds, which is too short for a token"),
+        (absent, "no audio file at"),
+        (no_sound, "is damaged or no sound of a kind that is read"),
+    ],
+)
+def test_a_sound_that_cannot_be_used_is_a_bad_sample(
+    tmp_path: Path, write_rows: Write, hearing: Processor, make: Any, words: str
+) -> None:
+    make(tmp_path / "a.wav")
+    path = write_rows(asked(audio("a.wav"), text("What?")))
+    with pytest.raises(BadSampleError, match=f"rows.jsonl:1: .*{words}") as caught:
+        chats(path, hearing)[0]
+    assert caught.value.sample.kind == "media"
+    assert "\n" not in str(caught.value)
+    checked = RowChecker(hearing, seq_length=1_000, training_phase="sft").check(JsonlIndex(path), 0)
+    (finding,) = checked.findings
+    assert finding == caught.value.sample
+
+
+def test_media_that_a_model_does_not_take_are_refused(
+    tmp_path: Path,
+    write_rows: Write,
+    write_image: Callable[..., str],
+    processor: Processor,
+    hearing: Processor,
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(3_200))
+    image = {"type": "image", "image": write_image("a.png", height=32, width=32)}
+    video = {"type": "video", "video": ["a.png"], "fps": 1}
+    deaf = dataclasses.replace(hearing, audio=None)
+    for taken, part, words in (
+        (processor, audio("a.wav"), "the row has a sound, but this model takes none: drop the row"),
+        (hearing, image, "has an image, but this model takes sounds and text alone: drop the row"),
+        (hearing, video, "has a video, but this model takes sounds and text alone: drop the row"),
+        (deaf, audio("a.wav"), "has a sound, but there is no feature extractor in .*: copy it"),
+    ):
+        with pytest.raises(BadSampleError, match=words) as caught:
+            chats(write_rows(asked(part, text("What?"))), taken)[0]
+        assert caught.value.sample.kind == "media"
+
+
+def test_sounds_are_confined_like_images(
+    tmp_path: Path, write_rows: Write, hearing: Processor
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(3_200))
+    (tmp_path / "inside").mkdir()
+    path = write_rows(asked(audio("../a.wav"), text("What?")))
+    access = RowAccess(media_root=tmp_path / "inside", confine_media=True)
+    rows = open_rows([str(path)], flag="--x", seed=0, access=access)
+    with pytest.raises(BadSampleError, match=r"audio .* and --confine-media takes only"):
+        chats(rows, hearing)[0]
+
+
+@pytest.mark.parametrize("as_struct", [True, False])
+def test_sounds_in_a_table(
+    tmp_path: Path, write_rows: Write, hearing: Processor, as_struct: bool
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    write_wav(tmp_path / "a.wav", noise(3_200))
+    row = asked({"type": "audio"}, text("What?"))
+    row["messages"][1]["content"] = [text("A cow.")]  # a column is of one kind
+    content: Any = (tmp_path / "a.wav").read_bytes()
+    if as_struct:
+        content = {"bytes": content, "path": "a.wav"}
+    table = pa.table({"messages": [row["messages"]], "audios": [[content]]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    found = chats(open_rows([str(tmp_path / "rows.parquet")], flag="--x", seed=0), hearing)
+    expected = chats(write_rows(row | {"audios": ["a.wav"]}), hearing)
+    assert found[0].input_ids.tolist() == expected[0].input_ids.tolist()
+    assert torch.equal(sounds_of(found).rows, sounds_of(expected).rows)
+
+
+def test_sounds_in_a_shard(tmp_path: Path, write_rows: Write, hearing: Processor) -> None:
+    pytest.importorskip("megatron.energon")
+    from energon_folders import prepare, write_shard
+
+    write_wav(tmp_path / "a.wav", noise(3_200))
+    content = (tmp_path / "a.wav").read_bytes()
+    one, answer = asked({"type": "audio"}, text("What?")), {"from": "gpt", "value": "A cow."}
+    turns = [{"from": "human", "value": "<audio>What?"}, answer]
+    named = asked(audio("wav"), text("What?"))
+    (tmp_path / "shards").mkdir()
+    samples = [(f"k{n}", {"json": json.dumps(each).encode(), "wav": content})
+               for n, each in enumerate((one, turns, named))]  # fmt: skip
+    write_shard(tmp_path / "shards" / "a.tar", samples)
+    prepared = prepare(tmp_path / "shards", {"train": ".*"})
+    found = chats(open_rows([str(prepared)], flag="--x", seed=0, split="train"), hearing)
+    expected = chats(write_rows(asked(audio("a.wav"), text("What?"))), hearing)
+    for number in range(3):
+        assert found[number].input_ids.tolist() == expected[0].input_ids.tolist()
+        assert torch.equal(sounds_of(found, number).rows, sounds_of(expected).rows)
+
+
+def test_check_inspect_and_index_take_sounds(
+    tmp_path: Path,
+    write_rows: Write,
+    folder: Path,
+    hearing: Processor,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(8_000), rate=8_000)  # 1 second, 25 tokens
+    path = write_rows(asked(audio("a.wav"), text("What?")), asked(text("Who?")))
+    checker = RowChecker(hearing, seq_length=1_000, training_phase="sft")
+    checked = checker.check(JsonlIndex(path), 0)
+    dataset = chats(path, hearing)
+    assert checked.findings == ()
+    assert (checked.tokens, checked.visual_tokens) == (len(dataset[0]), 0)
+    assert checked.audio_tokens == 25
+    described = "\n".join(describe(dataset[0], hearing))
+    assert ", 1 sounds\n" in described
+    assert f"  audio {tmp_path / 'a.wav'}, 1.00 seconds: 25 tokens\n" in described
+    assert "Audio 1: <|audio_bos|><|AUDIO|> x 25<|audio_eos|>\\n" in described
+    (place,) = index([str(path)], tokenizer_model=folder, training_phase="sft", processes=1)
+    _, sizes = read_sizes(place)
+    assert sizes.tokens.tolist() == [len(dataset[0]), len(dataset[1])]
+    assert sizes.grids.tolist() == [[1, 1, 102]]
+    assert ["audio", "tokens", "25", "25", "25", "25"] in [
+        line.split() for line in capsys.readouterr().err.splitlines()
+    ]
+
+
+def test_a_table_without_sounds_does_not_speak_of_them() -> None:
+    console = Console(width=80)
+    with console.capture() as said:
+        console.print(length_table([3], [1], [0]))
+    assert "audio" not in said.get()
+
+
+def test_a_fault_behind_the_header_is_found_by_check(
+    tmp_path: Path, write_rows: Write, hearing: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wav(tmp_path / "a.wav", noise(3_200))
+
+    def refuse(clip: AudioClip, *, where: str) -> None:
+        raise ValueError(f"{where}: audio {clip.path} is damaged.")
+
+    monkeypatch.setattr("loongplug.data.check.decode_audio", refuse)
+    path = write_rows(asked(audio("a.wav"), text("What?")))
+    checked = RowChecker(hearing, seq_length=1_000, training_phase="sft").check(JsonlIndex(path), 0)
+    (finding,) = checked.findings
+    assert finding.kind == "pixels"
+    assert finding.message.endswith(f"rows.jsonl:1: audio {tmp_path / 'a.wav'} is damaged.")
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_fingerprint_has_the_extractors_settings(tmp_path: Path, published: bool) -> None:
+    before = processor_digest(write_qwen2_audio(tmp_path, published=published))
+    (name,) = {"preprocessor_config.json", "processor_config.json"} & before.keys()
+    file = tmp_path / name
+    file.write_text(file.read_text().replace('"chunk_length": 2', '"chunk_length": 1'))
+    after = processor_digest(tmp_path)
+    assert {key for key in before if before[key] != after[key]} == {name}
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def of_others(folder: Path) -> None:
+    (folder / "config.json").write_text('{"audio_config": {"model_type": "whisper"}}')
+
+
+def too_few_bands(folder: Path) -> None:
+    extractor(feature_size=8).save_pretrained(str(folder))
+
+
+def without_tokens(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = folder / name
+        file.write_text(file.read_text().replace("<|AUDIO|>", "<|SOUND|>"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_config, "How many tokens a sound has is not said in .*: put the model's config"),
+        (of_others, "config.json cannot be used: audio_config has model_type 'whisper', where"),
+        (too_few_bands, "extractor in .* cannot be used: feature_size 8, where 16 was expected"),
+        (without_tokens, r"The tokenizer in .* has no <\|AUDIO\|>"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path, change: Any, words: str) -> None:
+    folder = write_qwen2_audio(tmp_path, published=True)
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        load_processor(folder)
+
+
+def test_a_family_says_what_it_takes(tmp_path: Path, folder: Path, omni: Processor) -> None:
+    """What a model has no token for is left out; what it has to have, a folder may not lack."""
+    sizes = AudioSizes(mel_bins=16, longest=100, behind=2)
+    tokens = VisionTokens(image=None, video=None, start=None, end=None, audio="<|AUDIO|>")
+    told = load_processor(folder, tokens=tokens, audio_sizes=sizes)
+    assert told.audio is not None
+    assert told.audio.most_samples == 16_000
+    assert told.audio_start_token_id is None
+    names = omni.tokens
+    sees = dataclasses.replace(names, audio=None, audio_start=None, audio_end=None)
+    seeing = load_processor(omni.folder, tokens=sees)
+    assert seeing.audio is seeing.audio_token_id is None
+    with pytest.raises(ValueError, match=r"No image processor in .*, which is for sounds"):
+        load_processor(folder, tokens=sees)
