@@ -167,7 +167,7 @@ class ChatDataset:
             return plain_position_ids(len(ids))
         processor, style = self.processor, self.videos.style
         pairs = list(zip(media, grids, strict=True))
-        videos = [each for each in pairs if isinstance(each[0], Video | VideoClip)]
+        videos = [(each, grid) for each, grid in pairs if isinstance(each, Video | VideoClip)]
         times = [
             style.times(grid[0], fps=video.fps, temporal_patch_size=processor.temporal_patch_size)
             for video, grid in videos

@@ -126,6 +126,7 @@ def test_plain_text() -> None:
 
 
 USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "yes"}
 HUMAN = {"from": "human", "value": "hello"}
 
 
@@ -276,9 +277,6 @@ def test_what_is_no_text_or_no_name_is_refused(row: dict[str, Any], message: str
     with pytest.raises(ValueError, match=f"^rows:7: .*{message}") as caught:
         parse_conversation(row, where="rows:7")
     str(caught.value).encode()  # it can be printed
-
-
-ANSWER = {"role": "assistant", "content": "yes"}
 
 
 def trained(*said: dict[str, Any], key: str = "messages") -> list[bool]:
