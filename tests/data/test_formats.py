@@ -161,7 +161,7 @@ def with_part(**part: Any) -> dict[str, Any]:
         ),
         (with_part(type="audio", audio="data:audio/wav,x"), "is not a file that can be read"),
         (
-            {"messages": [USER | {"audio": {"id": "7"}}, ANSWER]},
+            {"messages": [USER | {"audio": {"id": "7"}}]},
             "the key 'audio' of message 1 has sound, which stands among a turn's parts",
         ),
         (with_part(type="image", image=3), r"content\[0\]\.image is 3, but .* valid string"),
