@@ -37,11 +37,14 @@ from loongplug.data.special_text import SpecialTexts
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 IMAGE_PROCESSOR_FILES = (IMAGE_FILE, COMBINED_FILE)
 # The ids that models have by these names, too, where their family has such a token.
-TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+TOKEN_IDS = (
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("audio_token_id", "audio_start_token_id", "audio_end_token_id"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionTokens:
+class MediaTokens:
     """The texts of the tokens that hold the places of images, videos and sounds, or mark them.
 
     Those that a chat template writes; by default those of Qwen's families for vision. None: the
@@ -64,8 +67,8 @@ class VisionTokens:
         return tuple(text for text in each if text is not None)
 
 
-QWEN_TOKENS = VisionTokens()
-_NO_VISION = VisionTokens(image=None, video=None, start=None, end=None)
+QWEN_TOKENS = MediaTokens()
+_NO_VISION = MediaTokens(image=None, video=None, start=None, end=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class Processor:
     tokenizer: PreTrainedTokenizerBase
     images: ImagePatches | None  # None: a folder for sounds and text
     folder: Path
-    tokens: VisionTokens
+    tokens: MediaTokens
     special_texts: SpecialTexts | None  # what is text in a row's text; None: none of it
     image_token_id: int | None
     video_token_id: int | None
@@ -150,7 +153,7 @@ class Processor:
 def load_processor(
     folder: str | Path,
     *,
-    tokens: VisionTokens | None = None,
+    tokens: MediaTokens | None = None,
     patch_sizes: PatchSizes | None = None,
     audio_sizes: AudioSizes | None = None,
     special_tokens_in_text: bool = False,
@@ -353,7 +356,7 @@ def _around_images(tokenizer: Any, images: ImagePatches | None) -> tuple[str, st
 
 def _folders_tokens(
     folder: Path, tokenizer: Any, images: ImagePatches | None, audio: AudioFrames | None
-) -> VisionTokens:
+) -> MediaTokens:
     """Those of the family that the folder is for, as its tokenizer and processor name them."""
     if audio is not None:
         names = dict(_AUDIO_NAMES if images is None else {**_AUDIO_NAMES, **_OMNI_NAMES})
@@ -370,7 +373,7 @@ def _folders_tokens(
         _combined(folder).get("image_token"),
     ]
     image = next((text for text in said if isinstance(text, str)), "<image>")
-    return VisionTokens(image=image, video=None, start=None, end=None)
+    return MediaTokens(image=image, video=None, start=None, end=None)
 
 
 # How tokenizers name these tokens, and what they are where one does not.

@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 
 from loongplug.data.bounded_template import bounded_template, render_bounded
 from loongplug.data.conversation import AudioPart, Conversation, ImagePart, Message, Part
-from loongplug.data.processor import Processor, VisionTokens
+from loongplug.data.processor import MediaTokens, Processor
 from loongplug.data.special_text import (
     After,
     SpecialTexts,
@@ -326,7 +326,7 @@ def _part_input(part: Part) -> dict[str, str]:
 
 
 def _write_placeholders(
-    texts: Sequence[str], placeholders: Sequence[Placeholder], *, tokens: VisionTokens, where: str
+    texts: Sequence[str], placeholders: Sequence[Placeholder], *, tokens: MediaTokens, where: str
 ) -> list[str]:
     """The texts with each of the chat template's tokens of media replaced by its placeholder."""
     kinds = (("image", tokens.image), ("video", tokens.video), ("audio", tokens.audio))

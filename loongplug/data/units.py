@@ -133,8 +133,7 @@ class UnitLoader:
             loaded = self._media.load([unit.media[number] for number in numbers], where=where)
             if loaded.grids.tolist() != grids:
                 raise ValueError(
-                    f"{where}: the images and videos have patch grids {loaded.grids.tolist()},"
-                    f" but the text was written for {grids}: do not change image files while they"
-                    " are in use."
+                    f"{where}: the media have grids {loaded.grids.tolist()}, but the text was"
+                    f" written for {grids}: do not change media files while they are in use."
                 )
         return loaded.rows

@@ -63,7 +63,7 @@ def video_style_of(processor: Processor) -> VideoStyle:
     if config:
         blocks = config.get("video_processor_type") == "Qwen2VLVideoProcessor"
     else:
-        blocks = images.get("processor_class") == "Qwen2_5_VLProcessor"
+        blocks = images.get("processor_class") in ("Qwen2_5_VLProcessor", "Qwen2_5OmniProcessor")
     return VideoStyle(timestamps=False) if blocks else TIMESTAMPS
 
 

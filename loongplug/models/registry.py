@@ -78,6 +78,7 @@ class Family:
     parts: Mapping[str, str]
     in_transformers: InTransformers
     special_tokens: Mapping[str, str]  # config field -> the token's text
+    marks: Mapping[str, str] = field(default_factory=dict)
     configs: Path | None = None
     joined: Mapping[str, tuple[Part, ...]] = field(default_factory=dict, repr=False)
 

@@ -23,8 +23,8 @@ from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.processor import (
     TOKEN_IDS,
+    MediaTokens,
     Processor,
-    VisionTokens,
     load_processor,
     require_fit,
 )
@@ -286,7 +286,8 @@ class DatasetProvider:
     def _processor_of(self, model: MultimodalArchitecture) -> Processor:
         """That of ``--tokenizer-model``; ValueError where it does not fit the model."""
         args = self._args
-        texts = family_of(model, trusted_packages=args.trusted_packages).special_tokens
+        family = family_of(model, trusted_packages=args.trusted_packages)
+        texts = {**family.marks, **family.special_tokens}
         takes = {
             kind: model.encoder(each.name)
             for each in encoders(model.entries())
@@ -296,7 +297,7 @@ class DatasetProvider:
         hears: Any = takes.get("audio")
         processor = load_processor(
             args.tokenizer_model,
-            tokens=VisionTokens(
+            tokens=MediaTokens(
                 image=texts.get("image_token_id"),
                 video=texts.get("video_token_id"),
                 start=texts.get("vision_start_token_id"),

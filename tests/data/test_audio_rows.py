@@ -41,7 +41,7 @@ from loongplug.data.jsonl import JsonlIndex
 from loongplug.data.lengths import length_table
 from loongplug.data.media import MediaLoader, token_count
 from loongplug.data.media_files import InlineFile
-from loongplug.data.processor import Processor, VisionTokens, load_processor
+from loongplug.data.processor import MediaTokens, Processor, load_processor
 from loongplug.data.row_sizes import read_sizes
 from loongplug.data.rows import RowAccess
 
@@ -490,7 +490,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path, change: Any, words:
 def test_a_family_says_what_it_takes(tmp_path: Path, folder: Path, omni: Processor) -> None:
     """What a model has no token for is left out; what it has to have, a folder may not lack."""
     sizes = AudioSizes(mel_bins=16, longest=100, behind=2)
-    tokens = VisionTokens(image=None, video=None, start=None, end=None, audio="<|AUDIO|>")
+    tokens = MediaTokens(image=None, video=None, start=None, end=None, audio="<|AUDIO|>")
     told = load_processor(folder, tokens=tokens, audio_sizes=sizes)
     assert told.audio is not None
     assert told.audio.most_samples == 16_000

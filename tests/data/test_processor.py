@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 from loongplug.checkpoint.hf_export import _end_and_pad_ids
 from loongplug.data.conversation import Conversation, ImagePart, Message
 from loongplug.data.demo_processor import VOCAB_SIZE, build_tokenizer
-from loongplug.data.processor import Processor, VisionTokens, load_processor, require_fit
+from loongplug.data.processor import MediaTokens, Processor, load_processor, require_fit
 from loongplug.data.template import Placeholder, tokenize_prompt
 
 pytestmark = pytest.mark.quick
@@ -159,7 +159,7 @@ def test_tokens_of_another_family(processor_folder: Path, tmp_path: Path) -> Non
         path = tmp_path / "folder" / name
         text = path.read_text().replace("<|image_pad|>", "<image>")
         path.write_text(text.replace("<|vision_end|>", "</picture>"))
-    tokens = VisionTokens(image="<image>", end="</picture>")
+    tokens = MediaTokens(image="<image>", end="</picture>")
     processor = load_processor(tmp_path / "folder", tokens=tokens)
     assert (processor.image_token_id, processor.vision_end_token_id) == (5, 4)
     conversation = Conversation(

@@ -34,5 +34,8 @@ LOONGPLUG_FAMILIES = (
             },
         ),
         special_tokens=MappingProxyType({"audio_token_id": "<|AUDIO|>"}),
+        marks=MappingProxyType(
+            {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"}
+        ),
     ),
 )
