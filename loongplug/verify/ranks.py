@@ -205,6 +205,10 @@ def _results(ranks: list[Rank]) -> list[Any]:
         for rank in ranks
         if rank.report is not None and "error" in rank.report
     ]
+    # A rank that a signal ended is the cause, but can say nothing; others miss it.
+    for rank in ranks:
+        if rank.report is None and (rank.code or 0) < 0 and not rank.killed:
+            raise RankError(_silent(rank))
     if errors:
         # The first to fail is the cause; what the others say is mostly that it is gone.
         _, rank, report = min(errors, key=lambda each: each[0])

@@ -58,6 +58,16 @@ def test_a_rank_that_dies_is_told_with_its_last_words(tmp_path):
         run_ranks(work, 1, folder=tmp_path)
 
 
+def test_a_rank_that_dies_is_the_cause_of_what_others_say(tmp_path):
+    def work(rank, tell):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        raise ConnectionResetError("the peer is gone")
+
+    with pytest.raises(RankError, match="rank 1 ended with code -11"):
+        run_ranks(work, 2, folder=tmp_path)
+
+
 def test_ranks_that_hang_are_stopped(tmp_path):
     with pytest.raises(RankError, match="rank 0 was stopped"):
         run_ranks(lambda rank, tell: time.sleep(60), 2, folder=tmp_path, timeout=0.2)
