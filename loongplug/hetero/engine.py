@@ -220,7 +220,8 @@ class Engine:
     def schedules(self, get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
         """Wrap Megatron's ``get_forward_backward_func``, for modes of which one :attr:`steps`.
 
-        The operations of the encoders nest: those of the first are done outermost, on every rank.
+        The encoders nest, the first outermost: it begins a step first and ends it last. Before a
+        forward, the last acts first. What counts is that the order is every rank's.
         """
 
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
