@@ -48,7 +48,7 @@ class InTransformers:
     modules. ``head`` is the name of the decoder's output layer in the files. ``prefixes`` are
     beginnings of names in the files, each with what the model itself has there; the first that fits
     counts. ``formerly`` are beginnings of names that other versions have written, each with the
-    present one. ``within`` has, by the ``model_type`` of larger models that have this one as a part,
+    present one. ``within`` has, by the ``model_type`` of larger models that this one is a part of,
     the section of their config.json that is this one's, and ``aside`` beginnings of the names that
     their other tensors have. Without ``ties``, its output layer never has the embeddings' weight,
     whatever config.json says.
