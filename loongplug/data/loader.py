@@ -142,6 +142,7 @@ def collate(
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
     Tokens with one of an encoder's ``token_ids`` hold the places of its features.
     """
+    assert units.keys() <= token_ids.keys(), "an encoder's features have places"
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))

@@ -7,6 +7,7 @@ MODELS = {
     "experts": "qwen3_vl_moe_tiny",
     "one size": "llava_tiny",
     "tiles": "internvl_tiny",
+    "two encoders": "qwen2_5_omni_tiny",
 }
 ROWS = ("text", "mixed", "many", "lone")  # how many images rows have
 DAMAGES = ("pixels", "media", "row")  # of one row, which the third step meets
@@ -186,4 +187,7 @@ def extra_flags(extras: tuple[str, ...], *, model: str, layout: Layout, mode: st
     names = [name for name in extras if can_have(name, layout, mode)]
     if model == "experts" and layout.tp > 1:  # a rule asks for it
         names.append("sequence parallel")
-    return list(dict.fromkeys(flag for name in names for flag in EXTRAS[name].flags))
+    flags = list(dict.fromkeys(flag for name in names for flag in EXTRAS[name].flags))
+    # One encoder in the run's mode, and one that is not.
+    apart = model == "two encoders" and layout.ranks > 1 and len(extras) % 2 == 1
+    return [*flags, *(["model.audio_encoder.mode=uniform"] if apart else [])]

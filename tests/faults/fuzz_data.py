@@ -2,6 +2,7 @@
 
 import json
 import random
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from draws import DAMAGED_STEP, GLOBAL_BATCH, SAVE_INTERVAL, STEPS
 from PIL import Image
 
+from loongplug.data.demo_audio_processor import write_omni_processor
 from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.order import epoch_permutation
 
@@ -34,7 +36,14 @@ OF_MODEL = {
     "qwen3_vl_moe_tiny": (*QWEN, *EXPERTS),
     "llava_tiny": ("model.image_encoder.image_size=16",),
     "internvl_tiny": ("model.image_encoder.image_size=16",),
+    "qwen2_5_omni_tiny": (  # heads that fill its decoder's width
+        *("model.foundation.hidden_size=64", "model.foundation.mrope_section=[4,2,2]"),
+        *("model.image_encoder.full_attention_layers=[1]", "model.audio_encoder.output_dim=64"),
+        *("model.audio_encoder.hidden_size=32", "model.audio_encoder.ffn_hidden_size=32"),
+    ),
 }
+HEARS = "qwen2_5_omni_tiny"
+SECONDS = (0.05, 0.3, 0.62)  # of sounds; the first gives one token
 
 
 def place_of_damage() -> int:
@@ -43,9 +52,9 @@ def place_of_damage() -> int:
     return int(order[GLOBAL_BATCH * (DAMAGED_STEP - 1) + 3])
 
 
-def write_rows(folder: Path, *, rows: str, damage: str) -> Path:
-    """A JSONL file with its images beside it; gives its path."""
-    file = folder / f"{rows}-{damage or 'sound'}.jsonl"
+def write_rows(folder: Path, *, rows: str, damage: str, hears: bool = False) -> Path:
+    """A JSONL file with its images beside it, where the model hears some sounds; gives its path."""
+    file = folder / f"{rows}-{damage or 'whole'}{'-heard' if hears else ''}.jsonl"
     if file.exists():
         return file
     rng = random.Random(rows)
@@ -57,7 +66,10 @@ def write_rows(folder: Path, *, rows: str, damage: str) -> Path:
             images[0] = "images/missing.png"
         if bad == "pixels":
             images[0] = _damaged(folder, images[0])
-        lines.append("{" if bad == "row" else json.dumps(_row(images, rng)))
+        row = _row(images, rng)
+        if hears and rng.random() < 0.5:
+            row["messages"][0]["content"].insert(0, {"type": "audio", "audio": _sound(folder, rng)})
+        lines.append("{" if bad == "row" else json.dumps(row))
     part = file.with_suffix(".part")
     part.write_text("\n".join(lines) + "\n")
     part.rename(file)
@@ -70,6 +82,10 @@ def base_flags(folder: Path, *, model: str = "qwen3_vl_tiny") -> list[str]:
     processor = folder / ("processor" if fixed is None else f"processor-{model}")
     if not processor.exists():
         write_processor(processor, fixed=fixed)
+    if model == HEARS:
+        processor = folder / f"processor-{model}"
+        if not processor.exists():
+            write_omni_processor(processor)
     return [
         *("--model-name", model, "--training-phase", "sft", "--device", "cpu", *MODEL),
         *OF_MODEL[model],
@@ -108,6 +124,21 @@ def _image(folder: Path, rng: random.Random) -> str:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         pixels = np.random.RandomState([number, width, height]).randint(256, size=(height, width))
         Image.fromarray(pixels.astype(np.uint8)).save(folder / name)
+    return name
+
+
+def _sound(folder: Path, rng: random.Random) -> str:
+    seconds = rng.choice(SECONDS)
+    number = rng.randrange(4)
+    name = f"sounds/{number}-{seconds}.wav"
+    if not (folder / name).exists():
+        (folder / "sounds").mkdir(parents=True, exist_ok=True)
+        noise = np.random.RandomState(number).randint(-8000, 8000, size=round(seconds * 16_000))
+        with wave.open(str(folder / name), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16_000)
+            file.writeframes(noise.astype("<i2").tobytes())
     return name
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from attempts import FAILED, WHOLE, Agent, Ending, Losses, attempt
 from drawn_options import ALONE, MODELS, TRAINS, VISION, Layout, extra_flags, mode_flags
 from draws import STEPS, Draw, Fault
-from fuzz_data import base_flags, write_rows
+from fuzz_data import HEARS, base_flags, write_rows
 from fuzzed_run import (
     WrongEndError,
     judge,
@@ -116,7 +116,8 @@ class World:
 
     def flags(self, draw: Draw, layout: Layout, mode: str, *more: str) -> list[str]:
         """A run's; bad samples are skipped, unless ``more`` has it otherwise."""
-        data = write_rows(self.folder, rows=draw.rows, damage=draw.damage)
+        hears = MODELS[draw.model] == HEARS
+        data = write_rows(self.folder, rows=draw.rows, damage=draw.damage, hears=hears)
         return [
             *base_flags(self.folder, model=MODELS[draw.model]),
             *("--train-data-path", str(data), "--load-hf", str(self.weights(draw.model))),
@@ -133,7 +134,8 @@ class World:
         weights = self.folder / f"weights-{model}"
 
         def flags() -> list[str]:
-            data = write_rows(self.folder, rows="mixed", damage="")
+            hears = MODELS[model] == HEARS
+            data = write_rows(self.folder, rows="mixed", damage="", hears=hears)
             base = base_flags(self.folder, model=MODELS[model])
             base += ["--train-data-path", str(data), "--lr", "0", "--train-iters", "1"]
             return [*base, "--save-hf", str(weights)]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from image_units import unit_of
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import Microbatch
@@ -55,7 +54,7 @@ class BitWatch:
     def loss(self, microbatch: Microbatch, report: tuple[Tensor, Tensor, Any]) -> None:
         """Note one microbatch; they come in order."""
         self.bits.losses.append(float(report[0]))
-        self.bits.images.append(unit_of(microbatch).rows > 0)
+        self.bits.images.append(any(unit.rows for unit in microbatch.units.values()))
 
     def ended(self) -> RankBits:
         """What was seen, and the parameters as they are now."""

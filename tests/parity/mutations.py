@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from image_units import ENCODER, unit_of
 from torch import Tensor
 
 Fault = Callable[[int], None]
@@ -248,9 +247,9 @@ def cut_features_in_a_plan(original: Any, states: Tensor, features: Tensor) -> A
 # Texts, positions and pixels.
 
 
-def _with_media(microbatch: Any, media: Any) -> Any:
-    unit = replace(unit_of(microbatch), media=media)
-    return replace(microbatch, units={**microbatch.units, ENCODER: unit})
+def _with_media(microbatch: Any, encoder: str, media: Any) -> Any:
+    unit = replace(microbatch.units[encoder], media=media)
+    return replace(microbatch, units={**microbatch.units, encoder: unit})
 
 
 @fault("pixels of two microbatches change places", spec="planner-data.md S3")
@@ -262,16 +261,18 @@ def swap_units(rank: int) -> None:
         if ahead:
             return ahead.pop()
         first, second = original(self), original(self)
-        one, other = unit_of(first).media, unit_of(second).media
-        if (
-            not swapped
-            and one is not None
-            and other is not None
-            and len(one.rows)
-            and one.grids.tolist() == other.grids.tolist()
-        ):
-            swapped.append(True)
-            first, second = _with_media(first, other), _with_media(second, one)
+        for encoder in first.units:
+            one, other = first.units[encoder].media, second.units[encoder].media
+            if (
+                not swapped
+                and one is not None
+                and other is not None
+                and len(one.rows)
+                and one.grids.tolist() == other.grids.tolist()
+            ):
+                swapped.append(True)
+                first = _with_media(first, encoder, other)
+                second = _with_media(second, encoder, one)
         ahead.append(second)
         return first
 
