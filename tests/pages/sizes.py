@@ -150,7 +150,7 @@ def _absent(mapping: Mapping, module: str) -> int:
         prod(source.shape)
         for entry in mapping.entries()
         if entry.name.startswith(f"{module}.")
-        for source in entry.sources
+        for source in entry.row.sources
         if source.absent
     )
 
