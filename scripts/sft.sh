@@ -21,8 +21,13 @@ set -euo pipefail
 MODEL="" FOLDER="the model" PHASE=sft
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+# Of images, of sounds, or of both: what the folder's config.json has.
+for encoder in image_encoder:vision_config audio_encoder:audio_config; do
+    if grep -qs "\"${encoder#*:}\"" "$MODEL_DIR/config.json"; then
+        FLAGS+=("model.${encoder%:*}.freeze=${FREEZE_ENCODER:-true}")
+    fi
+done
 FLAGS+=(
-    "model.image_encoder.freeze=${FREEZE_ENCODER:-true}"
     --tensor-model-parallel-size "${TP:-2}"
     --pipeline-model-parallel-size "${PP:-1}"
     --sequence-parallel

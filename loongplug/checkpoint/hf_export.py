@@ -223,7 +223,7 @@ def _write_configs(
 
     copy_carried_files(processor_folder, folder)
     carried = folder / CONFIG_FILE
-    if carried.is_file() and not hf_config_differences(processor_folder, model):
+    if carried.is_file() and not hf_config_differences(processor_folder, model, alone=True):
         _note_dtype(carried, dtype)
     else:
         exported = hf_config(model)

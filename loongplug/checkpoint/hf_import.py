@@ -61,6 +61,7 @@ def load_hf_weights(
                 folder,
                 turnable=mapping.transposed_sources(),
                 formerly=model.in_transformers.formerly,
+                aside=model.in_transformers.aside,
             )
             tensors = stack.enter_context(opened)
             owned = _checked(model_chunks, tensors, model=model)

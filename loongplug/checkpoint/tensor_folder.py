@@ -120,11 +120,13 @@ def open_tensors(
     *,
     turnable: Mapping[str, Shape] = _NONE,
     formerly: Sequence[tuple[str, str]] = (),
+    aside: tuple[str, ...] = (),
 ) -> Iterator[TensorFolder]:
     """Open the safetensors files of ``folder`` for as long as the context lasts.
 
     ``turnable`` as in :class:`TensorFolder`; ``formerly`` are beginnings of names that the files
-    may have in place of others: the tensors are known by the latter.
+    may have in place of others: the tensors are known by the latter. Tensors whose names begin with
+    one of ``aside`` are another model's and left out.
 
     Raises:
         ValueError: there is no folder, no safetensors file in it, or a damaged one; or a tensor
@@ -147,6 +149,8 @@ def open_tensors(
                         f"{file} has a tensor {name}, which {INDEX_FILE} has in "
                         f"{places.get(name, 'no file')}: copy index and files again, together."
                     )
+                if name.startswith(aside):
+                    continue
                 known_as = present_name(name, formerly)
                 if known_as in slices:
                     raise ValueError(

@@ -35,22 +35,24 @@ def hf_config(model: HuggingFaceModel) -> Any:
     )
 
 
-def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
+def hf_config_differences(
+    folder: Path, model: HuggingFaceModel, *, alone: bool = False
+) -> list[str]:
     """What ``folder``'s config.json says otherwise than ``model``, one line each.
 
     Tensor shapes alone do not tell, for one, the number of heads. Keys without influence on what
-    the weights mean are left out. A folder without config.json has nothing to compare.
+    the weights mean are left out. A folder without config.json has nothing to compare. With
+    ``alone``, the config of a larger model that has this one as a part is another's.
     """
     if not (folder / CONFIG_JSON).is_file():
         return []
-    expected_class = _config_class(model.in_transformers)
+    theirs = model.in_transformers
+    expected = _config_class(theirs).model_type
     try:
-        kind = _model_type(folder)
-        if kind != expected_class.model_type:
-            return [
-                f"{CONFIG_JSON} has model_type {kind!r}, expected {expected_class.model_type!r}"
-            ]
-        found = _read(folder, expected_class)
+        kind = _content(folder).get("model_type")
+        if kind != expected and (alone or kind not in theirs.within):
+            return [f"{CONFIG_JSON} has model_type {kind!r}, expected {expected!r}"]
+        found = _read(folder, theirs)
     except ValueError as error:
         return [str(error)]
     differences: list[str] = []
@@ -70,12 +72,15 @@ def hf_config_differences(folder: Path, model: HuggingFaceModel) -> list[str]:
     for key, value in model.whole.items():
         if (other := getattr(found, key)) != value:
             differences.append(f"{CONFIG_JSON} has {key} {other}, expected {value}")
-    tied = model.top["tie_word_embeddings"]
-    if found.tie_word_embeddings != tied:
-        differences.append(
-            f"{CONFIG_JSON} has tie_word_embeddings {found.tie_word_embeddings}, expected {tied}"
-        )
+    tied, other = model.top["tie_word_embeddings"], _tied(found, theirs)
+    if other != tied:
+        differences.append(f"{CONFIG_JSON} has tie_word_embeddings {other}, expected {tied}")
     return differences
+
+
+def _tied(found: Any, theirs: InTransformers) -> bool:
+    """Whether transformers gives the output layer the embeddings' weight."""
+    return theirs.ties and found.tie_word_embeddings
 
 
 def _config_class(theirs: InTransformers) -> Any:
@@ -90,19 +95,27 @@ def _config_class(theirs: InTransformers) -> Any:
         ) from error
 
 
-def _model_type(folder: Path) -> object:
-    """What a folder's config.json says of its kind. Raises ValueError where it is not one."""
+def _content(folder: Path) -> dict[str, Any]:
+    """A folder's config.json. Raises ValueError where it is not one."""
     try:
-        return json.loads((folder / CONFIG_JSON).read_text(encoding="utf-8")).get("model_type")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{folder / CONFIG_JSON} is not a JSON object; copy the file again"
-        ) from error
+        content = json.loads((folder / CONFIG_JSON).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / CONFIG_JSON} is not a JSON object; copy the file again")
+    return content
 
 
-def _read(folder: Path, config_class: Any) -> Any:
-    """The folder's config.json as transformers has it, with its defaults."""
+def _read(folder: Path, theirs: InTransformers) -> Any:
+    """The folder's config.json as transformers has it, with its defaults.
+
+    Of a larger model that has this one as a part, the part.
+    """
+    content, config_class = _content(folder), _config_class(theirs)
     try:
+        section = theirs.within.get(str(content.get("model_type")))
+        if section is not None:
+            return config_class.from_dict(content[section])
         return config_class.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers has many for a value of the wrong kind
         reason = " ".join(str(error).split())
@@ -125,8 +138,10 @@ def family_of_folder(folder: Path, *, trusted_packages: Sequence[str] = ()) -> F
         )
     known: dict[str, Family] = {}
     for family in families(trusted_packages).values():
-        known.setdefault(_config_class(family.in_transformers).model_type, family)
-    kind = _model_type(folder)
+        theirs = family.in_transformers
+        for model_type in (_config_class(theirs).model_type, *theirs.within):
+            known.setdefault(model_type, family)
+    kind = _content(folder).get("model_type")
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(
             f"{folder / CONFIG_JSON} has model_type {kind!r}, which LoongPlug does not train: "
@@ -143,7 +158,7 @@ def read_folder(folder: Path, family: Family) -> dict[str, Any]:
     Raises:
         ValueError: config.json is not one of the family's.
     """
-    found = _read(folder, _config_class(family.in_transformers))
+    found = _read(folder, family.in_transformers)
     try:
         return _data(found, family)
     except ValueError as error:
@@ -167,7 +182,7 @@ def _data(found: Any, family: Family) -> dict[str, Any]:
         for module, outside in _derived(theirs.derived, found).items():
             data[keys[module]] |= outside
     decoder = config_class.keys[only_decoder(config_class.entries()).name]
-    data[decoder]["tie_word_embeddings"] = found.tie_word_embeddings
+    data[decoder]["tie_word_embeddings"] = _tied(found, theirs)
     return data | {name: getattr(found, name) for name in family.special_tokens}
 
 

@@ -91,8 +91,20 @@ def describe(family: Family, config: MultimodalArchitecture) -> HuggingFaceModel
             for field, key in keys.items()
         }
         | (load(theirs.more)(config) if theirs.more else {}),
-        inexpressible=tuple(line for each in modules.values() for line in each.inexpressible),
+        inexpressible=(
+            *_tied_in_vain(family, config),
+            *(line for each in modules.values() for line in each.inexpressible),
+        ),
         unread=tuple(line for each in modules.values() for line in each.unread),
+    )
+
+
+def _tied_in_vain(family: Family, config: MultimodalArchitecture) -> tuple[str, ...]:
+    if family.in_transformers.ties or not config.foundation.tie_word_embeddings:
+        return ()
+    return (
+        f"tie_word_embeddings is true, but the {family.name} model of transformers has an output "
+        "layer of its own: set it to false",
     )
 
 

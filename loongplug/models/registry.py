@@ -48,7 +48,10 @@ class InTransformers:
     modules. ``head`` is the name of the decoder's output layer in the files. ``prefixes`` are
     beginnings of names in the files, each with what the model itself has there; the first that fits
     counts. ``formerly`` are beginnings of names that other versions have written, each with the
-    present one.
+    present one. ``within`` has, by the ``model_type`` of larger models that this one is a part of,
+    the section of their config.json that is this one's, and ``aside`` beginnings of the names that
+    their other tensors have. Without ``ties``, its output layer never has the embeddings' weight,
+    whatever config.json says.
     """
 
     config_class: str
@@ -61,6 +64,9 @@ class InTransformers:
     head: str = HEAD
     prefixes: tuple[tuple[str, str], ...] = ()
     formerly: tuple[tuple[str, str], ...] = ()
+    within: Mapping[str, str] = field(default_factory=dict)
+    aside: tuple[str, ...] = ()
+    ties: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from loongplug.models.entries import only_decoder
+from loongplug.models.hf_mapping import Mapping
 from loongplug.training.arguments import complete, validate_with_megatron
 from loongplug.training.config import ComposedModel, available_models, compose_model
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
@@ -28,7 +30,7 @@ class ModelSize:
     """The sizes of one model; all counts are of parameters, tied ones counted once.
 
     ``active`` leaves out the experts that a token is not sent to; ``modules`` counts by the
-    module's name.
+    module's name, and ``columns`` has the names of the encoders, the projectors and the decoder.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ModelSize:
     parameters: int
     active: int
     modules: dict[str, int]
+    columns: tuple[tuple[str, ...], ...]
     layers: int
     hidden: int
     heads: int
@@ -62,13 +65,18 @@ def model_size(name: str, composed: ComposedModel) -> ModelSize:
     config = with_placeholder_ids(composed)
     args = _arguments(composed)
     whole = build_on_meta(config, composed.family, args)
-    parameters = _count(whole)
+    mapping = composed.family.load_hugging_face(config).mapping
+    modules = {
+        module: _count(getattr(whole, module)) - _absent(mapping, module)
+        for module in config.modules()
+    }
+    parameters = sum(modules.values())
     experts, top_k = args.num_experts, args.moe_router_topk if args.num_experts else None
     idle = 0
     if experts:
         in_experts = sum(
             prod(source.shape)
-            for bundle in composed.family.load_hugging_face(config).mapping.bundles()
+            for bundle in mapping.bundles()
             if bundle.row.experts is not None
             for source in bundle.sources
         )
@@ -78,7 +86,12 @@ def model_size(name: str, composed: ComposedModel) -> ModelSize:
         family=composed.family.name,
         parameters=parameters,
         active=parameters - idle,
-        modules={module: _count(getattr(whole, module)) for module in config.modules()},
+        modules=modules,
+        columns=(
+            tuple(config.encoders),
+            tuple(each.projector for each in config.encoders.values()),
+            (only_decoder(config.entries()).name,),
+        ),
         layers=args.num_layers,
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
@@ -106,7 +119,10 @@ def _cells(size: ModelSize) -> list[str]:
         f"`{size.name}`",
         f"{size.parameters:,}",
         _short(size.active, billion="B"),
-        *(_short(size.modules[module], billion="B") for module in size.modules),
+        *(
+            " + ".join(_short(size.modules[module], billion="B") for module in column)
+            for column in size.columns
+        ),
         str(size.layers),
         str(size.hidden),
         f"{size.heads} / {size.key_value_heads}",
@@ -126,6 +142,17 @@ def _short(number: int, *, billion: str) -> str:
     value = number / unit
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {letter}"
+
+
+def _absent(mapping: Mapping, module: str) -> int:
+    """What a module has beside the model's parameters: zeros that no file has."""
+    return sum(
+        prod(source.shape)
+        for entry in mapping.entries()
+        if entry.name.startswith(f"{module}.")
+        for source in entry.row.sources
+        if source.absent
+    )
 
 
 def _count(module: nn.Module) -> int:

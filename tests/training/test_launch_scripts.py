@@ -23,8 +23,6 @@ from loongplug.training.rules import violations
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LAUNCHER = "loongplug.parallel.launch"
-QWEN = {"<|image_pad|>": 151655, "<|video_pad|>": 151656}
-QWEN |= {"<|vision_start|>": 151652, "<|vision_end|>": 151653}
 UNIFORM_PAGE = SCRIPTS.parent / "docs" / "models.md"
 MODES_PAGE = SCRIPTS.parent / "docs" / "heterogeneous_parallelism.md"
 MODES = {
@@ -122,8 +120,10 @@ class Launch:
 
 def launch(script: Script, folder: Path, *more: str, **environment: str) -> Launch:
     model = folder / "model"
-    write_tokenizer(model, tokens=QWEN)
     composed = compose_model(model_name=script.model)
+    special = composed.family.special_tokens
+    tokens = {text: getattr(composed.config, name) for name, text in special.items()}
+    write_tokenizer(model, tokens=tokens)
     hf_config(composed.family.load_hugging_face(composed.config)).save_pretrained(model)
     (folder / "data.jsonl").write_text("{}\n")
     stub = folder / "bin" / "python"
@@ -271,6 +271,21 @@ def test_script_s_run_is_accepted_and_fits(
     (stages,) = run_ranks(state_bytes, 1, launched=launched, timeout=120.0)
     assert len(stages) == pp
     assert documented(script, mode.name, launched.world_size).startswith(written(stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("qwen2_audio_7b", 32), ("qwen2_5_omni_7b", 28)], ids=str
+)
+def test_models_that_hear_are_taken_with_all_their_encoders(
+    name: str, layers: int, tmp_path: Path
+) -> None:
+    script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=layers)
+    for given, frozen in (({}, True), ({"FREEZE_ENCODER": "false"}, False)):
+        parsed = parse(launch(script, tmp_path, **given))
+        assert parsed.family.name == available_models()[name].parent.name
+        assert parsed.args.num_layers == layers
+        encoders = [parsed.model.encoder(each) for each in parsed.model.encoders]
+        assert [each.freeze for each in encoders] == [frozen] * len(encoders)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from unittest.mock import patch
 import pytest
 import rule_cases
 from command_lines import command_line, write_tokenizer
-from rule_cases import ADAPTERS, CASES, OVERRIDES, OWN_LAYOUT, QWEN2_5_OVERRIDES, WITH_EXPERTS
+from rule_cases import (
+    ADAPTERS,
+    CASES,
+    OMNI_OVERRIDES,
+    OVERRIDES,
+    OWN_LAYOUT,
+    QWEN2_5_OVERRIDES,
+    WITH_EXPERTS,
+)
 
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.lora.settings import LoraSettings
@@ -51,6 +59,17 @@ def qwen2_5(prepared: Run) -> Any:
     known = prepared[1]
     ids = {name: getattr(known, name) for name in family_of(known).special_tokens}
     return dataclasses.replace(compose_model(model_name="qwen2_5_vl_tiny").config, **ids)
+
+
+@pytest.fixture(scope="module")
+def omni(prepared: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Namespace, Any]:
+    """The same of a model that sees and hears, with a tokenizer of its special tokens."""
+    composed, args = compose_model(model_name="qwen2_5_omni_tiny"), copy.copy(prepared[0])
+    ids = {name: number for number, name in enumerate(composed.family.special_tokens, start=3)}
+    tokens = {text: ids[name] for name, text in composed.family.special_tokens.items()}
+    folder = tmp_path_factory.mktemp("omni") / "tokenizer"
+    args.tokenizer_model = str(write_tokenizer(folder, tokens=tokens))
+    return args, dataclasses.replace(composed.config, **ids)
 
 
 def prepare(folder: Path, *, model: str) -> Run:
@@ -281,6 +300,13 @@ def test_qwen2_5_rule_fires_alone_and_leaves_its_neighbours(
             assert found == expected, (tp, overrides)
 
 
+@pytest.mark.parametrize("rule", OMNI_OVERRIDES)
+def test_omni_s_rule_fires_alone_and_leaves_its_neighbours(omni: Any, rule: str) -> None:
+    for cases, expected in zip(OMNI_OVERRIDES[rule], ([rule], []), strict=True):
+        for tp, overrides in cases:
+            assert violated_by_model(omni, omni[1], overrides, tp=tp) == expected, (tp, overrides)
+
+
 @pytest.mark.parametrize(
     ("mode", "tp", "pp", "encoder_tp", "allowed"),
     [
@@ -319,7 +345,7 @@ def test_own_layout_rule_fires_with_an_encoder_layout_only(prepared: Run, rule: 
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
-    all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OWN_LAYOUT]
+    all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OMNI_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
     with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
     with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}

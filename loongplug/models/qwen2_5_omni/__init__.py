@@ -50,6 +50,8 @@ LOONGPLUG_FAMILIES = (
                 ("model.", "model.language_model."),
             ),
             formerly=(("thinker.", ""),),
+            within={"qwen2_5_omni": "thinker_config"},
+            aside=("talker.", "token2wav."),
         ),
         special_tokens=MappingProxyType(
             {

@@ -32,6 +32,7 @@ LOONGPLUG_FAMILIES = (
                 "text_config": ("text_decoder",),
                 WHOLE: ("audio_projector",),
             },
+            ties=False,
         ),
         special_tokens=MappingProxyType({"audio_token_id": "<|AUDIO|>"}),
         marks=MappingProxyType(

@@ -105,6 +105,21 @@ def _windows(encoder: Any, who: str) -> str | None:
 
 
 @rule(
+    reason="its files have that width once more, of what they keep beside the states",
+    cure="set model.audio_encoder.output_dim to model.foundation.hidden_size",
+)
+def audio_output(args: Namespace, model: Any) -> str | None:
+    """an encoder of sounds whose `output_dim` is not the decoder's `hidden_size`"""
+    hidden = model.foundation.hidden_size
+
+    def of(encoder: EncoderArchitecture, who: str) -> str | None:
+        width = getattr(encoder, "output_dim", hidden)
+        return None if width == hidden else f"{who}'s output_dim {width} with hidden_size {hidden}"
+
+    return first_of(model, of)
+
+
+@rule(
     reason="positions turn a head's channels in pairs",
     cure="correct model.foundation.kv_channels",
 )

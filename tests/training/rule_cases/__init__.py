@@ -52,4 +52,5 @@ OVERRIDES: OverrideCases = {
 }
 ADAPTERS = lora.ADAPTERS
 # The same for what only Qwen2.5-VL has.
+OMNI_OVERRIDES: OverrideCases = model.OMNI_OVERRIDES  # only Qwen2.5-Omni's
 QWEN2_5_OVERRIDES: OverrideCases = {**hetero.QWEN2_5_OVERRIDES, **model.QWEN2_5_OVERRIDES}

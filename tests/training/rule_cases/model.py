@@ -54,6 +54,16 @@ OVERRIDES: OverrideCases = {
     ),
 }
 
+OMNI_OVERRIDES: OverrideCases = {
+    "audio-output": (
+        [
+            (1, ["audio_encoder.output_dim=64"]),
+            (1, ["foundation.hidden_size=160", "foundation.ffn_hidden_size=160"]),
+        ],
+        [(2, ["foundation.hidden_size=160", "audio_encoder.output_dim=160"])],
+    ),
+}
+
 QWEN2_5_OVERRIDES: OverrideCases = {
     "windows": (
         [

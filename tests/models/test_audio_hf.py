@@ -1,0 +1,152 @@
+"""Models that hear in and out of Hugging Face: the same bits, wholes, adapters as PEFT's."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_reference import Layout, build_chunks, decoder_config, reference_model
+from peft import PeftModel
+from ranks import model_parallel, run_ranks
+from safetensors.torch import load_file, save_file
+from test_qwen2_5_omni_agreement import MODEL as OMNI
+from test_qwen2_audio_agreement import MODEL as QWEN2_AUDIO
+from transformers import (
+    AutoModelForMultimodalLM,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+)
+
+from loongplug.checkpoint.hf_export import save_hf_folder
+from loongplug.checkpoint.hf_import import load_hf_weights
+from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
+from loongplug.models.hf_model import HuggingFaceModel
+from loongplug.models.lora.mapping import adapter_table
+from loongplug.models.lora.settings import LoraSettings
+from loongplug.models.registry import family_of
+from loongplug.verify.weights import write_random_adapters
+
+MODELS: dict[str, Any] = {"qwen2_audio": QWEN2_AUDIO, "qwen2_5_omni": OMNI}
+LAYOUTS = [Layout(tp=2), Layout(tp=2, pp=2, vpp=2), Layout(pp=2, dp=2)]
+OTHERS = {"talker.model.norm.weight": torch.ones(2), "token2wav.code2wav.weight": torch.ones(3)}
+
+
+def hugging_face(config: Any) -> HuggingFaceModel:
+    return family_of(config).load_hugging_face(config)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model, its folder as transformers writes it, and a processor's."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = MODELS[request.param]
+    reference_model(config).save_pretrained(folder / "hf")
+    write = write_audio_processor if request.param == "qwen2_audio" else write_omni_processor
+    write(folder / "processor")
+    return config, folder / "hf", folder / "processor"
+
+
+def in_and_out(
+    rank: int, *, config: Any, layout: Layout, source: Path, target: Path, processor: Path
+) -> None:
+    with model_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp):
+        chunks = build_chunks(config, decoder_config(config, layout), layout)
+        load_hf_weights(chunks, source, model=hugging_face(config))
+        save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
+
+
+def assert_same(before: Path, after: Path) -> None:
+    """Of tensors: names and bits."""
+    expected, found = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_there_and_back_to_the_same_bits(original: Any, tmp_path: Path, layout: Layout) -> None:
+    config, source, processor = original
+    run_ranks(
+        in_and_out,
+        layout.world_size,
+        config=config,
+        layout=layout,
+        source=source,
+        target=tmp_path / "out",
+        processor=processor,
+    )
+    assert_same(source, tmp_path / "out")
+    model, report = AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert type(model).__name__ == hugging_face(config).in_transformers.architecture
+    assert not any(report.values()), report
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source)
+    )
+    assert ours == theirs
+
+
+def whole_folder(folder: Path, source: Path) -> Path:
+    """What transformers writes of a whole Qwen2.5-Omni around a thinker; tensors that speak too."""
+    section = json.loads((source / "config.json").read_text())
+    model = Qwen2_5OmniForConditionalGeneration(
+        Qwen2_5OmniConfig(thinker_config=section, enable_audio_output=False)
+    )
+    loaded = AutoModelForMultimodalLM.from_pretrained(source)
+    model.thinker.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | OTHERS, file)
+    return folder
+
+
+def test_a_whole_folder_gives_its_thinker(tmp_path: Path) -> None:
+    """Into the thinker's own folder, also where the processor's files are the whole's."""
+    reference_model(OMNI).save_pretrained(tmp_path / "hf")
+    whole = whole_folder(tmp_path / "whole", tmp_path / "hf")
+    write_omni_processor(whole)
+    run_ranks(
+        in_and_out,
+        1,
+        config=OMNI,
+        layout=Layout(),
+        source=whole,
+        target=tmp_path / "out",
+        processor=whole,
+    )
+    assert_same(tmp_path / "hf", tmp_path / "out")
+    ours, theirs = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "hf")
+    )
+    assert ours == theirs
+
+
+def test_adapters_have_the_names_of_peft(original: Any, tmp_path: Path) -> None:
+    """Its model takes all of ours, on every linear of encoders, projectors and decoder."""
+    config, source, _ = original
+    lora = LoraSettings(rank=2, alpha=3.0)
+    keys = dict.fromkeys(config.keys.values())
+    adapted = dataclasses.replace(
+        config, **{key: dataclasses.replace(getattr(config, key), lora=lora) for key in keys}
+    )
+    table = adapter_table(adapted, hugging_face(adapted))
+    assert table is not None
+    write_random_adapters(tmp_path / "adapters", table, seed=1)
+    plain = AutoModelForMultimodalLM.from_pretrained(source)
+    wrapped = PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    found = {
+        name.replace(".default.", "."): value
+        for name, value in wrapped.named_parameters()
+        if ".lora_" in name
+    }
+    assert found.keys() == saved.keys()
+    for name, value in found.items():
+        assert torch.equal(value, saved[name]), name
+    for part in ("audio_tower.layers.1.fc2", "audio_tower.layers.0.self_attn.k_proj"):
+        assert any(part in name for name in found), part
+    projector = "audio_tower.proj." if config is OMNI else "multi_modal_projector.linear."
+    assert any(projector in name for name in found)
