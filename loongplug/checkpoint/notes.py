@@ -24,6 +24,7 @@ _NOT_THE_WEIGHTS = (
     "layer_scale",  # at the start
     "lr_mult",
     "max_position_embeddings",
+    "mode",  # how an encoder is parallel
     "recompute",
     "tensor_model_parallel_size",
 )

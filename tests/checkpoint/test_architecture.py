@@ -44,7 +44,8 @@ def changed(path: str, value: object) -> dict:
 def test_the_same_model_passes_and_its_layout_does_not_matter(tmp_path):
     write_architecture(tmp_path / "new" / "ckpt", MODEL, rank=0)
     check_architecture(tmp_path / "new" / "ckpt", copy.deepcopy(MODEL))
-    for key, value in (("freeze", True), ("recompute", True), ("tensor_model_parallel_size", 2)):
+    layout = (("tensor_model_parallel_size", 2), ("mode", "uniform"))
+    for key, value in (("freeze", True), ("recompute", True), *layout):
         check_architecture(tmp_path / "new" / "ckpt", changed(f"image_encoder.{key}", value))
     check_architecture(tmp_path / "new" / "ckpt", changed("image_encoder.deepstack_layers", [0, 1]))
 
