@@ -8,7 +8,7 @@
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
 # flags, and overrides such as model.image_projector.freeze=true.
-# The encoder is frozen; FREEZE_ENCODER=false trains all weights.
+# Encoders are frozen; FREEZE_ENCODER=false trains all weights.
 #
 # TP has to divide the model's key and value heads and the widths of its MLPs: 4 at most for
 # Qwen2.5-VL-7B, 8 for Qwen3-VL-8B. `loongplug estimate` tells the memory of any layout.
