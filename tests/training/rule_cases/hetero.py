@@ -72,6 +72,10 @@ OVERRIDES: OverrideCases = {
             (2, ["image_encoder.tensor_model_parallel_size=1"]),
         ],
     ),
+    "encoder-mode": (
+        [(1, ["image_encoder.mode=separated"])],
+        [(2, ["image_encoder.mode=uniform"]), (2, ["image_encoder.mode=full_hetero_dp"])],
+    ),
     "encoder-sizes": (
         [
             (2, ["image_encoder.num_attention_heads=1"]),
