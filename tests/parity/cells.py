@@ -213,12 +213,21 @@ def matrix(model: str) -> list[Cell]:
 
 
 def few_cells(model: str) -> list[Cell]:
-    """Cells of the model, until every value of an axis was in every mode that it can be in."""
+    """Cells of the model, until every value of an axis was in every mode that it can be in.
+
+    One of them is heterogeneous TP, and one has an encoder of several stages.
+    """
     cover = Cover[Cell](with_mode_alone=True)
     candidates = [cover.candidate(cell) for layout in layouts(model) for cell in choices(layout)]
     random.Random(model).shuffle(candidates)  # the layouts that are first have one rank
     while cover.wanted:
         cover.take_best(candidates)
+    for apart in (
+        lambda cell: cell.mode == UNIFORM and cell.encoder_tp < cell.tp,
+        lambda cell: cell.mode == FULL and cell.encoder_tp > cell.tp,
+    ):
+        if not any(apart(cell) for cell in cover.cells):
+            cover.cells.append(next(cell for cell, _ in candidates if apart(cell)))
     return sorted(cover.cells)
 
 
