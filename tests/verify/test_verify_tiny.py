@@ -38,7 +38,7 @@ def composed(name):
 def likeness(name, layout):
     """The model with its small sizes, as the overrides would give it."""
     model = with_placeholder_ids(composed(name))
-    parts = {"image_encoder": {}, "foundation": {}}
+    parts = {model.keys[name]: {} for name in model.encoders} | {"foundation": {}}
     for key, value in tiny_sizes(model, layout, vocabulary=101, demo_patches=False).items():
         part, _, field = key.partition(".")
         parts[part][field] = tuple(value) if isinstance(value, list) else value
@@ -73,7 +73,8 @@ def test_the_start_up_rules_have_nothing_against_it(name, layout):
         experts.experts_per_token,
     ):
         assert check(args, model) is None, check.__name__
-    assert model.image_encoder.num_attention_heads % layout.encoder_tp == 0
+    for encoder in model.encoders:
+        assert model.encoder(encoder).num_attention_heads % layout.encoder_tp == 0
     assert model.foundation.num_layers % (layout.pp * layout.vpp) == 0
     hf_config(family.load_hugging_face(model))  # exchangeable, so that weights can be loaded
 
@@ -93,13 +94,14 @@ def test_an_mlp_that_is_a_multiple_stays_one(monkeypatch):
 def test_the_structure_stays(name):
     whole, small = composed(name).config, likeness(name, TinyLayout(tp=2))
     assert small.foundation.tie_word_embeddings == whole.foundation.tie_word_embeddings
-    encoder, likewise = whole.image_encoder, small.image_encoder
-    if hasattr(encoder, "deepstack_layers"):
-        assert len(likewise.deepstack_layers) == len(encoder.deepstack_layers)
-        assert max(likewise.deepstack_layers) < likewise.num_layers - 1
-        assert small.foundation.num_layers > len(likewise.deepstack_layers)
-    if hasattr(encoder, "full_attention_layers"):
-        assert 0 < len(likewise.full_attention_layers) < likewise.num_layers
+    for each in whole.encoders:
+        encoder, likewise = whole.encoder(each), small.encoder(each)
+        if hasattr(encoder, "deepstack_layers"):
+            assert len(likewise.deepstack_layers) == len(encoder.deepstack_layers)
+            assert max(likewise.deepstack_layers) < likewise.num_layers - 1
+            assert small.foundation.num_layers > len(likewise.deepstack_layers)
+        if hasattr(encoder, "full_attention_layers"):
+            assert 0 < len(likewise.full_attention_layers) < likewise.num_layers
     grouped = whole.foundation.num_attention_heads > whole.foundation.num_query_groups
     text = small.foundation
     assert (text.num_attention_heads > text.num_query_groups) == grouped
