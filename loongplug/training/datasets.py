@@ -52,6 +52,7 @@ from loongplug.training.question_source import QuestionSource, end_tokens, quest
 from loongplug.training.rows import TRAINING, length_settings, rows_of, training_files
 from loongplug.training.step_sizes import step_sizes
 
+_LOADERS = 3  # of training, of validation, and what asks
 _PATCH_SIZES = ("patch_size", "temporal_patch_size", "spatial_merge_size")
 
 Iterators = tuple[Iterator[Microbatch], Iterator[Microbatch] | None, None]
@@ -258,7 +259,7 @@ class DatasetProvider:
         """``seq_length`` and ``packed``: the run's, unless others are given."""
         platform, processor = current_platform(), self.train.processor
         deliveries = {}
-        for name, engine in self._engine.encoders.items():
+        for number, (name, engine) in enumerate(self._engine.encoders.items()):
             place = engine.place
             deliveries[name] = ReplicaDelivery(
                 place.edge.replicas,
@@ -266,7 +267,7 @@ class DatasetProvider:
                 row_values=self._model.encoder(name).row_values,
                 device=platform.device,
                 news=news,
-                channel=channel,
+                channel=_LOADERS * number + channel,
             )
         return MicrobatchLoader(
             source,

@@ -84,9 +84,9 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, torch.Tensor], s
             row_values=VALUES[name],
             device=torch.device("cpu"),
             news=everyone if news else None,
-            channel=1,
+            channel=number,
         )
-        for name, replicas in REPLICAS.items()
+        for number, (name, replicas) in enumerate(REPLICAS.items())
     }
     order: list[tuple[int, str]] = []
     found = [deliver(deliveries, planned(rank, index, order)) for index in range(4)]
