@@ -73,8 +73,8 @@ OVERRIDES: OverrideCases = {
         ],
     ),
     "encoder-mode": (
-        [(1, ["image_encoder.mode=separated"])],
-        [(2, ["image_encoder.mode=uniform"]), (2, ["image_encoder.mode=full_hetero_dp"])],
+        [(1, ["image_encoder.mode='separated'"])],
+        [(2, ["image_encoder.mode='uniform'"]), (2, ["image_encoder.mode='full_hetero_dp'"])],
     ),
     "encoder-sizes": (
         [
