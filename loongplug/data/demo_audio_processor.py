@@ -21,10 +21,7 @@ from loongplug.data.demo_processor import (
     UNKNOWN,
     word_tokenizer,
 )
-from loongplug.data.demo_tasks import sound_task_texts
-
-MEL_BINS = 32  # the published models have 128
-SECONDS = 4  # of the longest sound; the demo's are shorter
+from loongplug.data.demo_tasks import MEL_BINS, SECONDS, sound_task_texts
 
 _AUDIO_SPECIAL_TOKENS = (  # of Qwen2-Audio's kind
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

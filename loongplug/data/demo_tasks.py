@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+MEL_BINS = 32  # of the demo's sounds; the published models have 128
+SECONDS = 4  # of the longest sound that they take; the demo's are shorter
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 

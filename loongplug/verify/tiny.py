@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from loongplug.data.demo_audio_processor import MEL_BINS, SECONDS
 from loongplug.data.demo_processor import FixedImages
+from loongplug.data.demo_tasks import MEL_BINS, SECONDS
 from loongplug.models.architecture import (
     MultimodalArchitecture,
     MultimodalTextArchitecture,

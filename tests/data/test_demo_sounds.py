@@ -15,12 +15,11 @@ import pytest
 
 from loongplug.data import demo_sounds
 from loongplug.data.audio_sizes import SAMPLE_RATE, AudioSizes
-from loongplug.data.demo_audio_processor import MEL_BINS, SECONDS
 from loongplug.data.demo_processor import VOCAB_SIZE
 from loongplug.data.demo_scans import load_scans
 from loongplug.data.demo_sounds import make_sound_data
 from loongplug.data.demo_speech import Utterance, speak
-from loongplug.data.demo_tasks import AUDIO_TASKS, BOTH_TASKS, NUMBER_WORDS
+from loongplug.data.demo_tasks import AUDIO_TASKS, BOTH_TASKS, MEL_BINS, NUMBER_WORDS, SECONDS
 
 Row = dict[str, Any]
 
