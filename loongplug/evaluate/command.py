@@ -145,13 +145,18 @@ def _score(metric: Metric, answer: str, *, question: Question) -> float:
 
 def _require_fit(processor: Processor, config: Any, sizes: PatchSizes | None) -> None:
     vision = getattr(config, "vision_config", None)
+    patches: dict[str, int | None] = {}
+    if vision is not None:
+        patches = {
+            "patch_size": None if sizes is None else sizes.patch_size,
+            "temporal_patch_size": getattr(vision, "temporal_patch_size", None),
+            "spatial_merge_size": None if sizes is None else sizes.spatial_merge_size,
+        }
     require_fit(
         processor,
         **{name: getattr(config, name, None) for name in TOKEN_IDS},
         vocab_size=config.text_config.vocab_size,
-        patch_size=None if sizes is None else sizes.patch_size,
-        temporal_patch_size=getattr(vision, "temporal_patch_size", None),
-        spatial_merge_size=None if sizes is None else sizes.spatial_merge_size,
+        **patches,
     )
 
 
