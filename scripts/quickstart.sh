@@ -20,7 +20,7 @@ fi
 mkdir -p "$RUN"
 
 echo "1/4 demo data: questions about scanned digits"
-python scripts/make_demo_data.py --out "$DATA" --train 12000 --variants 8
+python scripts/make_demo_data.py --out "$DATA" --train 13440 --variants 24
 python scripts/make_demo_data.py --out "$DATA" --train 4000 --test 250 --new-questions
 cat "$DATA/test.jsonl" "$DATA/new_test.jsonl" >"$DATA/held_out.jsonl"
 
@@ -53,10 +53,10 @@ FIRST_PHASE=(
     --tensor-model-parallel-size 2
     --pipeline-model-parallel-size 2
     --enable-full-hetero-dp
-    --train-iters 380
+    --train-iters 420
     --lr 2e-3
     --lr-warmup-iters 30
-    --eval-interval 190
+    --eval-interval 210
     --save "$RUN/checkpoints"
 )
 
