@@ -19,18 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from loongplug.parallel.programs import ALONE
+
 if TYPE_CHECKING:
     from loongplug.parallel.failure import AtEnd
-
-# What torchrun tells a rank. Port 0: the rank takes one that is free.
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
 
 
 @contextmanager
@@ -49,7 +41,7 @@ def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
         from loongplug.platform import activate
         from loongplug.training.flags import requested_device
 
-        _quiet()
+        quiet()
         activate(requested_device(flags))
         yield at_end
 
@@ -67,7 +59,7 @@ def _ctrl_c_is_silent() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leave out what libraries say to those who write code, on every rank.
 
     Megatron warns of each CUDA library that it does without; ``loongplug doctor`` says which.

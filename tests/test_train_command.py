@@ -133,7 +133,7 @@ def test_without_torchrun_it_is_a_single_rank_and_ctrl_c_ends_it_in_one_line(tmp
 def test_what_libraries_tell_those_who_write_code_is_left_out():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train._quiet()
+        train.quiet()
         for kind, module in (
             (FutureWarning, "torch.distributed.distributed_c10d"),
             (DeprecationWarning, "megatron.core.utils"),

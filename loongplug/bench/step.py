@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from loongplug.consoles import table_console
-from loongplug.parallel.launch import ranks_command
+from loongplug.parallel.programs import ranks_command
 
 _WRITING_FLAGS = ("--save", "--save-hf", "--metrics-json", "--tensorboard-dir")
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from loongplug.parallel.launch import ranks_command
+from loongplug.parallel.programs import ranks_command
 
 
 def convert(flags: Sequence[str], *, ranks: int) -> None:
@@ -13,7 +13,9 @@ def convert(flags: Sequence[str], *, ranks: int) -> None:
     Raises:
         ValueError: a rank failed; its own message has been printed by then.
     """
-    command = ranks_command("-m", "loongplug.convert.worker", *flags, ranks=ranks)
+    # What weights pass through is the host's memory.
+    worker = ("-m", "loongplug.convert.worker", "--device", "cpu")
+    command = ranks_command(*worker, *flags, ranks=ranks)
     ended = subprocess.run(command, check=False)
     if ended.returncode != 0:
         raise ValueError(f"the conversion ended with exit code {ended.returncode}")
@@ -23,7 +25,7 @@ def main() -> None:
     """One rank: convert as the command line says. Every rank enters."""
     from loongplug.train import started
 
-    flags = ["--device", "cpu", *sys.argv[1:]]  # what weights pass through is the host's memory
+    flags = sys.argv[1:]
     with started(flags) as at_end:
         from loongplug.convert.rank import convert as convert_rank
 

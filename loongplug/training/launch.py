@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from loongplug.parallel.launch import ranks_command
+from loongplug.parallel.programs import ranks_command
 
 
 def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
