@@ -1,11 +1,13 @@
 """Work ahead of its use in background processes, by torch's data loader."""
 
+import gc
 import os
 import signal
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -16,6 +18,7 @@ from rich.progress import Progress
 from torch.utils.data import DataLoader, Dataset
 
 _ROWS = 32  # of map_rows, at a time
+_FROZEN_FROM_THE_START = gc.get_freeze_count()  # Python's own
 
 
 class ProcessDiedError(RuntimeError):
@@ -124,13 +127,30 @@ class Background[Item, Result](Iterator[Result]):
             generator=torch.Generator(),  # by default it draws from the one that training uses
         )
         before = signal.getsignal(signal.SIGCHLD)
-        results = iter(loader)
+        with _garbage_stays_here():
+            results = iter(loader)
         # Torch's handler raises wherever the main thread is when a process dies, in the middle of
         # a step. That it is dead shows when its results are waited for: there it can be told.
         # None is a handler that was not set from Python, and cannot be set again from here.
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, before)
         return results
+
+
+@contextmanager
+def _garbage_stays_here() -> Iterator[None]:
+    """Processes that are forked meanwhile never collect what this one has made before.
+
+    Some of it may have threads, which a forked process lacks: a video's decoder that nobody holds
+    any more waits for its threads when it is freed, and there that never ends.
+    """
+    somebody_froze = gc.get_freeze_count() > _FROZEN_FROM_THE_START
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not somebody_froze:  # else it is for good
+            gc.unfreeze()
 
 
 def map_rows[T](

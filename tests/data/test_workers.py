@@ -1,5 +1,6 @@
 """Background processes: order, bounds, errors, death."""
 
+import gc
 import os
 import signal
 import time
@@ -51,6 +52,44 @@ def test_results_come_in_order_from_several_processes(background: Any) -> None:
     pids = {pid for _, pid in found}
     assert len(pids) == 2
     assert os.getpid() not in pids
+
+
+class WithThreads:
+    """Like a video's decoder that is done with, in a cycle: to be freed where its threads are."""
+
+    def __init__(self, freed: Path) -> None:
+        self.itself, self.freed = self, freed
+
+    def __del__(self) -> None:
+        (self.freed / str(os.getpid())).touch()
+
+
+def collecting(_: int) -> int:
+    gc.collect()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_what_this_process_made_is_not_freed_in_another(
+    background: Any, tmp_path: Path, frozen_before: bool
+) -> None:
+    gc.disable()  # else it may be freed before there are others
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    if not frozen_before:
+        gc.unfreeze()
+    try:
+        WithThreads(tmp_path)
+        results = background(collecting, count())
+        assert os.getpid() not in {next(results) for _ in range(4)}
+        assert list(tmp_path.iterdir()) == []
+        assert (gc.get_freeze_count() >= frozen) == frozen_before
+        gc.unfreeze()
+        gc.collect()
+        assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())]
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def test_only_so_much_runs_ahead(background: Any) -> None:
