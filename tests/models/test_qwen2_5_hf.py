@@ -112,7 +112,7 @@ def test_what_transformers_cannot_read_is_one_line(tmp_path):
     model = hugging_face(compose_model(model_name="qwen2_5_vl_7b").config)
     folder = published_folder(tmp_path, "7b", vision_config=5)
     (difference,) = hf_config_differences(folder, model)
-    assert difference.startswith("config.json is not a Qwen2_5_VLConfig (")
+    assert difference.startswith(f"{folder}/config.json is not a Qwen2_5_VLConfig (")
     for missing in ("Qwen9VLConfig", "no_such_package:Config"):
         theirs = dataclasses.replace(model.in_transformers, config_class=missing)
         of_another = dataclasses.replace(model, in_transformers=theirs)
