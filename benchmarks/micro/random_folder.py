@@ -1,28 +1,35 @@
 """A Hugging Face folder of random weights, as large as the published one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from loongplug.data.demo_processor import write_processor
+
 _BLOCK = 2**23  # values drawn once and written over and over, from another place each time
 
 
-def write_random_folder(folder: Path, *, model_name: str, overrides: Sequence[str] = ()) -> None:
-    """Write the model's tensors in bf16, its config, and the demo data's processor."""
+def write_random_folder(
+    folder: Path,
+    *,
+    model_name: str,
+    overrides: Sequence[str] = (),
+    processor: Callable[[Path], None] = write_processor,
+) -> None:
+    """Write the model's tensors in bf16, its config, and a processor of the demo data."""
     from loongplug.checkpoint.tensor_files import (
         PlannedTensor,
         TensorFileWriter,
         plan_files,
         write_index,
     )
-    from loongplug.data.demo_processor import write_processor
     from loongplug.models.hf_config import hf_config
     from loongplug.training.config import compose_model
     from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 
     folder.mkdir(parents=True)
-    write_processor(folder)
+    processor(folder)
     composed = compose_model(model_name=model_name, overrides=overrides)
     config = with_token_ids(
         composed.config, read_tokenizer(folder), special_tokens=composed.family.special_tokens

@@ -22,6 +22,8 @@ from loongplug.checkpoint.notes import CARRIED_FOLDER
 from loongplug.cli import app
 from loongplug.convert import streaming
 from loongplug.convert.rank import _iteration_folder, convert
+from loongplug.data.demo_audio_processor import write_audio_processor, write_omni_processor
+from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.training.run import run
 
 MODEL = ("--model-name", "qwen3_vl_tiny", "--device", "cpu")
@@ -76,6 +78,31 @@ def test_there_and_back_gives_the_same_bytes(folder, tmp_path, there, ranks, bac
     assert '"bos_token_id": 7' in (folder / "config.json").read_text()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (result / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "processor"),
+    [
+        ("llava_tiny", partial(write_processor, fixed=FixedImages())),
+        ("qwen2_audio_tiny", write_audio_processor),
+        ("qwen2_5_omni_tiny", write_omni_processor),
+    ],
+)
+def test_a_folder_alone_goes_there_and_back(tmp_path, name, processor):
+    """Whichever encoders its model has: config.json says so, and the checkpoint's own note."""
+    folder, checkpoint = tmp_path / "hf", tmp_path / "checkpoint"
+    write_random_folder(folder, model_name=name, processor=processor)
+    there = ["--device", "cpu", "--load-hf", str(folder), "--save", str(checkpoint), *TP2, *PP2]
+    run_ranks(converted, 4, flags=there, timeout=120.0)
+    result = tmp_path / "result"
+    back = ["--device", "cpu", "--load", str(checkpoint), "--save-hf", str(result)]
+    run_ranks(converted, 2, flags=back, timeout=120.0)
+    before, after = (load_file(each / "model.safetensors") for each in (folder, result))
+    assert before.keys() == after.keys()
+    for tensor in before:
+        assert torch.equal(before[tensor], after[tensor]), tensor
+    # Files of a processor, too.
+    assert {each.name for each in folder.iterdir()} <= {each.name for each in result.iterdir()}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from image_units import media_of, unit_of
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from micro.memory_counter import all_to_alls_apart
@@ -72,7 +71,7 @@ class _Watch:
         self.most_before_step = 0  # of the optimizer
         self.most_in_step = 0
         self.entered = ExitStack()
-        self.executor: Executor | None = None
+        self.executors: list[Executor] = []  # one for each encoder
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
@@ -152,11 +151,12 @@ class _Watch:
         def begin_counted(
             executor: Executor, chunk: Any, microbatches: Any, *, training: bool
         ) -> None:
-            self.executor = executor
+            if executor not in self.executors:
+                self.executors.append(executor)
             with tape.region(INPUT):
-                for each in microbatches:
-                    if unit_of(each).media is not None:
-                        tape.see(media_of(each).rows)
+                for unit in (unit for each in microbatches for unit in each.units.values()):
+                    if unit.media is not None:
+                        tape.see(unit.media.rows)
             begin(executor, chunk, microbatches, training=training)
 
         def next_uncounted(self: Any) -> Any:
@@ -230,7 +230,7 @@ class _Watch:
         for key, (_, region, nbytes) in list(self.tape._known.items()):
             if key not in state:
                 live[region] = live.get(region, 0) + nbytes
-        gradients = [] if self.executor is None else _gradients_of(self.executor)
+        gradients = [each for executor in self.executors for each in _gradients_of(executor)]
         live[FEATURE_GRADIENTS] = sum(each.untyped_storage().nbytes() for each in gradients)
         live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
         for name, nbytes in live.items():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from measured import measure
 from ranks import run_ranks
 
+from loongplug.data.demo_sounds import make_sound_data
 from loongplug.estimate.estimate import estimate
 from loongplug.estimate.estimator import parsed_for, stepping_of
 from loongplug.estimate.ledger import (
@@ -91,6 +92,15 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "overlap-full-vpp2-saved": (4, (*OVERLAP, PP, "2", *VPP, FULL, *TWICE, *AWAY)),
 }
 
+TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "two-encoders-dp2": (2, (SHARDED,)),
+    "two-encoders-full-tp2-pp2": (4, (FULL, TP, "2", PP, "2", SHARDED, *OFFLOAD)),
+    "two-encoders-full-and-uniform-pp2": (
+        2,
+        (FULL, PP, "2", "model.audio_encoder.mode=uniform", "+model.audio_encoder.freeze=true"),
+    ),
+}
+
 
 def estimated(rank, *, flags, ranks):
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
@@ -127,7 +137,28 @@ def row(name, stage, real):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_holds_what_was_estimated(flags, name, table):
-    ranks, more = CASES[name]
+    holds_what_was_estimated(flags, name, table)
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    """Flags of a model that sees and hears, on rows with scans and spoken digits."""
+    folder = tmp_path_factory.mktemp("sounds")
+    make_sound_data(folder, train=32, test=1)
+    return (
+        *("--model-name", "qwen2_5_omni_tiny", "--seq-length", "320"),
+        *("--tokenizer-model", str(folder / "processor_qwen2_5_omni")),
+        *("--train-data-path", str(folder / "train_both.jsonl")),
+    )
+
+
+@pytest.mark.parametrize("name", TWO_ENCODERS)
+def test_a_step_of_two_encoders_holds_what_was_estimated(flags, sounds, name, table):
+    holds_what_was_estimated([*flags, *sounds], name, table)
+
+
+def holds_what_was_estimated(flags, name, table):
+    ranks, more = (CASES | TWO_ENCODERS)[name]
     run = [*flags, *more, "--train-iters", "2"]
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
     found = run_ranks(measure, ranks, flags=run, apart=DP in more or FULL in more, timeout=180.0)
