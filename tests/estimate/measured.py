@@ -133,7 +133,8 @@ class _Watch:
 
         def encode_counted(model: Any, entry: Any, vision: Any) -> Any:
             with tape.region(ENCODER):
-                if vision is not None and not self.apart:  # else the loader's cache holds them
+                steps = [executor._entry.name for executor in self.executors]
+                if vision is not None and entry.name not in steps:  # else the step holds them
                     vision = MediaInput(rows=vision.rows.clone(), grids=vision.grids)
                 return encode(model, entry, vision)
 
@@ -154,7 +155,7 @@ class _Watch:
             if executor not in self.executors:
                 self.executors.append(executor)
             with tape.region(INPUT):
-                for unit in (unit for each in microbatches for unit in each.units.values()):
+                for unit in (each.units[executor._entry.name] for each in microbatches):
                     if unit.media is not None:
                         tape.see(unit.media.rows)
             begin(executor, chunk, microbatches, training=training)
