@@ -4,7 +4,7 @@ from collections import Counter
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradient buffers", "optimizer state"
 ENCODER, DECODER = "encoder activations", "decoder activations"
-INPUT, FEATURES, FEATURE_GRADIENTS = "pixels", "features", "feature gradients"
+INPUT, FEATURES, FEATURE_GRADIENTS = "media", "features", "feature gradients"
 PIPELINE = "pipeline buffers"
 TRANSIENT = "transient"
 

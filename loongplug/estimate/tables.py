@@ -31,7 +31,8 @@ def print_stages(run: Estimated) -> None:
     unit = _unit(fullest.total)
     table = Table(
         _UNITS[unit],
-        title=f"{_title(run)}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches",
+        title=f"{_title(run)}, {len(run.rows)} microbatch(es) of up to {max(run.rows)} patches and"
+        " frames",
         caption="* the fullest",
     )
     for each in found:
