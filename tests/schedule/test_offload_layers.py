@@ -9,6 +9,7 @@ import torch
 from lazy_copies import LazyCopies
 from parity.bits import BitWatch, first_difference
 from ranks import run_ranks
+from sweeps import sweep
 from test_overlap_run import BALANCED, DELAYED, EP2, ETP2, FULL, OVERLAP, SHARED, TP2, VPP2
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -126,7 +127,7 @@ def flags(flags):
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, but=("overlap-tp2-full", "recompute-etp2")))
 def test_no_bit_differs_and_two_layers_are_there(flags, name):
     ranks, layout, more = CASES[name]
     stays = run_ranks(watched, ranks, flags=[*flags, *layout], late=False, timeout=290.0)

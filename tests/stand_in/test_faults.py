@@ -182,7 +182,14 @@ MISSING = r"has not waited for it|without having waited"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(Kept.FEATURES, marks=pytest.mark.sweep),
+        pytest.param(Kept.ACTIVATIONS, marks=pytest.mark.sweep),
+        Kept.STATE,
+    ],
+)
 def test_each_missing_wait_of_an_offload(what: Kept) -> None:
     (waits,) = run_ranks(travel, 1, timeout=120.0, what=what, forgotten=None)
     assert waits == WAITS[what]
@@ -221,7 +228,12 @@ PP2 = Cell(model="qwen3_vl_tiny", mode="full-hetero-dp", pp=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "wait"),
-    [("leave", "follow"), ("let_go", "wait"), ("send_for", "follow"), ("take", "wait")],
+    [
+        pytest.param("leave", "follow", marks=pytest.mark.sweep),
+        ("let_go", "wait"),
+        pytest.param("send_for", "follow", marks=pytest.mark.sweep),
+        ("take", "wait"),
+    ],
 )
 def test_a_missing_wait_of_tensors_that_are_away(matrix: Matrix, method: str, wait: str) -> None:
     with pytest.raises(RankError, match=f"{MISSING}|are not finite"):

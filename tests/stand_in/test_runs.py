@@ -22,7 +22,7 @@ ALL_OFFLOADS = (
     "qwen3_vl_tiny-full-hetero-dp-e2t1p2v1d1x1-plain-recompute-both-tied-all-away-all-three"
 )
 BY_NAME = {cell.name: cell for cell in (*layout_cells(), *saving_cells(), *overlap_cells())}
-FEW = (
+SWEPT = (
     Cell(
         model="qwen3_vl_tiny",
         mode="encoder-hetero-dp",
@@ -32,9 +32,8 @@ FEW = (
     ),
     Cell(model="qwen2_5_vl_tiny", mode="full-hetero-dp", pp=2, vpp=2, optimizer="distributed"),
     Cell(model="qwen3_vl_moe_tiny", encoder_tp=2, tp=2, ep=2, sequence_parallel=True),
-    OVERLAP,
-    BY_NAME[ALL_OFFLOADS],
 )
+FEW = (OVERLAP, BY_NAME[ALL_OFFLOADS])
 MOST_RANKS = 4
 
 
@@ -56,7 +55,11 @@ def agree(cell: Cell, matrix: Matrix, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [*FEW, *(pytest.param(each, marks=pytest.mark.sweep) for each in SWEPT)],
+    ids=lambda cell: cell.name,
+)
 def test_a_run_has_the_cpus_bits(cell: Cell, matrix: Matrix, tmp_path: Path) -> None:
     agree(cell, matrix, tmp_path)
 

@@ -190,7 +190,13 @@ def test_each_image_is_decoded_once_by_the_rank_that_encodes_it(flags, ranks, la
     assert sum(bool(each["calls"]) for each in found) == ranks
 
 
-@pytest.mark.parametrize("layout", [(*DP, *OVERLAP), (*FULL, *VPP, *OVERLAP)], ids=["dp", "full"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((*DP, *OVERLAP), id="dp", marks=pytest.mark.sweep),
+        pytest.param((*FULL, *VPP, *OVERLAP), id="full"),
+    ],
+)
 def test_evaluation_inside_training_leaves_training_alone(flags, demo, tmp_path, layout):
     evaluation = (
         *("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "2"),
@@ -230,8 +236,10 @@ def groups_kept(rank: int, *, flags: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "layout",
-    [(*DP, "--sequence-parallel", *OVERLAP), (*FULL, *OVERLAP)],
-    ids=["dp", "full"],
+    [
+        pytest.param((*DP, "--sequence-parallel", *OVERLAP), id="dp"),
+        pytest.param((*FULL, *OVERLAP), id="full", marks=pytest.mark.sweep),
+    ],
 )
 def test_bf16(flags, layout):
     """Payloads travel in the decoder's precision, gradients too."""

@@ -8,6 +8,7 @@ import pytest
 from compared_runs import Steps, same, steps, train
 from cut_images import cut
 from ranks import RankError
+from sweeps import sweep
 
 from loongplug.data.source import Assignment, LocalSource
 
@@ -90,7 +91,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, but=("hetero-tp", "hetero-dp-tp2-pp4")))
 def test_growing_steps_in_every_layout(grows, alone, name, tmp_path):
     ranks, layout = CASES[name]
     require_same(evaluated(grows, *RAMP, *layout, folder=tmp_path, ranks=ranks), alone)
