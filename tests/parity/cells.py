@@ -14,10 +14,8 @@ SIZES = (1, 2, 4)
 MOST_RANKS = 8
 BATCH = 8  # microbatches of a step, over all replicas of the decoder
 MODELS = ("qwen3_vl_tiny", "qwen3_vl_moe_tiny", "qwen2_5_vl_tiny")
-MORE_MODELS = (  # in few cells each
-    *("llava_tiny", "siglip2_qwen3_tiny", "internvl_tiny"),
-    *("qwen2_audio_tiny", "qwen2_5_omni_tiny"),
-)
+MORE_MODELS = ("llava_tiny", "siglip2_qwen3_tiny", "internvl_tiny")  # in few cells each
+HEARING_MODELS = ("qwen2_audio_tiny", "qwen2_5_omni_tiny")  # in few cells, with a page of their own
 UNIFORM, ENCODER_DP, FULL = "uniform", "encoder-hetero-dp", "full-hetero-dp"
 MODES = (UNIFORM, ENCODER_DP, FULL)
 OPTIMIZERS = ("plain", "distributed", "overlapped")
@@ -286,9 +284,14 @@ def pairs(cell: Cell) -> set[Pair]:
 
 
 def layout_cells() -> list[Cell]:
-    """Those of all models."""
+    """Those of models that see alone."""
     every = [cell for model in MODELS for cell in matrix(model)]
     return every + [cell for model in MORE_MODELS for cell in few_cells(model)]
+
+
+def hearing_cells() -> list[Cell]:
+    """Those of models that hear; one of them sees too."""
+    return [cell for model in HEARING_MODELS for cell in few_cells(model)]
 
 
 def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
@@ -300,7 +303,7 @@ def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
     generator = random.Random(seed)
     by_model = [
         _modes_in_turn([cell for cell in cells if cell.model == model], generator, first=first)
-        for first, model in enumerate((*MODELS, *MORE_MODELS))
+        for first, model in enumerate((*MODELS, *MORE_MODELS, *HEARING_MODELS))
     ]
     return sorted(_in_turn(by_model, number))
 

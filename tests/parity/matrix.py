@@ -24,9 +24,9 @@ from loongplug.verify.ranks import OnEvent, RankError, run_ranks
 from loongplug.verify.runs import preload, record
 from loongplug.verify.tiny import demo_length, up
 from parity.bits import bits_of, first_difference
-from parity.cells import BATCH, Cell, layout_cells, sample
+from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
 from parity.overlap_cells import OverlapCell, overlap_cells
-from parity.parity_page import layouts_page, overlap_page, savings_page
+from parity.parity_page import hearing_page, layouts_page, overlap_page, savings_page
 from parity.results import Result, as_result, outcome
 from parity.saving_cells import saving_cells
 
@@ -48,6 +48,7 @@ class Part:
 
 PARTS = {
     "layouts": Part("parity.md", layout_cells, layouts_page),
+    "hearing": Part("parity_hearing.md", hearing_cells, hearing_page),
     "savings": Part("parity_savings.md", saving_cells, savings_page),
     "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
-from parity.cells import MODES, MORE_MODELS, MOST_RANKS, Cell
+from parity.cells import HEARING_MODELS, MODES, MORE_MODELS, MOST_RANKS, Cell
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
@@ -39,6 +39,21 @@ def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
         *_by_group("mode", groups | {"all": list(results)}),
         "",
         *_published(results),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hearing_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of models that hear, of which one has two encoders."""
+    lines = [
+        *_head("Parity of models that hear", results, whole=whole, code=code),
+        f"{' and '.join(HEARING_MODELS)} train on rows with spoken digits; the second one has an "
+        "encoder of images as well, in the same mode as that of sounds, and its rows have scans "
+        "too. Every value of a column is in every mode that it can be in.",
+        "",
+        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        "",
         *_models(results),
     ]
     return "\n".join(lines) + "\n"

@@ -10,6 +10,7 @@ from parity.cells import (
     BATCH,
     ENCODER_DP,
     FULL,
+    HEARING_MODELS,
     MODELS,
     MODES,
     MORE_MODELS,
@@ -19,6 +20,7 @@ from parity.cells import (
     Cell,
     choices,
     few_cells,
+    hearing_cells,
     layout_cells,
     layouts,
     matrix,
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture(scope="module")
 def cells():
-    return layout_cells()
+    return [*layout_cells(), *hearing_cells()]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -78,7 +80,7 @@ def test_every_two_values_of_two_axes_meet_where_they_can(cells, model):
     assert met == possible
 
 
-@pytest.mark.parametrize("model", MORE_MODELS)
+@pytest.mark.parametrize("model", [*MORE_MODELS, *HEARING_MODELS])
 def test_few_cells_have_every_value_in_every_mode(cells, model):
     mine = [cell for cell in cells if cell.model == model]
     assert len(mine) <= 20
@@ -206,6 +208,6 @@ def test_a_sample_has_cells_of_every_model(cells):
     chosen = sample(cells, 8, seed=3)
     assert chosen == sample(cells, 8, seed=3)
     assert chosen != sample(cells, 8, seed=4)
-    assert {cell.model for cell in chosen} == {*MODELS, *MORE_MODELS}
+    assert {cell.model for cell in chosen} == {*MODELS, *MORE_MODELS, *HEARING_MODELS}
     assert len(set(chosen)) == 8
     assert sorted(sample(cells, 10**6, seed=0)) == sorted(cells)
