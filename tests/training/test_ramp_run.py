@@ -105,7 +105,7 @@ def planned(rank: int, *, flags: list[str], of_steps: Path) -> Steps:
 
     def of(self: Assignment, numbers: range, media: Any) -> Any:
         source = loaders[-1]
-        asked.setdefault(id(source), []).append([*range(source._index - len(media), source._index)])
+        asked.setdefault(id(source), []).append([*range(source._index, source._index + len(media))])
         return original(self, numbers, media)
 
     def planning(self: LocalSource) -> None:
