@@ -1,8 +1,10 @@
 """Built-in faults can be put in, and the page says which test finds which."""
 
 import json
+import re
 
 import pytest
+from pages.commands import ROOT
 from ranks import run_ranks
 
 from parity import mutations, put_in
@@ -46,6 +48,19 @@ def test_the_tests_are_there():
     for test in CORE:
         path, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}(" in (TESTS / path).read_text()
+
+
+def test_the_cover_is_run_every_time(request):
+    """None of its tests is left to --all. Sees those that are run along with this one."""
+    page = (ROOT / "docs" / "parity_faults.md").read_text()
+    names = set(re.findall(r"^\| \*\*\d+\*\* \| `(.+?)`", page, re.M))
+    assert len(names) > 10
+    left = {
+        name
+        for item in request.session.items
+        if (name := item.nodeid.removeprefix("tests/")) in names and "sweep" in item.keywords
+    }
+    assert not left
 
 
 def test_a_cover_finds_all_that_is_found_in_little_time():

@@ -237,8 +237,8 @@ def groups_kept(rank: int, *, flags: list[str]) -> int:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param((*DP, "--sequence-parallel", *OVERLAP), id="dp"),
-        pytest.param((*FULL, *OVERLAP), id="full", marks=pytest.mark.sweep),
+        pytest.param((*DP, "--sequence-parallel", *OVERLAP), id="dp", marks=pytest.mark.sweep),
+        pytest.param((*FULL, *OVERLAP), id="full"),
     ],
 )
 def test_bf16(flags, layout):
