@@ -22,14 +22,29 @@ from rich.table import Table
 from loongplug.bench.step import StepFigures, measure_step, spread
 from micro import environment as child_environment
 
-SEQ_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, LEARNING_RATE = 80, 16, 32, 1e-3
+MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, LEARNING_RATE = 16, 32, 1e-3
 WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A model that both sides train."""
+
+    processor: str  # its folder among the demo data
+    seq_length: int  # for the longest of the demo's rows
+
+
+MODELS = {
+    "qwen3_vl_tiny": Compared("processor", 80),
+    "llava_tiny": Compared("processor_llava", 160),
+}
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Rates of both sides, one figure per round (the median of its steps), and their losses."""
 
+    model: str
     threads: int
     loongplug: tuple[float, ...]  # tokens/s
     transformers: tuple[float, ...]  # tokens/s
@@ -37,12 +52,13 @@ class Comparison:
     largest_loss_difference: float
 
 
-def training_flags(data: Path) -> list[str]:
+def training_flags(data: Path, model: str) -> list[str]:
     """Flags of LoongPlug's side."""
+    compared = MODELS[model]
     return [
-        *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
-        *("--tokenizer-model", str(data / "processor"), "--train-data-path"),
-        *(str(data / "train.jsonl"), "--seq-length", str(SEQ_LENGTH)),
+        *("--model-name", model, "--training-phase", "sft", "--device", "cpu"),
+        *("--tokenizer-model", str(data / compared.processor), "--train-data-path"),
+        *(str(data / "train.jsonl"), "--seq-length", str(compared.seq_length)),
         *("--micro-batch-size", str(MICRO_BATCH_SIZE)),
         *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
         *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--weight-decay", "0.0"),
@@ -50,13 +66,13 @@ def training_flags(data: Path) -> list[str]:
     ]
 
 
-def compare(data: Path, *, rounds: int, steps: int, threads: int) -> Comparison:
+def compare(data: Path, *, model: str, rounds: int, steps: int, threads: int) -> Comparison:
     """Run both sides ``rounds`` times in turn on the demo data in ``data``."""
     with tempfile.TemporaryDirectory() as name:
         weights = Path(name) / "weights"
         environment = {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
         measure_step(
-            [*training_flags(data), "--lr", "0", "--min-lr", "0", "--save-hf", str(weights)],
+            [*training_flags(data, model), "--lr", "0", "--min-lr", "0", "--save-hf", str(weights)],
             ranks=1,
             warmup=1,
             steps=1,
@@ -67,16 +83,19 @@ def compare(data: Path, *, rounds: int, steps: int, threads: int) -> Comparison:
         for _ in track(range(rounds), description="rounds"):
             ours.append(
                 measure_step(
-                    [*training_flags(data), "--load-hf", str(weights)],
+                    [*training_flags(data, model), "--load-hf", str(weights)],
                     ranks=1,
                     warmup=WARMUP,
                     steps=steps,
                     environment=environment,
                 )
             )
-            theirs.append(_plain_loop(data, weights, steps=steps, environment=environment))
+            theirs.append(
+                _plain_loop(data, weights, model=model, steps=steps, environment=environment)
+            )
     rates = [[median(figures.tokens_per_second) for figures in side] for side in (ours, theirs)]
     return Comparison(
+        model=model,
         threads=threads,
         loongplug=tuple(rates[0]),
         transformers=tuple(rates[1]),
@@ -90,7 +109,7 @@ def compare(data: Path, *, rounds: int, steps: int, threads: int) -> Comparison:
 
 
 def _plain_loop(
-    data: Path, weights: Path, *, steps: int, environment: dict[str, str]
+    data: Path, weights: Path, *, model: str, steps: int, environment: dict[str, str]
 ) -> StepFigures:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
@@ -98,7 +117,7 @@ def _plain_loop(
             [
                 sys.executable,
                 *("-m", "micro.plain_loop"),
-                *(str(path), str(data), str(weights), str(WARMUP), str(steps)),
+                *(str(path), str(data), str(weights), model, str(WARMUP), str(steps)),
             ],
             env={**child_environment(), **environment},
             check=True,
@@ -111,7 +130,7 @@ def report(comparison: Comparison) -> None:
     table = Table(
         "side",
         "tokens/s, median (range) of the rounds",
-        title=f"one rank, {comparison.threads} thread(s), fp32, qwen3_vl_tiny on the demo data",
+        title=f"one rank, {comparison.threads} thread(s), fp32, {comparison.model}, demo data",
     )
     table.add_row("LoongPlug", spread(comparison.loongplug, form=",.0f"))
     table.add_row("transformers + torch", spread(comparison.transformers, form=",.0f"))
@@ -125,13 +144,16 @@ def report(comparison: Comparison) -> None:
 
 def main(
     data: Annotated[Path, typer.Argument(help="folder made by scripts/make_demo_data.py")],
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "qwen3_vl_tiny",
     rounds: Annotated[int, typer.Option(help="how often both sides take their turn")] = 5,
     steps: Annotated[int, typer.Option(help="measured steps per turn")] = 10,
     threads: Annotated[int, typer.Option(help="threads of each side")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures")] = None,
 ) -> None:
     """Measure one rank of LoongPlug against a plain transformers + torch loop."""
-    comparison = compare(data, rounds=rounds, steps=steps, threads=threads)
+    if model not in MODELS:
+        raise typer.BadParameter(f"{model} is not compared: expected one of {', '.join(MODELS)}")
+    comparison = compare(data, model=model, rounds=rounds, steps=steps, threads=threads)
     report(comparison)
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(comparison), indent=2) + "\n")

@@ -1,6 +1,6 @@
 """What one would write without LoongPlug: a transformers model in a torch training loop.
 
-``-m micro.plain_loop FIGURES DATA WEIGHTS WARMUP STEPS`` trains on one process and
+``-m micro.plain_loop FIGURES DATA WEIGHTS MODEL WARMUP STEPS`` trains on one process and
 writes the same figures as a measured run of LoongPlug. It is given the same microbatches, with
 the position ids made beforehand, and no attention mask (padding on the right needs none), which
 is transformers' fastest way.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from loongplug.bench.step import StepFigures
 from loongplug.data.dataset import ChatDataset
@@ -23,24 +23,29 @@ from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
 from loongplug.data.source import EncoderUnits, LocalSource
 from loongplug.data.step_sizes import StepSizes
+from loongplug.training.config import compose_model
 from micro.against_transformers import (
     GLOBAL_BATCH_SIZE,
     LEARNING_RATE,
     MICRO_BATCH_SIZE,
-    SEQ_LENGTH,
+    MODELS,
 )
 
 _ENCODER = "image_encoder"
 
 
-def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
+def train(data: Path, weights: Path, *, model_name: str, warmup: int, steps: int) -> StepFigures:
     """Train ``warmup + steps`` steps and time the latter."""
-    processor = load_processor(data / "processor")
+    compared = MODELS[model_name]
+    plain = compose_model(model_name=model_name).config.plain_positions
+    processor = load_processor(data / compared.processor)
+    assert processor.images is not None
     dataset = ChatDataset(
         data / "train.jsonl",
         processor=processor,
-        seq_length=SEQ_LENGTH,
+        seq_length=compared.seq_length,
         training_phase="sft",
+        plain_positions=plain,
     )
     source = LocalSource(
         dataset,
@@ -54,10 +59,10 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
     loader = MicrobatchLoader(
         source,
         processor=processor,
-        seq_length=SEQ_LENGTH,
+        seq_length=compared.seq_length,
         token_ids={_ENCODER: processor.visual_token_ids},
     )
-    model = Qwen3VLForConditionalGeneration.from_pretrained(weights, dtype=torch.float32).train()
+    model = AutoModelForImageTextToText.from_pretrained(weights, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
@@ -72,9 +77,8 @@ def train(data: Path, weights: Path, *, warmup: int, steps: int) -> StepFigures:
             assert media is not None
             output = model(
                 input_ids=microbatch.input_ids,
-                position_ids=microbatch.position_ids,
-                pixel_values=media.rows,
-                image_grid_thw=media.grids,
+                **({} if plain else {"position_ids": microbatch.position_ids}),
+                **processor.images.model_inputs(media.rows, media.grids),
                 use_cache=False,
             )
             labels, loss_mask = _whole(microbatch)
@@ -109,8 +113,10 @@ def _whole(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     """Train as the command line says and write the figures."""
-    path, data, weights, warmup, steps = sys.argv[1:]
-    figures = train(Path(data), Path(weights), warmup=int(warmup), steps=int(steps))
+    path, data, weights, model, warmup, steps = sys.argv[1:]
+    figures = train(
+        Path(data), Path(weights), model_name=model, warmup=int(warmup), steps=int(steps)
+    )
     figures.write(Path(path))
 
 

@@ -41,7 +41,7 @@ def demo(tmp_path_factory):
 
 @pytest.mark.slow
 def test_bench_step_measures_two_ranks(demo, tmp_path, capsys):
-    flags = [*training_flags(demo), "--tensor-model-parallel-size", "2"]
+    flags = [*training_flags(demo, "qwen3_vl_tiny"), "--tensor-model-parallel-size", "2"]
     figures = bench_step(flags, ranks=2, warmup=1, steps=2, json_path=tmp_path / "step.json")
     assert len(figures.step_seconds) == 2
     assert len(figures.losses) == 3
@@ -52,7 +52,10 @@ def test_bench_step_measures_two_ranks(demo, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_both_sides_of_the_comparison_do_the_same_work(demo):
-    comparison = compare(demo, rounds=1, steps=2, threads=1)
+@pytest.mark.parametrize(
+    "model", [pytest.param("qwen3_vl_tiny", marks=pytest.mark.sweep), "llava_tiny"]
+)
+def test_both_sides_of_the_comparison_do_the_same_work(demo, model):
+    comparison = compare(demo, model=model, rounds=1, steps=2, threads=1)
     assert comparison.largest_loss_difference < 1e-5
     assert comparison.ratio > 0
