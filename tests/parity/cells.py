@@ -184,6 +184,11 @@ def sequence_parallel_choices(layout: Cell) -> tuple[bool, ...]:
     return (True,) if "moe" in layout.model else (False, True)  # experts with TP ask for it
 
 
+def tied_choices(layout: Cell) -> tuple[bool, ...]:
+    """Qwen2-Audio's output layer is never the embeddings: transformers has none that is."""
+    return (False,) if layout.model == "qwen2_audio_tiny" else (False, True)
+
+
 def choices(layout: Cell) -> list[Cell]:
     """The layout with every choice of the options that it can have."""
     return [
@@ -198,7 +203,7 @@ def choices(layout: Cell) -> list[Cell]:
         for sequence, recompute, tied, optimizer, balance in product(
             sequence_parallel_choices(layout),
             RECOMPUTES,
-            (False, True),
+            tied_choices(layout),
             OPTIMIZERS,
             (False, True) if layout.can_balance else (False,),
         )
