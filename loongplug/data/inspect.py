@@ -20,6 +20,7 @@ from loongplug.data.pixel_limits import FOLDERS_LIMITS, PixelLimits
 from loongplug.data.processor import Processor, load_processor
 from loongplug.data.rows import ANY_ROW, RowAccess
 from loongplug.data.template import TrainingPhase
+from loongplug.data.token_ids import among
 from loongplug.data.video import video_style_of
 from loongplug.data.workers import map_rows
 
@@ -152,7 +153,7 @@ def _describe_medium(medium: Medium, *, where: str) -> str:
 def _text(ids: NDArray[np.int64], processor: Processor) -> str:
     """The tokens' text on one line, runs of one medium's token counted."""
     pieces = []
-    media = np.isin(ids, processor.media_token_ids)
+    media = among(ids, processor.media_token_ids)
     changes = np.flatnonzero((np.diff(ids) != 0) & (media[1:] | media[:-1])) + 1
     for part in np.split(ids, changes):
         if part[0] in processor.media_token_ids:

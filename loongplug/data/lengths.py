@@ -8,14 +8,15 @@ from rich.table import Table
 
 from loongplug.data.packing import LOOK_AHEAD, PackPlanner
 from loongplug.data.processor import Processor
+from loongplug.data.token_ids import among
 
 _COLUMNS = (("median", 50), ("90 %", 90), ("99 %", 99), ("longest", 100))
 
 
 def tokens_of_media(ids: NDArray[np.int64], processor: Processor) -> tuple[int, int]:
     """How many tokens hold the places of images and videos, and how many those of sounds."""
-    visual = int(np.isin(ids, processor.visual_token_ids).sum())
-    return visual, int(np.isin(ids, processor.media_token_ids).sum()) - visual
+    visual = int(among(ids, processor.visual_token_ids).sum())
+    return visual, int(among(ids, processor.media_token_ids).sum()) - visual
 
 
 def length_table(tokens: Sequence[int], visual: Sequence[int], audio: Sequence[int] = ()) -> Table:

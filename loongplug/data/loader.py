@@ -15,6 +15,7 @@ from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.source import PlannedMicrobatch, StepSource
+from loongplug.data.token_ids import among
 
 # The rows of a microbatch's units by encoder, of those that this rank encodes, and which of its
 # samples have bad media, the same on every rank of a replica.
@@ -166,7 +167,7 @@ def collate(
     for row, span, sample in spans:
         position_ids[:, row, span] = sample.position_ids
         for name, ids in token_ids.items():
-            (found,) = np.isin(sample.input_ids, ids).nonzero()
+            (found,) = among(sample.input_ids, ids).nonzero()
             places[name][row].append(found + span.start)
     lengths = [len(sample) for sample in samples]
     anywhere = TextNeeds.any_of(needs)

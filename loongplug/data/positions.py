@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.data.token_ids import among
+
 Grid = tuple[int, int, int]  # time, height, width in patches
 
 
@@ -47,7 +49,7 @@ def mrope_position_ids(
     pictures = {token: each for token, each in kinds if token is not None}
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     token, position = 0, 0
-    visual = np.flatnonzero(np.isin(input_ids, list(pictures)))
+    visual = np.flatnonzero(among(input_ids, pictures))
     while (at := int(visual.searchsorted(token))) < len(visual):  # the next outside of pictures
         start = int(visual[at])
         positions[:, token:start] = np.arange(position, position + start - token)

@@ -24,6 +24,7 @@ from loongplug.data.special_text import (
     hide_special,
     is_added,
 )
+from loongplug.data.token_ids import among
 
 TrainingPhase = Literal["pretrain", "sft"]
 
@@ -128,12 +129,11 @@ def _tokens(
     """
     ids = np.array([token for part, _ in parts for token in part], dtype=np.int64)
     trained = np.repeat([trained for _, trained in parts], [len(part) for part, _ in parts])
-    for token in processor.untrained_token_ids:
-        trained &= ids != token
+    trained &= ~among(ids, processor.untrained_token_ids)
     if not placeholders:
         return Tokens(ids=ids, trained=trained)
     repeats = np.ones(len(ids), dtype=np.int64)  # how many tokens each of the tokens stands for
-    repeats[np.isin(ids, processor.media_token_ids)] = [
+    repeats[among(ids, processor.media_token_ids)] = [
         placeholder.run
         for placeholder in placeholders
         for _ in range(placeholder.text.count(placeholder.token))
