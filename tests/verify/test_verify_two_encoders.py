@@ -1,0 +1,73 @@
+"""A model that sees and hears: what goes wrong with one encoder is found, and it is that one's."""
+
+from typing import Any
+
+import pytest
+from parity.mutations import around
+from torch import Tensor
+from verify_cases import Mutation, Pair, failing
+
+from loongplug.verify.plan import Request
+from loongplug.verify.report import report
+from loongplug.verify.runs import plan_runs
+
+OF_STEP = "loongplug.hetero.encoder_of_step:EncoderOfStep"
+EXECUTOR = "loongplug.hetero.executor:Executor"
+HEARS, SEES = {"audio_encoder", "audio_projector"}, {"image_encoder", "image_projector"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """TP 2 on two ranks, each with both encoders' whole weights."""
+    folder = tmp_path_factory.mktemp("omni")
+    flags = (
+        *("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", "--enable-full-hetero-dp"),
+        *("--tensor-model-parallel-size", "2", "model.image_encoder.tensor_model_parallel_size=1"),
+        "model.audio_encoder.tensor_model_parallel_size=1",
+    )
+    return Pair(plan_runs(Request(flags=flags, scale="tiny", steps=1), folder=folder), folder)
+
+
+def gradients_times(factor: float, *, of: str) -> Mutation:
+    """What comes back to one encoder has the right shape and another size."""
+
+    def put_in(rank: int) -> None:
+        def backward(original: Any, self: Any, payload: Any, gradient: Tensor, **more: Any) -> None:
+            of_this = self._entry.name == of
+            original(self, payload, gradient * factor if of_this else gradient, **more)
+
+        around(f"{OF_STEP}.backward", backward)
+
+    return put_in
+
+
+def rows_are_turned(rank: int) -> None:
+    """A unit's sounds arrive with their last row first."""
+
+    def taken(original: Any, self: Any, unit: int) -> Tensor:
+        found: Tensor = original(self, unit)
+        return found.flip(0) if self._entry.name == "audio_encoder" else found
+
+    around(f"{EXECUTOR}._taken", taken)
+
+
+def test_they_agree_without_a_fault(pair: Pair) -> None:
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+    assert {each.module for each in comparison.tensors} >= {*HEARS, *SEES}
+
+
+@pytest.mark.parametrize(
+    ("of", "factor", "wrong"), [("audio_encoder", 0.0, HEARS), ("image_encoder", 2.0, SEES)]
+)
+def test_gradients_of_one_encoder_alone(
+    pair: Pair, of: str, factor: float, wrong: set[str]
+) -> None:
+    found = failing(pair.compared(gradients_times(factor, of=of)), "gradients")
+    assert found == wrong
+
+
+def test_features_in_another_order(pair: Pair) -> None:
+    assert failing(pair.compared(rows_are_turned), "gradients") >= {
+        *("audio_encoder", "text_decoder layers")
+    }
