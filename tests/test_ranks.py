@@ -238,3 +238,23 @@ def _states(rank: int) -> list[tuple[int, int]]:
 @pytest.mark.not_quick
 def test_model_parallel_leaves_no_state_behind() -> None:
     assert run_ranks(_states, 4) == [[(2, 1), (1, 2), (2, 2)]] * 4
+
+
+def _listens_at(rank: int) -> set[str]:
+    """Addresses at which this process waits for others once its groups are there."""
+    dist.barrier()
+    dist.barrier(dist.new_group([0, 1]))
+    sockets = {
+        os.readlink(each) for each in Path("/proc/self/fd").iterdir() if os.path.islink(each)
+    }
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {".".join(map(str, reversed(bytes.fromhex(each[:8])))) for each in listening}
+
+
+def test_runs_side_by_side_meet_at_addresses_of_their_own() -> None:
+    """A rank that has lost its peer may go on connecting to a port that another run has by then."""
+    first, second = (run_ranks(_listens_at, 2) for _ in range(2))
+    assert len(first[0]) == 1
+    assert first[0] == first[1]
+    assert first[0].isdisjoint({"127.0.0.1", *second[0]})

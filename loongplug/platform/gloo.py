@@ -7,6 +7,7 @@ alike. Every rank knows all sizes, so all take the same way.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,11 @@ from torch.distributed import distributed_c10d
 
 # Bytes that a rank sends to all others. Above, the ring's fewer bytes are worth its steps.
 _SMALL = 256 * 1024
+
+# In the environment of ranks of one machine: a loopback address that is theirs alone. gloo takes
+# whoever connects to a port for the peer that it waits for, and a rank whose peer has died goes on
+# connecting to a port that may be another run's by then.
+OWN_ADDRESS = "LOONGPLUG_GLOO_ADDRESS"
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda pieces: pieces.sum(0, dtype=pieces.dtype),
@@ -41,10 +47,14 @@ class GlooOnOneDevice:
     ) -> Any:
         """A group, as the class itself makes it."""
         first = self._of_default_group()
-        if first is None:
+        address = os.environ.get(OWN_ADDRESS)
+        if first is None and address is None:
             return self._original(store, rank, size, timeout=timeout, **options)
         shared = self._original._Options()
-        shared._devices, shared._threads = first.options._devices, first.options._threads
+        if first is None:
+            shared._devices = [self._original.create_device(hostname=address)]
+        else:
+            shared._devices, shared._threads = first.options._devices, first.options._threads
         shared._timeout = timeout
         for name, value in options.items():
             setattr(shared, name, value)

@@ -104,7 +104,7 @@ def whole(flags, tmp_path_factory):
     return {mode: train(flags, *mode, ranks=2) for mode in (FULL, DP)}
 
 
-PHASES = (
+SIGTERM_PHASES = (
     "full-1-encoder-forward",
     "full-2-decoder",
     "full-3-encoder-backward",
@@ -112,7 +112,9 @@ PHASES = (
 )
 
 
-@pytest.mark.parametrize("phase", sweep(PHASES, but=("full-2-decoder", "dp-encoder-backward")))
+@pytest.mark.parametrize(
+    "phase", sweep(SIGTERM_PHASES, but=("full-2-decoder", "dp-encoder-backward"))
+)
 def test_sigterm_in_a_phase_saves_and_ends_all(flags, whole, tmp_path, phase):
     """In the second step, whose four microbatches two ranks share, two each."""
     mode = PHASES[phase][0]
