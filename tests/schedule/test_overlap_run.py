@@ -64,8 +64,8 @@ def flags(flags, demo):
     ]
 
 
-# Each mode, virtual stages, sharded experts, and all that says how to overlap.
-FEW = ("etp2", "tp2-hetero-dp", "tp2-vpp2-full")
+# Both heterogeneous ways, virtual stages, and all that says how to overlap.
+FEW = ("tp2-hetero-dp", "tp2-vpp2-full")
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))

@@ -56,6 +56,7 @@ def test_a_run_that_goes_on_from_the_other_devices_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_adapters(matrix: Matrix, tmp_path: Path) -> None:
     base = [*matrix.base(CELL), *CELL.flags(), *ADAPTERS]
     for name, function in (("cpu", trained_on_the_cpu), ("device", trained)):

@@ -72,8 +72,10 @@ def test_bf16_trains(flags, single):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(TP2, EP2), ((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"))],
-    ids=["tp2-ep2", "dp2-tp2-ep2"],
+    [
+        pytest.param(TP2, EP2, id="tp2-ep2", marks=pytest.mark.sweep),
+        pytest.param((), (*TP2, *EP2, "--expert-tensor-parallel-size", "1"), id="dp2-tp2-ep2"),
+    ],
 )
 def test_a_checkpoint_goes_on_with_other_expert_parallelism(flags, single, tmp_path, before, after):
     weights, expected = single
