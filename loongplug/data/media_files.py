@@ -173,7 +173,7 @@ def unreadable(kind: str, file: MediaFile, error: OSError, *, where: str) -> Val
 
 def _open(file: MediaFile) -> int:
     """A descriptor of the file, or of the archive that it is in; OSError as of open_media_file."""
-    path = file_on_disk(file)
+    path = os.fspath(file_on_disk(file))
     try:
         _require_plain(os.stat(path).st_mode)
         # Another one may have taken its place since: this flag keeps a pipe from hanging.

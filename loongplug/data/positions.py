@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +85,18 @@ def plain_position_ids(tokens: int) -> NDArray[np.int64]:
     return np.broadcast_to(np.arange(tokens), (3, tokens)).copy()
 
 
+_STILL = np.zeros(1, dtype=np.int64)  # the times of what has one frame
+
+
+@lru_cache(maxsize=32)  # few sizes come again and again
+def _still(height: int, width: int) -> NDArray[np.int64]:
+    """Positions of one frame that begins at 0, [3, height x width]."""
+    positions = np.zeros((3, height, width), dtype=np.int64)
+    positions[1] = np.arange(height)[:, None]
+    positions[2] = np.arange(width)
+    return positions.reshape(3, height * width)
+
+
 @dataclass(frozen=True)
 class _Picture:
     """A run of visual tokens: its sides in tokens, and the times of its frames."""
@@ -102,11 +115,14 @@ class _Picture:
     ) -> "_Picture":
         time, height, width = grid
         if times is None:
-            times = np.arange(time)
+            times = _STILL if time == 1 else np.arange(time)
         return cls(height // merge, width // merge, times)
 
     def write(self, positions: NDArray[np.int64], *, start: int) -> None:
         """Fill ``positions`` [3, tokens] of the picture, which begins at position ``start``."""
+        if self.times is _STILL:
+            np.add(_still(self.height, self.width), start, out=positions)
+            return
         grid = positions.reshape(3, self.time, self.height, self.width)  # a view
         grid[0] = (self.times + start)[:, None, None]
         grid[1] = np.arange(start, start + self.height)[:, None]

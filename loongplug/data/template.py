@@ -379,8 +379,14 @@ def render_chat(
         tools=None,
         documents=None,
         add_generation_prompt=prompt,
-        **tokenizer.special_tokens_map,
+        **_special_tokens(tokenizer),
     )
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """By their names, as templates know them; the tokenizer would look them up each time."""
+    return dict(tokenizer.special_tokens_map)
 
 
 @cache
