@@ -36,7 +36,7 @@ class Compared:
 
 MODELS = {
     "qwen3_vl_tiny": Compared("processor", 80),
-    "llava_tiny": Compared("processor_llava", 160),
+    "llava_tiny": Compared("processor_llava", 128),
 }
 
 
