@@ -60,15 +60,15 @@ def mrope_position_ids(
             raise ValueError(
                 f"No grid for the picture at token {start}: give one grid for each picture."
             )
-        token = start + picture.time * picture.height * picture.width
+        token = start + picture.tokens
         found = np.count_nonzero(input_ids[start:token] == kind)
         if found != token - start:
             raise ValueError(
                 f"The picture at token {start} has {found} tokens in the text, but its grid needs"
                 f" {token - start}: write exactly as many."
             )
-        picture.write(positions[:, start:token], start=position)
-        last = int(picture.times[-1]) if after_times else 0
+        np.add(picture.positions, position, out=positions[:, start:token])
+        last = picture.last_time if after_times else 0
         position += max(last + 1, picture.height, picture.width)
     positions[:, token:] = np.arange(position, position + len(input_ids) - token)
     for kind, rest in pictures.items():
@@ -85,45 +85,41 @@ def plain_position_ids(tokens: int) -> NDArray[np.int64]:
     return np.broadcast_to(np.arange(tokens), (3, tokens)).copy()
 
 
-_STILL = np.zeros(1, dtype=np.int64)  # the times of what has one frame
-
-
-@lru_cache(maxsize=32)  # few sizes come again and again
-def _still(height: int, width: int) -> NDArray[np.int64]:
-    """Positions of one frame that begins at 0, [3, height x width]."""
-    positions = np.zeros((3, height, width), dtype=np.int64)
-    positions[1] = np.arange(height)[:, None]
-    positions[2] = np.arange(width)
-    return positions.reshape(3, height * width)
-
-
 @dataclass(frozen=True)
 class _Picture:
-    """A run of visual tokens: its sides in tokens, and the times of its frames."""
+    """A run of visual tokens: the sides of its grid, and positions [3, tokens] counted from 0."""
 
     height: int
     width: int
-    times: NDArray[np.int64]
-
-    @property
-    def time(self) -> int:
-        return len(self.times)
+    positions: NDArray[np.int64]
 
     @classmethod
     def merged(
         cls, grid: Grid, merge: int, *, times: NDArray[np.int64] | None = None
     ) -> "_Picture":
         time, height, width = grid
+        height, width = height // merge, width // merge
         if times is None:
-            times = _STILL if time == 1 else np.arange(time)
-        return cls(height // merge, width // merge, times)
+            return cls(height, width, _counted(time, height, width))
+        return cls(height, width, _at_times(times, height, width))
 
-    def write(self, positions: NDArray[np.int64], *, start: int) -> None:
-        """Fill ``positions`` [3, tokens] of the picture, which begins at position ``start``."""
-        if self.times is _STILL:
-            np.add(_still(self.height, self.width), start, out=positions)
-            return
-        grid = positions.reshape(3, self.time, self.height, self.width)  # a view
-        grid[0] = (self.times + start)[:, None, None]
-        grid[1] = np.arange(start, start + self.height)[:, None]
-        grid[2] = np.arange(start, start + self.width)
+    @property
+    def tokens(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def last_time(self) -> int:
+        return int(self.positions[0, -1])
+
+
+@lru_cache(maxsize=32)  # few sizes come again and again
+def _counted(time: int, height: int, width: int) -> NDArray[np.int64]:
+    return _at_times(np.arange(time), height, width)
+
+
+def _at_times(times: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
+    grid = np.empty((3, len(times), height, width), dtype=np.int64)
+    grid[0] = times[:, None, None]
+    grid[1] = np.arange(height)[:, None]
+    grid[2] = np.arange(width)
+    return grid.reshape(3, -1)
