@@ -17,14 +17,11 @@ import loongplug.training.run  # noqa: E402, F401
 gc.freeze()
 
 
-class _EndsAsAProgram:
-    """A rank, once forked: what it registers with ``atexit`` is called, as in other programs."""
-
-    def __call__(self, _: "_EndsAsAProgram") -> None:
-        atexit._clear()
-        util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
+def _end_as_a_program(_: object) -> None:
+    """Of a rank, once forked: what it registers with ``atexit`` is called, as in other programs."""
+    atexit._clear()
+    util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
 
 
-_RANK = _EndsAsAProgram()  # held here: the register holds it weakly
-util.register_after_fork(_RANK, _RANK)
+util.register_after_fork(_end_as_a_program, _end_as_a_program)
 atexit.register(os._exit, 0)  # of the process that ranks are forked from: it has nothing to tell

@@ -45,10 +45,8 @@ class Program:
 
     def forked(self) -> list[str]:
         """torchrun's words for ranks that are forked from one process."""
-        return [
-            *(*self.launcher, "--start-method=forkserver", "--run-path", self.path),
-            *self.flags,
-        ]
+        how = ("--start-method=forkserver", "--run-path", self.path)
+        return [*self.launcher, *how, *self.flags]
 
 
 def program_of(words: Sequence[str]) -> Program | None:
