@@ -17,13 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from loongplug.platform.loopback import OWN_ADDRESS
+
 # Bytes that a rank sends to all others. Above, the ring's fewer bytes are worth its steps.
 _SMALL = 256 * 1024
-
-# In the environment of ranks of one machine: a loopback address that is theirs alone. gloo takes
-# whoever connects to a port for the peer that it waits for, and a rank whose peer has died goes on
-# connecting to a port that may be another run's by then.
-OWN_ADDRESS = "LOONGPLUG_GLOO_ADDRESS"
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda pieces: pieces.sum(0, dtype=pieces.dtype),

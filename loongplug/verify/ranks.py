@@ -9,13 +9,14 @@ import sys
 import time
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from loongplug.platform.loopback import own_address
 
 if TYPE_CHECKING:
     from loongplug.platform import Platform
@@ -126,7 +127,7 @@ def fork_ranks(
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     ranks: list[Rank] = []
-    address = _own_address(folder)
+    address = own_address(f"{os.getpid()} {folder}")
     try:
         for number in range(world_size):
             (folder / f"{number}.pickle").unlink(missing_ok=True)
@@ -145,17 +146,6 @@ def fork_ranks(
             rank.kill()
             rank.ended(block=True)
     return ranks
-
-
-def _own_address(folder: Path) -> dict[str, str]:
-    """What the environment tells these ranks of where they meet; only Linux has as many places."""
-    if sys.platform != "linux":
-        return {}
-    from loongplug.platform.gloo import OWN_ADDRESS
-
-    # As good as no two runs that are there at once have the same.
-    number = zlib.crc32(f"{os.getpid()} {folder}".encode()) % (2**24 - 2) + 1
-    return {OWN_ADDRESS: f"127.{number >> 16}.{number >> 8 & 255}.{number & 255}"}
 
 
 def join(rank: int, *, folder: Path, device: str, minutes: float) -> "Platform":
