@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from compared_runs import same, train
+from sweeps import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +78,7 @@ FEW = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.sweep) for name in CASES],
+    sweep(CASES, but=FEW),
 )
 def test_losses_and_norms_are_those_of_one_rank(alone, name):
     ranks, layout, model = CASES[name]
