@@ -56,8 +56,11 @@ class MicrobatchLoader(Iterator[Microbatch]):
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
+        only: range | None = None,
     ) -> None:
-        """``needs``: by chunk. ``pins``: text in page-locked memory, once for all chunks.
+        """``only``: microbatches are made of the samples at these places alone.
+
+        ``needs``: by chunk. ``pins``: text in page-locked memory, once for all chunks.
 
         ``on_made`` is called with each microbatch that was taken from the source.
         """
@@ -70,6 +73,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made
+        self._only = only
         self._step: Iterator[PlannedMicrobatch] = iter(())
         self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
@@ -106,6 +110,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             [
                 sample.untrained() if place in bad else sample
                 for place, sample in enumerate(planned.samples)
+                if self._only is None or place in self._only
             ],
             pad_token_id=self._processor.pad_token_id,
             seq_length=self._seq_length,

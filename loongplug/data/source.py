@@ -72,12 +72,14 @@ ONE_REPLICA = Assignment()
 class EncoderUnits:
     """How units are made for one encoder: of which kinds of media, and for which replicas.
 
-    Media are loaded for those replicas that ``loads`` names.
+    Media are loaded for those replicas that ``loads`` names. With ``samples``, units are made of
+    these samples of each microbatch alone, by their places in it.
     """
 
     kinds: tuple[str, ...]
     assignment: Assignment = ONE_REPLICA
     loads: Collection[int] = (0,)
+    samples: range | None = None
 
 
 def planned_units(
@@ -92,7 +94,7 @@ def planned_units(
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
     for name, encoder in encoders.items():
         media = [
-            MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds)
+            MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds, only=encoder.samples)
             for index, each in enumerate(samples, first_index)
         ]
         replicas = encoder.assignment.of(numbers, [each.grids for each in media])

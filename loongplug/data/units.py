@@ -48,14 +48,23 @@ class MediaBatch:
 
     @classmethod
     def of(
-        cls, index: int, samples: Sequence[Sample], *, encoder: str, kinds: Sequence[str]
+        cls,
+        index: int,
+        samples: Sequence[Sample],
+        *,
+        encoder: str,
+        kinds: Sequence[str],
+        only: range | None = None,
     ) -> Self:
-        """The unit of these samples for an encoder that takes such media."""
+        """The unit of these samples for an encoder that takes such media.
+
+        ``only``: without the media of other samples than those at these places.
+        """
         taken = [
             (number, sample.where, medium, grid)
             for number, sample in enumerate(samples)
             for medium, grid in zip(sample.media, sample.grids, strict=True)
-            if kind_of(medium) in kinds
+            if kind_of(medium) in kinds and (only is None or number in only)
         ]
         return cls(
             index=index,

@@ -213,6 +213,7 @@ class Step:
     def _side(self, encoder: str, rank: int) -> EncoderSide:
         model, engine = self._model, self._rank.engine.encoders[encoder]
         architecture, edge = model.encoder(encoder), engine.place.edge
+        assert edge is not None, "an encoder beside the decoder"
         config = self._rank.chunks[0].text_decoder.config
         row = architecture.row_values * _INPUT_BYTES
         units = [each.units[encoder] for each in self._microbatches]

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
+from loongplug.models.decoder import DecoderConfig
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 
@@ -39,10 +40,15 @@ class EncoderOfStep:
 
 
 def units_of(
-    microbatches: Sequence[Microbatch], *, model: MultimodalModel, entry: Entry, taps: int
+    microbatches: Sequence[Microbatch],
+    *,
+    model: MultimodalModel,
+    entry: Entry,
+    taps: int,
 ) -> ExchangeSpec:
-    """What every rank of the replica knows of these microbatches' units for an encoder."""
-    config = model.text_decoder.config
+    """What all who exchange these microbatches' units for an encoder know of them."""
+    config = model.config  # the decoder's
+    assert isinstance(config, DecoderConfig)
     units = [each.units[entry.name] for each in microbatches]
     shards = None
     if config.sequence_parallel:
@@ -57,4 +63,5 @@ def units_of(
         width=(1 + taps) * config.hidden_size,
         dtype=config.params_dtype,
         shards=shards,
+        row_tokens=tuple(tuple(map(len, unit.places)) for unit in units),
     )

@@ -1,7 +1,7 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ class ExchangeSpec:
 
     ``tokens`` and ``encoder_replicas`` by unit; a payload is [tokens, width] of ``dtype``.
     ``shards`` are, by unit, the rows that each consumer needs; None where each needs all.
+    ``row_tokens`` are, by unit, the tokens of each row of its microbatch. ``first`` is the number
+    of the first one in its step.
     """
 
     tokens: tuple[int, ...]
@@ -25,6 +27,20 @@ class ExchangeSpec:
     width: int
     dtype: torch.dtype
     shards: tuple[tuple[Rows, ...], ...] | None = None
+    row_tokens: tuple[tuple[int, ...], ...] = ()
+    first: int = 0
+
+    def part(self, units: range) -> "ExchangeSpec":
+        """Of these units alone, by their places here."""
+        some = slice(units.start, units.stop)
+        return replace(
+            self,
+            tokens=self.tokens[some],
+            encoder_replicas=self.encoder_replicas[some],
+            shards=None if self.shards is None else self.shards[some],
+            row_tokens=self.row_tokens[some],
+            first=self.first + units.start,
+        )
 
     def rows(self, transfer: Transfer) -> Rows:
         """What of its unit a transfer takes along."""
@@ -63,6 +79,12 @@ class Exchange:
         """Whether features come to this rank."""
         return self._rank in self._edge.consumers
 
+    def begin(self, units: ExchangeSpec, *, trains: bool) -> None:
+        """A step of these units begins: nothing to do before they are there."""
+
+    def drain(self) -> None:
+        """The step's end: nothing is under way any more."""
+
     def gather_variable_shape_embeddings(
         self, payloads: Mapping[int, Tensor], units: ExchangeSpec
     ) -> dict[int, Tensor]:
@@ -79,7 +101,7 @@ class Exchange:
             self._edge, units.encoder_replicas, sharded=units.shards is not None
         )
         out = {
-            each: _taken(payloads[each.unit], units.rows(each))
+            each: taken(payloads[each.unit], units.rows(each))
             for each in transfers
             if each.source == self._rank
         }
@@ -109,7 +131,7 @@ class Exchange:
                 tokens = units.tokens[each.unit]
                 # Every row lies in one consumer's part of the sequence.
                 whole[each.unit] = rows.new_empty(tokens, units.width)  # [tokens, width]
-            _put(rows, units.rows(each), into=whole[each.unit])
+            put(rows, units.rows(each), into=whole[each.unit])
         return whole
 
     def _move(
@@ -145,15 +167,15 @@ class Exchange:
         return kept | dict(zip(arrived, parts, strict=True))
 
 
-def _taken(payload: Tensor, rows: Rows) -> Tensor:
+def taken(payload: Tensor, rows: Rows) -> Tensor:
     """These rows of a payload, [rows, width]."""
     if len(rows) == 1:
         return payload[rows[0]]
     return torch.cat([payload[:0], *(payload[each] for each in rows)])
 
 
-def _put(values: Tensor, rows: Rows, *, into: Tensor) -> None:
-    """The reverse of :func:`_taken`."""
+def put(values: Tensor, rows: Rows, *, into: Tensor) -> None:
+    """The reverse of :func:`taken`."""
     parts: Iterable[Tensor] = values.split([size((each,)) for each in rows]) if rows else ()
     for each, part in zip(rows, parts, strict=True):
         into[each] = part

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch
+from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
@@ -60,7 +61,7 @@ class Executor:
     def __init__(
         self,
         planned: Planned,
-        exchange: Exchange,
+        exchange: Exchange | Edges,
         *,
         entry: Entry,
         taps: int,
@@ -83,6 +84,8 @@ class Executor:
         self._recorder = recorder
         self._queue = PrefetchQueue(platform.copies())
         self.state: EncoderState | None = None  # where it leaves for the host
+        # Whether an encoder on ranks of its own does; None for one whose ranks see it.
+        self.encoder_trains: bool | None = None
         self._step: _Step | None = None
 
     def around(self, schedule: Schedule) -> Schedule:
@@ -128,10 +131,41 @@ class Executor:
 
         return forward_backward
 
+    def instead(self, microbatch_pieces: int) -> Schedule:
+        """The schedule of a rank that encodes and does not decode.
+
+        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator.
+        """
+
+        def forward_backward(
+            *,
+            data_iterator: Any,
+            model: Any,
+            num_microbatches: int,
+            forward_only: bool = False,
+            force_all_reduce: bool | None = False,
+            **_: Any,
+        ) -> list[Any]:
+            chunks = model if isinstance(model, list) else [model]
+            pieces = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            count = num_microbatches * microbatch_pieces
+            with self._recorder.span("data", "the step's microbatches"):
+                microbatches: list[Microbatch] = [next(pieces) for _ in range(count)]
+            self.begin(chunks[0], microbatches, training=not forward_only)
+            self.end()
+            finalize = get_model_config(chunks[0]).finalize_model_grads_func
+            if not forward_only and finalize is not None:
+                finalize(chunks, force_all_reduce=force_all_reduce)
+            return []
+
+        return forward_backward
+
     def begin(self, chunk: Any, microbatches: list[Microbatch], *, training: bool) -> None:
         """A step begins. ``chunk`` is the rank's first, as Megatron has wrapped it."""
-        model = _unwrapped(chunk)
+        model = unwrapped(chunk)
         encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
+        if self.encoder_trains is not None:
+            encoder.trains = training and self.encoder_trains
         plan = self._planned(
             encoder_replicas=tuple(
                 each.units[self._entry.name].encoder_replica for each in microbatches
@@ -141,7 +175,11 @@ class Executor:
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        self._step = _Step(plan=plan, encoder=encoder, model=model, microbatches=microbatches)
+        spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
+        self._step = _Step(
+            plan=plan, encoder=encoder, model=model, microbatches=microbatches, spec=spec
+        )
+        self._exchange.begin(spec, trains=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +188,7 @@ class Executor:
 
         def watching(data_iterator: Any, model: Any, *args: Any, **options: Any) -> Any:
             nonlocal number
-            if _unwrapped(model) is not self._now.model:
+            if unwrapped(model) is not self._now.model:
                 return forward_step(data_iterator, model, *args, **options)
             here, number = number, number + 1
             self._do(forward(here))
@@ -170,6 +208,7 @@ class Executor:
     def end(self) -> None:
         """The schedule is through, and has not failed."""
         self._do(END)
+        self._exchange.drain()
         self._now.assert_done()
         self._step = None
 
@@ -246,15 +285,9 @@ class Executor:
 
     def _gather(self, units: range, *, to_host: bool) -> None:
         step = self._now
-        spec = step.specs[units] = units_of(
-            step.microbatches[units.start : units.stop],
-            model=step.model,
-            entry=self._entry,
-            taps=self._taps,
-        )
         own = [unit for unit in units if unit in step.payloads]
         arrived = self._exchange.gather_variable_shape_embeddings(
-            {unit - units.start: step.payloads.pop(unit) for unit in own}, spec
+            {unit - units.start: step.payloads.pop(unit) for unit in own}, step.spec.part(units)
         )
         if not to_host:
             for unit in sorted(arrived):
@@ -279,7 +312,7 @@ class Executor:
                 for unit in units
                 if unit in step.gradients
             },
-            step.specs.pop(units),
+            step.spec.part(units),
         )
         step.own_gradients |= {units.start + unit: each for unit, each in found.items()}
 
@@ -317,7 +350,7 @@ class _Step:
     encoder: EncoderOfStep
     model: MultimodalModel
     microbatches: list[Microbatch]
-    specs: dict[range, ExchangeSpec] = field(default_factory=dict)
+    spec: ExchangeSpec  # of all units
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
     taken: dict[int, Tensor] = field(default_factory=dict)  # for the forward under way
@@ -371,7 +404,7 @@ class _Waiting:
             function(*args, **kwargs)
 
 
-def _unwrapped(chunk: Any) -> MultimodalModel:
+def unwrapped(chunk: Any) -> MultimodalModel:
     """Megatron hands chunks on with or without its wrappers."""
     model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
     return model

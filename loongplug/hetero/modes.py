@@ -3,11 +3,18 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
 from loongplug.hetero.operations import Kept
-from loongplug.hetero.placement import Placement, all_ranks_dp, first_stage_dp, first_stage_tp
-from loongplug.hetero.policies import Policy, group_ahead, inline, separated
+from loongplug.hetero.placement import (
+    Placement,
+    all_ranks_dp,
+    first_stage_dp,
+    first_stage_tp,
+    own_ranks,
+)
+from loongplug.hetero.policies import Policy, apart, group_ahead, inline, separated
 from loongplug.models.architecture import EncoderArchitecture
 
 
@@ -32,6 +39,7 @@ class Mode:
     outside_schedule: bool = False
     encoder_tp: int | None = 1
     any_owner: bool = False
+    apart: bool = False
     on_host: frozenset[Kept] = frozenset()
 
     @property
@@ -51,6 +59,7 @@ FULL_HETERO_DP = Mode(
     outside_schedule=True,
     any_owner=True,
 )
+APART = Mode(name="ranks of its own", place=own_ranks, policy=apart, apart=True)
 _OFFLOADS = {
     "full_hetero_dp_cpu_offload": Kept.FEATURES,
     "offload_encoder_activations": Kept.ACTIVATIONS,
@@ -71,6 +80,9 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
 
     Heterogeneous TP is the uniform mode with another encoder size.
     """
+    if encoder is not None and encoder.rank_offset is not None:
+        place = partial(own_ranks, dp=encoder.data_parallel_size, rank_offset=encoder.rank_offset)
+        return replace(APART, place=place)
     if encoder is not None and encoder.mode is not None:
         found = NAMED.get(encoder.mode, UNIFORM)  # a rule refuses other names
     elif args.enable_full_hetero_dp:

@@ -229,6 +229,12 @@ def apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> Plac
     return Placement(entries=entries)
 
 
+def own_ranks(decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int) -> Placement:
+    """The encoder has ``tp`` x ``dp`` ranks of its own, from ``rank_offset`` on."""
+    layout = Layout(tp=tp, dp=dp, first_rank=rank_offset)
+    return _of_two(entry, layout, decoder, same_units=False)
+
+
 def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) -> Placement:
     """An encoder and the decoder that it leads into."""
     assert entry.into is not None, "an encoder leads somewhere"

@@ -37,6 +37,10 @@ class EncoderStep:
     decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
     which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
     there while the decoder works.
+
+    Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
+    replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
+    does so before it takes the first gradients (:mod:`~loongplug.hetero.pipeline_graph`).
     """
 
     encoder_replicas: tuple[int, ...]
@@ -47,6 +51,8 @@ class EncoderStep:
     trains: bool
     last_stage: bool
     on_host: frozenset[Kept] = frozenset()
+    pieces: int = 1
+    warmup: int = 0
 
     @property
     def units(self) -> range:
@@ -133,6 +139,37 @@ def separated(step: EncoderStep) -> StepPlan:
         _encoders_backward(plan, mine, moves=moves)
         if blank:
             plan.at(END, EncoderBackward(unit=None, more=False))
+    return plan.done()
+
+
+def apart(step: EncoderStep) -> StepPlan:
+    """The encoder has ranks of its own: 1F1B from microbatch to microbatch, across modules.
+
+    The encoder works ahead of the decoder by its warm-up; from then on it goes forward once and
+    backward once in turn. The decoder's ranks take features before a forward, and send gradients
+    back within a backward. Section 4 of the MIMO paper.
+    """
+    plan = _Draft()
+    if step.replica is None:
+        for unit in step.units if step.consumes else ():
+            alone = range(unit, unit + 1)
+            plan.at(forward(unit), GatherFeatures(units=alone), TakeFeatures(unit=unit))
+            if step.trains:
+                plan.at(gradient(unit), KeepGradient(unit=unit), ScatterGradients(units=alone))
+        return plan.done()
+    if not step.units:  # no sample is this replica's, and parameters have gradients nevertheless
+        if step.trains:
+            plan.at(BEGIN, Encode(unit=None), EncoderBackward(unit=None, more=False))
+        return plan.done()
+    slots = [step.units[first : first + step.pieces] for first in step.units[:: step.pieces]]
+    ahead = min(step.warmup, len(slots)) if step.trains else len(slots)
+    for number in range(len(slots) + ahead):
+        for unit in slots[number] if number < len(slots) else ():
+            plan.at(BEGIN, Encode(unit=unit), GatherFeatures(units=range(unit, unit + 1)))
+        for unit in slots[number - ahead] if step.trains and number >= ahead else ():
+            more = unit != step.units[-1]
+            plan.at(BEGIN, ScatterGradients(units=range(unit, unit + 1)))
+            plan.at(BEGIN, EncoderBackward(unit=unit, more=more))
     return plan.done()
 
 

@@ -45,6 +45,8 @@ class EncoderArchitecture:
     layernorm_epsilon: float = 1e-6
     initializer_range: float = 0.02
     tensor_model_parallel_size: int | None = None  # None: the decoder's
+    data_parallel_size: int = 1  # of one with a rank_offset; else it follows from the decoder's
+    rank_offset: int | None = None  # the first of its own ranks; None: it lies on the decoder's
     mode: str | None = None  # how it is parallel, where not as the flags say
     freeze: bool = False
     recompute: bool = False

@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput, Unit
-from loongplug.models.decoder import TextDecoder
+from loongplug.models.decoder import DecoderConfig, TextDecoder
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.features import Features, FeatureSource, PlacedFeatures
 from loongplug.parallel.module_state import ModulePart, ModuleState
@@ -32,24 +32,28 @@ class MultimodalModel(MegatronModule):
 
     def __init__(
         self,
-        text_decoder: TextDecoder,
+        text_decoder: TextDecoder | None,
         *,
+        config: DecoderConfig,
         entries: Sequence[Entry],
         encoding: Mapping[str, MegatronModule],
         pg_collection: ProcessGroupCollection,
         states: Mapping[str, ModuleState | None],
         lr_mults: dict[str, float] | None = None,
     ) -> None:
-        """``encoding``: encoders and projectors by name, where this chunk has them.
+        """``text_decoder`` is None on ranks that the decoder has not; ``config`` is its config.
+
+        ``encoding``: encoders and projectors by name, where this chunk has them.
 
         ``states`` are the entries', by name, None where this rank has no part in one;
         ``pg_collection`` the decoder's groups, and
         ``lr_mults`` multiples of the learning rate by the names of modules.
         """
-        super().__init__(config=text_decoder.config)
+        super().__init__(config=config)
         for name, module in encoding.items():
             self.add_module(name, module)
-        self.text_decoder = text_decoder
+        if text_decoder is not None:
+            self.text_decoder = text_decoder
         self.entries = tuple(entries)
         self.encoders = tuple(each for each in encoders(entries) if each.name in encoding)
         self.pg_collection = pg_collection
@@ -57,10 +61,12 @@ class MultimodalModel(MegatronModule):
         self.lr_mults = lr_mults or {}
         # By the encoder's name; one that has none encodes in each forward.
         self.feature_sources: dict[str, FeatureSource] = {}
-        self.pre_process = text_decoder.pre_process
-        self.post_process = text_decoder.post_process
-        self.vp_stage = text_decoder.vp_stage
-        self.share_embeddings_and_output_weights = text_decoder.share_embeddings_and_output_weights
+        self.pre_process = text_decoder is not None and text_decoder.pre_process
+        self.post_process = text_decoder is not None and text_decoder.post_process
+        self.vp_stage = None if text_decoder is None else text_decoder.vp_stage
+        self.share_embeddings_and_output_weights = (
+            text_decoder is not None and text_decoder.share_embeddings_and_output_weights
+        )
 
     @property
     def encodes(self) -> bool:

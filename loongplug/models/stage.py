@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_pg_size
 
 from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.models.decoder import DecoderConfig, carry_deepstack
@@ -34,7 +33,8 @@ def build_model(
     ``pre_process`` is set, or on the first chunk of every rank that a state of its own has for the
     encoder, in that state and with its groups, and always run in it. ``states`` are those of
     encoders by the names of entries; an encoder that is not among them has the decoder's groups,
-    ``pg_collection``, and one whose state is None lies on other ranks.
+    ``pg_collection``, and one whose state is None lies on other ranks. So does the decoder, where
+    its state is None; the groups are an encoder's then.
     """
     # All weights start with one deviation; Megatron would start the output projections smaller.
     config.output_layer_init_method = config.init_method
@@ -46,24 +46,24 @@ def build_model(
     }
     architectures = model.modules()
     decoder = only_decoder(entries).name
-    built_decoder = load(parts[decoder].build)(
-        architectures[decoder],
-        config,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-        backend=backend,
-    )
+    built_decoder = None
+    if states[decoder] is not None:
+        built_decoder = load(parts[decoder].build)(
+            architectures[decoder],
+            config,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+            backend=backend,
+        )
     encoding: dict[str, MegatronModule] = {}
     for entry in encoders(entries):
         state = states[entry.name]
         # In a state of its own it lies on the first chunk of each of that state's ranks.
         own = state is not None and state.state is not None and not vp_stage
-        if not pre_process and not own:
+        if state is None or not (pre_process or own):
             continue
-        assert state is not None, "the first stage has the encoder"
-        assert get_pg_size(pg_collection.tp) == config.tensor_model_parallel_size
         name, projector = entry.modules
         with state.entered():
             encoder = load(parts[name].build)(
@@ -83,6 +83,7 @@ def build_model(
             state.run(module)
     composed = MultimodalModel(
         built_decoder,
+        config=config,
         entries=entries,
         encoding=encoding,
         pg_collection=pg_collection,

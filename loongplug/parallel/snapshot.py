@@ -133,6 +133,11 @@ def load_start() -> None:
     leaves nothing behind, and destroys no process group.
     """
     vars(parallel_state).update(values_at_start())
+    part_random_numbers()
+
+
+def part_random_numbers() -> None:
+    """Go on without a tracker, and with generators of its own; snapshots keep what was there."""
     for where, name, value in OTHER_GLOBALS:
         where[name] = value
     _part_generators()

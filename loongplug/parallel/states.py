@@ -22,10 +22,11 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.live_layout import live_layout
-from loongplug.parallel.snapshot import Snapshot, load_start
+from loongplug.parallel.snapshot import Snapshot, load_start, part_random_numbers
 from loongplug.platform.upstream_seams import rank_order_table
 
 TEXT_DECODER = "text_decoder"
+_NOWHERE = "no decoder"  # of ranks that the decoder has not: what Megatron has between modules
 
 # Called after each switch with the names of the state that was left and the one now in use.
 OnSwitch = Callable[[str, str], None]
@@ -45,6 +46,7 @@ class _ParallelStatesDict(dict[str, _State]):
     def __init__(self) -> None:
         super().__init__()
         self.current: str | None = None
+        self.gloo = False  # whether states have groups of gloo beside the others
         self.on_switch: OnSwitch | None = None
         self.backwards: set[int] = set()  # autograd's ids of those that entered a state
 
@@ -127,7 +129,48 @@ def adopt_parallel_state(name: str = TEXT_DECODER) -> Layout:
     layout = live_layout()
     PARALLEL_STATES[name] = _State(layout, Snapshot())
     PARALLEL_STATES.current = name
+    PARALLEL_STATES.gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
     return layout
+
+
+def adopt_own_ranks(
+    name: str, layout: Layout, *, gloo: bool, initialize: Callable[[], None]
+) -> None:
+    """As :func:`adopt_parallel_state`, for a module that has not all ranks of the world.
+
+    ``initialize`` makes Megatron's parallel state for the ranks of ``layout``, which are the first
+    ones, with groups of gloo beside the others if ``gloo`` is set. Collective over the world: every
+    rank enters, since all make all groups. The other ranks have no state to be in until
+    :func:`rest_in` gives them one.
+
+    Raises:
+        ValueError: there are states already.
+    """
+    if PARALLEL_STATES:
+        PARALLEL_STATES.require_new(name)
+    initialize()
+    member = dist.get_rank() in layout.ranks
+    PARALLEL_STATES[name] = _State(layout, Snapshot() if member else None)
+    if not member:
+        load_start()
+        PARALLEL_STATES[_NOWHERE] = _State(layout, Snapshot())
+    PARALLEL_STATES.current = name if member else _NOWHERE
+    PARALLEL_STATES.gloo = gloo
+
+
+def rest_in(name: str, *, dp: int) -> None:
+    """On a rank that the decoder has not: Megatron works with this module's state from now on.
+
+    But it counts samples by ``dp``, the decoder's data parallel size: one global batch is what all
+    ranks go through together. ``with parallel_state_of(name):`` has the module's own.
+    """
+    assert PARALLEL_STATES.current == _NOWHERE, PARALLEL_STATES.current
+    PARALLEL_STATES.switch(name)
+    # The module's own generators are its snapshot's; Megatron seeds those of this state.
+    part_random_numbers()
+    parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = dp
+    PARALLEL_STATES[_NOWHERE] = _State(layout_of(name), Snapshot())
+    PARALLEL_STATES.current = _NOWHERE
 
 
 def create_parallel_state(
@@ -164,7 +207,6 @@ def create_parallel_state(
             f"{name!r} needs ranks {layout.ranks.start} to {layout.ranks.stop - 1}, and there "
             f"are {dist.get_world_size()} in all."
         )
-    gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     kept = PARALLEL_STATES.snapshot_of(current)
     kept.save()
@@ -180,7 +222,7 @@ def create_parallel_state(
             expert_tensor_parallel_size=layout.etp,
             nccl_communicator_config_path=nccl_config_path,
             distributed_timeout_minutes=timeout_minutes,
-            create_gloo_process_groups=gloo,
+            create_gloo_process_groups=PARALLEL_STATES.gloo,
             rank_offset=layout.first_rank,
             local_world_size=layout.world_size,
         )
@@ -250,6 +292,11 @@ def layout_of(name: str) -> Layout:
     return PARALLEL_STATES[name].layout
 
 
+def decoder_layout() -> Layout:
+    """The decoder's layout, on every rank; errors as :func:`~.live_layout.live_layout`."""
+    return layout_of(TEXT_DECODER) if is_adopted() else live_layout()
+
+
 def process_groups(name: str) -> ProcessGroupCollection:
     """The groups of a state, every field set (None where Megatron has no such group).
 
@@ -265,7 +312,8 @@ def destroy_parallel_states() -> None:
     What Megatron has then is the adopted state as it has become. Does nothing without states.
     """
     if PARALLEL_STATES:
-        PARALLEL_STATES.switch(next(iter(PARALLEL_STATES)))
+        decoder, *others = PARALLEL_STATES
+        PARALLEL_STATES.switch(_NOWHERE if _NOWHERE in others else decoder)
         PARALLEL_STATES.clear()
         PARALLEL_STATES.backwards.clear()
         PARALLEL_STATES.current = None

@@ -19,7 +19,7 @@ from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line, requested_device
 from loongplug.training.rules import violated_rules
-from loongplug.training.rules.rule import data_parallel_size
+from loongplug.training.rules.rule import data_parallel_size, own_ranks
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 from loongplug.training.step_sizes import settle_step_sizes
 
@@ -66,6 +66,8 @@ def parse_arguments(
     args = line.args
     composed = compose_asked_for(args, overrides=line.overrides, converts=not training)
     complete(args, device=platform.name)
+    # To Megatron, and to the rules, the decoder's ranks are all there are.
+    args.world_size -= own_ranks(composed.config)
     if args.print_config:
         if args.rank == 0:
             print(composed.to_yaml(), end="", flush=True)
@@ -130,7 +132,7 @@ def complete(args: Namespace, *, device: str) -> None:
     args.device = device
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank = int(os.environ.get("RANK", "0"))
-    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args.ranks = args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     MultiStorageClientFeature.disable()
 
 

@@ -2,7 +2,7 @@
 
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,7 +124,9 @@ class DatasetProvider:
             return sample_lengths(dataset.rows, settings, seq_length=args.seq_length)
 
         self._lengths, self._valid_lengths = map(indexed_lengths, (train, self._valid))
-        self._loaders: list[MicrobatchLoader] = []  # training and, where there is one, validation
+        self._loaders: list[MicrobatchLoader] = []
+        # Of training and, where there is one, validation: the microbatches of a chunk.
+        self._chunks: list[Callable[[int], Iterator[Microbatch]]] = []
         self.bad_samples = BadSamples(args.bad_sample)  # met in training
 
     @property
@@ -145,7 +147,7 @@ class DatasetProvider:
         chunk = vp_stage or 0
         if chunk == 0:
             self._start()
-        train, *valid = (loader.chunk(chunk) for loader in self._loaders)
+        train, *valid = (iterator(chunk) for iterator in self._chunks)
         return train, valid[0] if valid else None, None
 
     def asked(self) -> Asked:
@@ -189,42 +191,101 @@ class DatasetProvider:
     def _start(self) -> None:
         args, sizes = self._args, step_sizes(self._args)
         assert sizes is not None, "Megatron's checks set what was not given"
+        decodes = self._engine.decodes
         news = replica_group() if self.bad_samples.skips else None
         valid_bad_samples = BadSamples(args.bad_sample)
         for bad_samples in (self.bad_samples, valid_bad_samples):
-            bad_samples.speaks = speaks_for_replica()
-        train = self._source(
-            self.train,
-            micro_batch_size=args.micro_batch_size,
-            sizes=sizes,
-            seed=args.seed,
-            consumed_samples=args.consumed_train_samples,
-            lengths=self._lengths,
-            resume=packing_place(args),
-            bad_samples=self.bad_samples,
-        )
+            bad_samples.speaks = decodes and speaks_for_replica()
+        training: dict[str, Any] = {
+            "micro_batch_size": args.micro_batch_size,
+            "sizes": sizes,
+            "seed": args.seed,
+            "consumed_samples": args.consumed_train_samples,
+            "lengths": self._lengths,
+            "resume": packing_place(args),
+            "bad_samples": self.bad_samples,
+        }
+        valid: dict[str, Any] = {
+            "micro_batch_size": args.eval_micro_batch_size,
+            "sizes": StepSizes.constant(args.eval_global_batch_size),
+            "seed": None,
+            "lengths": self._valid_lengths,
+            "restart_after": args.eval_iters * args.eval_global_batch_size,
+            "bad_samples": valid_bad_samples,
+        }
+        if not decodes:
+            self._chunks = [self._pieces(self.train, **training)]
+            if self._valid is not None:
+                self._chunks.append(self._pieces(self._valid, **valid))
+            return
+        train = self._source(self.train, **training)
         note = partial(note_packing_place, train, args) if args.packing else None
-        self._loaders = [self._loader(train, news=news, channel=0, on_made=note)]
+        loaders = [self._loader(train, news=news, channel=0, on_made=note)]
         if self._valid is not None:
-            valid = self._source(
-                self._valid,
-                micro_batch_size=args.eval_micro_batch_size,
-                sizes=StepSizes.constant(args.eval_global_batch_size),
-                seed=None,
-                lengths=self._valid_lengths,
-                restart_after=args.eval_iters * args.eval_global_batch_size,
-                bad_samples=valid_bad_samples,
-            )
-            self._loaders.append(self._loader(valid, news=news, channel=1))
+            loaders.append(self._loader(self._source(self._valid, **valid), news=news, channel=1))
+        self._loaders += loaders
+        self._chunks = [each.chunk for each in loaders]
 
-    def _source(self, dataset: ChatDataset, **options: Any) -> LocalSource:
-        """The steps of this rank's model replica; ``options`` are training's or validation's."""
+    def _pieces(
+        self, dataset: ChatDataset, **options: Any
+    ) -> Callable[[int], Iterator[Microbatch]]:
+        """What this rank's encoder makes, which lies on ranks of its own: piece by piece.
+
+        Of each microbatch number, the part of each decoder replica's microbatch that is this
+        encoder replica's, in the order of the replicas.
+        """
+        ((name, engine),) = ((n, e) for n, e in self._engine.encoders.items() if e.here)
+        entry = next(each for each in encoders(self._model.entries()) if each.name == name)
+        place, rank = engine.place, dist.get_rank()
+        loaders = []
+        for piece in place.pieces:
+            ranks = piece.edge.encoder_ranks
+            if rank not in ranks:
+                continue
+            samples = None if self._args.packing else piece.samples
+            units = EncoderUnits(
+                kinds=entry.media, loads=loaded_replicas([ranks], rank=rank), samples=samples
+            )
+            source = self._source(
+                dataset, dp_rank=piece.edge.decoder, encoders={name: units}, **options
+            )
+            delivery = ReplicaDelivery(
+                [ranks],
+                place.replica_group,
+                row_values=self._model.encoder(name).row_values,
+                device=current_platform().device,
+                news=None,
+                channel=0,
+            )
+            loaders.append(
+                self._made(
+                    source,
+                    deliveries={name: delivery},
+                    needs=(TextNeeds(input_ids=False, labels=False, loss_mask=False),),
+                    only=samples,
+                )
+            )
+        self._loaders += loaders
+        return lambda chunk: _in_turn(loaders)
+
+    def _source(
+        self,
+        dataset: ChatDataset,
+        *,
+        dp_rank: int | None = None,
+        encoders: dict[str, EncoderUnits] | None = None,
+        **options: Any,
+    ) -> LocalSource:
+        """The steps of a decoder replica, this rank's unless another's ``dp_rank`` is given.
+
+        ``options`` are training's or validation's.
+        """
         args = self._args
         return LocalSource(
             dataset,
-            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank() if dp_rank is None else dp_rank,
             dp_size=parallel_state.get_data_parallel_world_size(),
-            encoders=self._encoder_units(),
+            encoders=self._encoder_units() if encoders is None else encoders,
             look_ahead=args.packing_look_ahead if args.packing else None,
             workers=WorkerSettings(
                 processes=args.num_workers, pin_memory=current_platform().name == "cuda"
@@ -236,13 +297,16 @@ class DatasetProvider:
         """How this rank makes units, by encoder. Collective like the engine's places."""
         found = {}
         for entry in encoders(self._model.entries()):
-            replicas = self._engine.encoders[entry.name].place.edge.replicas
+            edge = self._engine.encoders[entry.name].place.edge
+            if edge is None:  # media are loaded on the encoder's own ranks
+                found[entry.name] = EncoderUnits(kinds=entry.media, loads=())
+                continue
             found[entry.name] = EncoderUnits(
                 kinds=entry.media,
                 assignment=assignment_of(
-                    self._args, self._model.encoder(entry.name), replicas=len(replicas)
+                    self._args, self._model.encoder(entry.name), replicas=len(edge.replicas)
                 ),
-                loads=loaded_replicas(replicas, rank=dist.get_rank()),
+                loads=loaded_replicas(edge.replicas, rank=dist.get_rank()),
             )
         return found
 
@@ -257,18 +321,40 @@ class DatasetProvider:
         on_made: Callable[[], None] | None = None,
     ) -> MicrobatchLoader:
         """``seq_length`` and ``packed``: the run's, unless others are given."""
-        platform, processor = current_platform(), self.train.processor
         deliveries = {}
         for number, (name, engine) in enumerate(self._engine.encoders.items()):
             place = engine.place
+            if place.edge is None:
+                continue
             deliveries[name] = ReplicaDelivery(
                 place.edge.replicas,
                 place.replica_group,
                 row_values=self._model.encoder(name).row_values,
-                device=platform.device,
+                device=current_platform().device,
                 news=news,
                 channel=_LOADERS * number + channel,
             )
+        return self._made(
+            source,
+            deliveries=deliveries,
+            needs=text_needs(self._args),
+            seq_length=seq_length,
+            packed=packed,
+            on_made=on_made,
+        )
+
+    def _made(
+        self,
+        source: StepSource,
+        *,
+        deliveries: Mapping[str, ReplicaDelivery],
+        needs: Sequence[TextNeeds],
+        seq_length: int | None = None,
+        packed: bool | None = None,
+        on_made: Callable[[], None] | None = None,
+        only: range | None = None,
+    ) -> MicrobatchLoader:
+        processor = self.train.processor
         return MicrobatchLoader(
             source,
             processor=processor,
@@ -279,9 +365,10 @@ class DatasetProvider:
             },
             packed=self._args.packing if packed is None else packed,
             deliver=partial(deliver, deliveries),
-            needs=text_needs(self._args),
-            pins=platform.name == "cuda",
+            needs=needs,
+            pins=current_platform().name == "cuda",
             on_made=on_made,
+            only=only,
         )
 
     def _processor_of(self, model: MultimodalArchitecture) -> Processor:
@@ -326,6 +413,13 @@ class DatasetProvider:
             **{name: getattr(sees, name) for name in patches},
         )
         return processor
+
+
+def _in_turn(loaders: Sequence[Iterator[Microbatch]]) -> Iterator[Microbatch]:
+    """One of each, over and over; nothing where there is none."""
+    while loaders:
+        for each in loaders:
+            yield next(each)
 
 
 def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:

@@ -98,7 +98,7 @@ def megatron_output(args: Namespace, *, without_save: WithoutSave = "show") -> I
         return
     path = Path(os.devnull)
     if args.save or without_save == "log":
-        folder = Path(args.save) / "logs" if args.save else _temporary_logs(args.world_size)
+        folder = Path(args.save) / "logs" if args.save else _temporary_logs(args.ranks)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{args.rank}.log"
         if args.rank == 0:

@@ -40,7 +40,7 @@ def outputs_ready(args: Namespace, *, at_end: AtEnd = nothing_at_end) -> Iterato
 
 def unwritable(args: Namespace) -> list[str]:
     """A sentence for each output that this rank has to write and cannot; no collectives."""
-    first, last = args.rank == 0, args.rank == args.world_size - 1
+    first, last = args.rank == 0, args.rank == args.ranks - 1
     problems = [
         _problem(flag, Path(value), rank=args.rank, kept=kept)
         for flag, value, mine, kept in (

@@ -20,6 +20,7 @@ from loongplug.checkpoint.adapter_weights import start_adapters
 from loongplug.checkpoint.hf_import import load_hf_weights
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import mode_of
+from loongplug.hetero.pipeline_graph import ahead
 from loongplug.models.decoder import DecoderConfig
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.freezing import Freezing
@@ -52,6 +53,13 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
             seed=args.seed,
+            micro_batch_size=args.micro_batch_size,
+            ahead=ahead(
+                pipeline=args.pipeline_model_parallel_size,
+                virtual=args.virtual_pipeline_model_parallel_size is not None,
+                group=args.microbatch_group_size_per_vp_stage,
+            ),
+            sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
             recorder=recorder,
@@ -154,12 +162,14 @@ class ModelProvider:
         # does on the device only.
         chunk.to(current_platform().device)
         self.engine.attach(chunk)
-        if self.offload is not None:
+        decodes = self.engine.decodes
+        if decodes and self.offload is not None:
             offload_layers(chunk, self.offload)
-        if config.overlap_moe_expert_parallel_comm:
+        if decodes and config.overlap_moe_expert_parallel_comm:
             plan_schedules(chunk, offload=self.offload)
         self.chunks.append(chunk)
-        if len(self.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
+        chunks = config.virtual_pipeline_model_parallel_size if decodes else None
+        if len(self.chunks) == (chunks or 1):
             self._complete()
         return chunk
 

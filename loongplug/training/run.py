@@ -54,6 +54,7 @@ from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of
 from loongplug.training.log import LogTap, WithoutSave, applied, megatron_output
 from loongplug.training.outputs import outputs_ready
+from loongplug.training.own_ranks import hear_of_tokens, make_own_groups
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
@@ -137,6 +138,7 @@ def _run(
     engine = engine_of(args, parsed.model)
     if engine.steps:
         platform.use(stepped_schedules_table(engine.schedules))
+    make_own_groups(args, engine)
     datasets = DatasetProvider(args, parsed.model, engine=engine)
     # The first rank has the outputs by now: no rank changes a folder that is another run's.
     require_same_data(
@@ -193,9 +195,7 @@ def _run(
         )
     sizes = step_sizes(args)
     with (
-        traced(
-            args.trace, platform=platform, rank=args.rank, world_size=args.world_size
-        ) as recorder,
+        traced(args.trace, platform=platform, rank=args.rank, world_size=args.ranks) as recorder,
         _reported(engine, recorder),
         megatron_output(args, without_save=without_save) as terminal,
         _told_what_was_built(
@@ -212,6 +212,7 @@ def _run(
             args,
             datasets,
             provider,
+            engine=engine,
             forward_step=forward_step,
             answers=answers,
             terminal=terminal,
@@ -229,6 +230,7 @@ def _pretrain(
     datasets: DatasetProvider,
     provider: ModelProvider,
     *,
+    engine: Engine,
     forward_step: ForwardStep,
     answers: Answers | None,
     terminal: TextIO,
@@ -258,8 +260,8 @@ def _pretrain(
             interval=args.log_interval,
             device=current_platform().device,
             counter=forward_step,
-            counts_tokens=speaks_for_replica(),
-            has_loss=_speaks_for_loss(),
+            counts_tokens=engine.decodes and speaks_for_replica(),
+            has_loss=engine.decodes and _speaks_for_loss(),
             sink=progress_sink(terminal, total=args.train_iters) if args.rank == 0 else None,
             on_report=noted,
             met=datasets.bad_samples.counts,
@@ -317,6 +319,7 @@ def _told_what_was_built(
 
     def built(chunks: list[Any], optimizer: Any) -> None:
         engine.built(chunks, optimizer)
+        hear_of_tokens(chunks, engine)
         soundness.built(chunks, optimizer)
         if answers is not None:
             answers.built(chunks)

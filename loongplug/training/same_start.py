@@ -49,7 +49,7 @@ def require_same_data(args: Namespace, fingerprints: Mapping[str, Mapping[str, A
 
 
 def _compare(args: Namespace, values: Values) -> None:
-    if args.world_size == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
+    if args.ranks == 1 or dist.is_initialized() or "MASTER_ADDR" not in os.environ:
         return
     store = torchrun_store(timedelta(seconds=_STORE_SECONDS), purpose="start")
     start = store.add(f"starts/{args.rank}", 1)  # a process may run again
@@ -57,7 +57,7 @@ def _compare(args: Namespace, values: Values) -> None:
         values,
         store=PrefixStore(str(start), store),
         rank=args.rank,
-        world_size=args.world_size,
+        world_size=args.ranks,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
     )
 

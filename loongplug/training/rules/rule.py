@@ -174,6 +174,16 @@ def model_parallel_size(args: Namespace) -> int:
     return size
 
 
+def own_ranks(model: Any) -> int:
+    """The ranks of encoders that the decoder has not."""
+    encoders = [model.encoder(name) for name in model.encoders]
+    return sum(
+        (each.tensor_model_parallel_size or 1) * each.data_parallel_size
+        for each in encoders
+        if each.rank_offset is not None
+    )
+
+
 def data_parallel_size(args: Namespace) -> int:
     """Replicas of the model, or 0 where the layout does not fit the world."""
     layout = model_parallel_size(args)

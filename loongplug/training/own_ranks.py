@@ -1,0 +1,136 @@
+"""The start of a run with encoders on ranks of their own: groups of all modules, before Megatron's.
+
+Megatron makes groups over all ranks of the world, once. Here they are there when it starts, and it
+takes them as they are.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from loongplug.hetero.engine import Engine
+from loongplug.models.architecture import MultimodalArchitecture
+from loongplug.parallel.layout import Layout
+from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, rest_in
+from loongplug.platform import current_platform
+from loongplug.platform.upstream import store_of_attempt
+
+
+def encoder_layouts(model: MultimodalArchitecture) -> Mapping[str, Layout]:
+    """Of the encoders on ranks of their own, by name.
+
+    Raises:
+        ValueError: a size or an offset is not a whole number.
+    """
+    found = {}
+    for name in model.encoders:
+        encoder = model.encoder(name)
+        if encoder.rank_offset is not None:
+            found[name] = Layout(
+                tp=encoder.tensor_model_parallel_size or 1,
+                dp=encoder.data_parallel_size,
+                first_rank=encoder.rank_offset,
+            )
+    return found
+
+
+def decoder_layout_of(args: Namespace) -> Layout:
+    """The decoder's, of checked arguments, whose ``world_size`` are its ranks."""
+    return Layout(
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or 0,
+    )
+
+
+def make_own_groups(args: Namespace, engine: Engine) -> None:
+    """Every module's groups, where a module has ranks of its own; else nothing.
+
+    Collective: the default group, which is made if it is not there.
+    """
+    if not engine.apart:
+        return
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(args.local_rank)
+        dist.init_process_group(
+            backend=args.distributed_backend,
+            store=store_of_attempt(),
+            world_size=args.ranks,
+            rank=args.rank,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+    decoder = decoder_layout_of(args)
+    adopt_own_ranks(
+        TEXT_DECODER,
+        decoder,
+        gloo=args.use_gloo_process_groups,
+        initialize=partial(_initialize, args, decoder),
+    )
+    states = engine.states
+    if not engine.decodes:
+        (own,) = (name for name, state in states.items() if state is not None)
+        rest_in(own, dp=decoder.dp)
+
+
+def _initialize(args: Namespace, decoder: Layout) -> None:
+    """Megatron's groups of the decoder, with the flags that Megatron's own start goes by."""
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
+        use_sharp=args.use_sharp,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        create_gloo_process_groups=args.use_gloo_process_groups,
+        high_priority_stream_groups=args.high_priority_stream_groups,
+        sharp_enabled_group=args.sharp_enabled_group,
+        rank_offset=decoder.first_rank,
+        local_world_size=decoder.world_size,
+    )
+
+
+def finalized_together(engine: Engine) -> Callable[..., None]:
+    """Megatron's ``finalize_model_grads``, with which encoders elsewhere hear of the tokens.
+
+    The gradients of every module are divided by the tokens of the global batch that count, which
+    the decoder's last stage knows. Collective over the world, before what Megatron does.
+    """
+    decodes = engine.decodes
+
+    def finalize(model: Sequence[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+        tokens = torch.zeros(1, dtype=torch.float64, device=current_platform().device)
+        # On the last stage, all ranks of a tensor parallel group count the same tokens.
+        if num_tokens is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
+            tokens += num_tokens
+        dist.all_reduce(tokens)
+        if decodes:
+            finalize_model_grads(model, num_tokens, **options)
+            return
+        finalize_model_grads(model, None, **options)
+        for chunk in model:
+            chunk.scale_gradients(1.0 / tokens.clamp(min=1))
+
+    return finalize
+
+
+def hear_of_tokens(chunks: Sequence[Any], engine: Engine) -> None:
+    """From now on, gradients of all modules are divided by the decoder's tokens."""
+    if engine.apart:
+        get_model_config(chunks[0]).finalize_model_grads_func = finalized_together(engine)
