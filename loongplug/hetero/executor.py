@@ -155,7 +155,8 @@ class Executor:
             self.end()
             finalize = get_model_config(chunks[0]).finalize_model_grads_func
             if not forward_only and finalize is not None:
-                finalize(chunks, force_all_reduce=force_all_reduce)
+                none = torch.zeros([], dtype=torch.int, device=self._platform.device)
+                finalize(chunks, none, force_all_reduce=force_all_reduce)
             return []
 
         return forward_backward

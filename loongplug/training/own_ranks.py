@@ -5,7 +5,7 @@ takes them as they are.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,16 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.parallel.layout import Layout
-from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, rest_in
-from loongplug.platform import current_platform
+from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, decoder_layout, rest_in
 from loongplug.platform.upstream import store_of_attempt
+from loongplug.training.soundness import finalized
 
 
 def encoder_layouts(model: MultimodalArchitecture) -> Mapping[str, Layout]:
@@ -106,31 +104,22 @@ def _initialize(args: Namespace, decoder: Layout) -> None:
     )
 
 
-def finalized_together(engine: Engine) -> Callable[..., None]:
+def finalized_together(model: Sequence[Any], num_tokens: Tensor, **options: Any) -> None:
     """Megatron's ``finalize_model_grads``, with which encoders elsewhere hear of the tokens.
 
     The gradients of every module are divided by the tokens of the global batch that count, which
-    the decoder's last stage knows. Collective over the world, before what Megatron does.
+    the decoder's last stage knows; ``num_tokens`` are those of all ranks afterwards. Collective
+    over the world, before what Megatron does.
     """
-    decodes = engine.decodes
-
-    def finalize(model: Sequence[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-        tokens = torch.zeros(1, dtype=torch.float64, device=current_platform().device)
-        # On the last stage, all ranks of a tensor parallel group count the same tokens.
-        if num_tokens is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
-            tokens += num_tokens
-        dist.all_reduce(tokens)
-        if decodes:
-            finalize_model_grads(model, num_tokens, **options)
-            return
-        finalize_model_grads(model, None, **options)
-        for chunk in model:
-            chunk.scale_gradients(1.0 / tokens.clamp(min=1))
-
-    return finalize
-
-
-def hear_of_tokens(chunks: Sequence[Any], engine: Engine) -> None:
-    """From now on, gradients of all modules are divided by the decoder's tokens."""
-    if engine.apart:
-        get_model_config(chunks[0]).finalize_model_grads_func = finalized_together(engine)
+    decodes = dist.get_rank() in decoder_layout().ranks
+    # On the last stage, all ranks of a tensor parallel group count the same tokens.
+    counts = decodes and parallel_state.get_tensor_model_parallel_rank() == 0
+    tokens = num_tokens.clone() if counts else torch.zeros_like(num_tokens)
+    dist.all_reduce(tokens)
+    if decodes:
+        finalized(model, num_tokens, **options)
+        return
+    finalized(model, None, **options)
+    num_tokens.copy_(tokens)
+    for chunk in model:
+        chunk.scale_gradients(1.0 / tokens.clamp(min=1))

@@ -54,7 +54,7 @@ from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of
 from loongplug.training.log import LogTap, WithoutSave, applied, megatron_output
 from loongplug.training.outputs import outputs_ready
-from loongplug.training.own_ranks import hear_of_tokens, make_own_groups
+from loongplug.training.own_ranks import finalized_together, make_own_groups
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
@@ -69,7 +69,7 @@ from loongplug.training.provider import (
     tensor_offload_of,
 )
 from loongplug.training.same_start import require_same_data, require_same_start
-from loongplug.training.soundness import Soundness
+from loongplug.training.soundness import Soundness, finalized
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.work import StepWork
 
@@ -184,7 +184,9 @@ def _run(
         ),
         on_loss=None if watch is None else watch.loss,
     )
-    soundness = Soundness(args, forward_step)
+    soundness = Soundness(
+        args, forward_step, finalize=finalized_together if engine.apart else finalized
+    )
     answers = None
     if args.eval_generate:
         answers = Answers(
@@ -319,7 +321,6 @@ def _told_what_was_built(
 
     def built(chunks: list[Any], optimizer: Any) -> None:
         engine.built(chunks, optimizer)
-        hear_of_tokens(chunks, engine)
         soundness.built(chunks, optimizer)
         if answers is not None:
             answers.built(chunks)

@@ -3,7 +3,7 @@
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,13 @@ _CURE = (
 )
 
 
+def finalized(model: Any, num_tokens: Tensor | None, **options: Any) -> None:
+    """Megatron's own ``finalize_model_grads``."""
+    from megatron.training import training  # asked each time: a trace puts its own there
+
+    training.finalize_model_grads(model, num_tokens, **options)
+
+
 class Soundness:
     """Looks at each step of a run before it changes a weight.
 
@@ -33,9 +40,13 @@ class Soundness:
     over ranks, Megatron has summed.
     """
 
-    def __init__(self, args: Namespace, step: ForwardStep) -> None:
+    def __init__(
+        self, args: Namespace, step: ForwardStep, *, finalize: Callable[..., None] = finalized
+    ) -> None:
+        """``finalize`` sums gradients and divides them by the tokens, as Megatron's does."""
         self._args = args
         self._step = step
+        self._sum = finalize
         self._chunks: Sequence[Any] = ()
         self._optimizer: OptimizerPerModule | None = None
         # Of the step whose gradients are summed: this rank's losses, and over all ranks how many
@@ -50,10 +61,8 @@ class Soundness:
         optimizer.before_update = self._look
 
     def _finalize(self, model: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
-        from megatron.training import training  # asked each time: a trace puts its own there
-
         assert num_tokens is not None, "losses are sums over tokens"
-        training.finalize_model_grads(model, num_tokens, **options)
+        self._sum(model, num_tokens, **options)
         self._tokens = num_tokens  # summed by now
         # Here, as a step whose scaled gradients are too large for fp32 is passed over by Megatron.
         self._losses, self._step.losses = self._step.losses, []

@@ -71,6 +71,7 @@ def models(layout: Layout) -> tuple[MultimodalModel, MultimodalModel]:
                     own.copy_(given)
     both = MultimodalModel(
         one.text_decoder,
+        config=config,
         entries=checked((EYES, FILMS, DECODER)),
         encoding=encoding,
         pg_collection=one.pg_collection,
