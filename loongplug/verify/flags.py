@@ -83,6 +83,9 @@ def reference_flags(
         *(
             f"model.{encoder}.{plain}"
             for encoder in encoders
-            for plain in ("tensor_model_parallel_size=1", "mode=null", "recompute=false")
+            for plain in (
+                *("tensor_model_parallel_size=1", "data_parallel_size=1", "rank_offset=null"),
+                *("mode=null", "recompute=false"),
+            )
         ),
     ]

@@ -81,8 +81,9 @@ class _Planner:
         self._notes: list[str] = []
 
     def plan(self) -> Plan:
-        from loongplug.training.config import shown_name
+        from loongplug.training.config import compose_asked_for, shown_name
         from loongplug.training.flags import read_command_line, without_flags
+        from loongplug.training.rules.rule import own_ranks
 
         given = read_command_line(self._request.flags)
         args = given.args
@@ -108,8 +109,9 @@ class _Planner:
             flags += self._tiny_model(args, flags)
         elif args.load:
             flags += ["--finetune", "--no-load-optim", "--no-load-rng"]
-        ranks = self._ranks(args)
-        flags += self._batch(args, ranks)
+        own = own_ranks(compose_asked_for(args, overrides=given.overrides).config)
+        ranks = self._ranks(args, own)
+        flags += self._batch(args, ranks - own)
         layout = first_rank(flags, ranks=ranks, verified=True)
         flags += _without_dropout(layout.model)
         batch = layout.args.global_batch_size
@@ -210,16 +212,23 @@ class _Planner:
             more += ["--num-layers-per-virtual-pipeline-stage", str(per_stage)]
         return [*more, *overrides]
 
-    def _ranks(self, args: Namespace) -> int:
-        """As many as were asked for, else the fewest that the sizes ask for."""
+    def _ranks(self, args: Namespace, own: int) -> int:
+        """As many as were asked for, else the fewest that the sizes ask for.
+
+        ``own`` are the ranks of encoders that the decoder has not.
+        """
         least = least_world(args)
-        ranks = least if self._request.ranks is None else self._request.ranks
-        if ranks < 1 or ranks % least:
-            raise ValueError(f"--ranks {ranks}: this layout takes a multiple of {least}")
+        ranks = least + own if self._request.ranks is None else self._request.ranks
+        if ranks <= own or (ranks - own) % least:
+            more = f", and {own} more for encoders on ranks of their own" if own else ""
+            raise ValueError(f"--ranks {ranks}: this layout takes a multiple of {least}{more}")
         return ranks
 
     def _batch(self, args: Namespace, ranks: int) -> list[str]:
-        """The global batch; at a small scale, no more of it than fills the pipeline twice."""
+        """The global batch, for so many ``ranks`` of the decoder.
+
+        At a small scale, no more of it than fills the pipeline twice.
+        """
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         replicas = max(1, ranks // (tp * pp * args.context_parallel_size))
         each = args.micro_batch_size or 1
