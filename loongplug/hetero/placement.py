@@ -1,12 +1,15 @@
 """Where the entries of a model lie in the world, and what follows from it. Pure arithmetic.
 
 A placement is the same on every rank. What one rank needs of it is an :class:`Edge`: who encodes
-and who consumes within its own model replica.
+and who consumes within its own model replica. An entry on ranks of its own, apart from the one
+that it leads into, has replicas in any number, and an :class:`ApartEdge` for each pair that meets.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 
+from loongplug.hetero.intervals import overlaps
 from loongplug.models.entries import Entry
 from loongplug.parallel.layout import Layout, encoder_layout
 
@@ -52,12 +55,40 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ApartEdge:
+    """From a replica of an encoder to one of the decoder, on other ranks, that needs its features.
+
+    ``encoder`` and ``decoder`` number the replicas, by their data parallel ranks. Of the world,
+    ascending: ``encoder_ranks`` are those of the encoder replica's last stage, which all have its
+    features; ``decoder_ranks`` those of the decoder replica's first stage, which consume them.
+    """
+
+    encoder: int
+    decoder: int
+    encoder_ranks: tuple[int, ...]
+    decoder_ranks: tuple[int, ...]
+
+    @property
+    def feature_senders(self) -> tuple[int, ...]:
+        """The encoder's leader alone. Gradients come back to it, and it broadcasts them."""
+        return self.encoder_ranks[:1]
+
+    def feature_receivers(self, *, sharded: bool = False) -> tuple[int, ...]:
+        """The decoder's leader, which broadcasts all rows; the same ranks send gradients back.
+
+        With ``sharded`` sequences each rank, by its place, gets the rows of its own part of the
+        sequence, and sends their gradient.
+        """
+        return self.decoder_ranks if sharded else self.decoder_ranks[:1]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """All entries of a model, and the edges between them.
 
     Raises:
-        ValueError: an entry lies neither on all ranks of the one that it leads into nor on those
-            of its first stage, or has a replica on several model replicas.
+        ValueError: an entry lies on some ranks of the one that it leads into, but neither on all
+            nor on those of its first stage, or has a replica on several model replicas.
     """
 
     entries: tuple[PlacedEntry, ...]
@@ -71,6 +102,37 @@ class Placement:
         """The entry of this name, which is one of the model's."""
         (found,) = (entry for entry in self.entries if entry.name == name)
         return found
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there have to be: the entries lie on no others."""
+        return max(entry.layout.ranks.stop for entry in self.entries)
+
+    def is_apart(self, name: str) -> bool:
+        """Whether the entry ``name`` lies on other ranks than the one that it leads into."""
+        entry = self.entry(name)
+        return entry.into is not None and _are_apart(entry, self.entry(entry.into))
+
+    def apart_edges(self, name: str, *, micro_batch_size: int) -> tuple[ApartEdge, ...]:
+        """From the entry ``name``, which lies apart: one for each pair of replicas that meet.
+
+        In the order of :func:`~loongplug.hetero.intervals.overlaps`, which has their samples.
+        """
+        assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
+        encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
+        # The groups of one stage follow one another, by replica.
+        last_stage = encoder.groups("tp_cp")[-encoder.dp :]
+        first_stage = decoder.groups("tp_cp")[: decoder.dp]
+        slot = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=micro_batch_size)
+        return tuple(
+            ApartEdge(
+                encoder=each.encoder,
+                decoder=each.decoder,
+                encoder_ranks=tuple(last_stage[each.encoder]),
+                decoder_ranks=tuple(first_stage[each.decoder]),
+            )
+            for each in slot
+        )
 
     def edge(self, name: str, *, rank: int) -> Edge:
         """The edge from the entry ``name``, in the model replica of ``rank``."""
@@ -108,6 +170,7 @@ class Placement:
         return self.entry(into)
 
     def _edge(self, name: str, model_replica: list[int]) -> Edge:
+        assert not self.is_apart(name), f"{name!r} lies on ranks of its own: see apart_edges"
         entry, consumer = self.entry(name), self._consumer_of(name)
         encoding = [rank for rank in model_replica if entry.holds(rank)]
         replicas = {tuple(entry.layout.group("tp", rank)) for rank in encoding}
@@ -138,6 +201,34 @@ def all_ranks_dp(decoder: Layout, *, entry: Entry, tp: int) -> Placement:
     return _of_two(entry, layout, decoder, same_units=False)
 
 
+def apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> Placement:
+    """Every entry on ranks of its own, by its layout's ``first_rank`` (``rank_offset`` in a YAML).
+
+    Args:
+        decoder: the layout of the entry named ``into``.
+        encoders: those of the encoders, by name; all lead into the decoder. They have tensor,
+            pipeline and data parallel sizes alone.
+
+    Raises:
+        ValueError: two entries have ranks in common, or ranks before or between them have none.
+    """
+    entries = (
+        *(PlacedEntry(name=name, layout=layout, into=into) for name, layout in encoders.items()),
+        PlacedEntry(name=into, layout=decoder),
+    )
+    assert all(layout.cp == layout.ep == 1 for layout in encoders.values()), encoders
+    for entry, other in combinations(entries, 2):
+        _check_apart(entry, other)
+    left = set(range(max(entry.layout.ranks.stop for entry in entries)))
+    left.difference_update(*(entry.layout.ranks for entry in entries))
+    if left:
+        raise ValueError(
+            f"no module lies on {_ranks(left)}: give a module more replicas, or the modules behind "
+            f"a smaller rank_offset."
+        )
+    return Placement(entries=entries)
+
+
 def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) -> Placement:
     """An encoder and the decoder that it leads into."""
     assert entry.into is not None, "an encoder leads somewhere"
@@ -149,8 +240,31 @@ def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) 
     )
 
 
+def _are_apart(entry: PlacedEntry, other: PlacedEntry) -> bool:
+    """Whether they have no rank in common."""
+    return not set(entry.layout.ranks) & set(other.layout.ranks)
+
+
+def _check_apart(entry: PlacedEntry, other: PlacedEntry) -> None:
+    """Raise ValueError where two entries have ranks in common; ``other`` may be the decoder."""
+    own, others = entry.layout.ranks, other.layout.ranks
+    both = set(own) & set(others)
+    if own == others and entry.into == other.name:
+        raise ValueError(
+            f"{entry.name!r} lies on {_ranks(both)}, which are those of {other.name!r}; "
+            f"that is a colocated mode: leave rank_offset away."
+        )
+    if both:
+        raise ValueError(
+            f"{entry.name!r} on {_ranks({*own})} and {other.name!r} on {_ranks({*others})} share "
+            f"{_ranks(both)}: change a rank_offset or a size, so that no rank has both."
+        )
+
+
 def _check_ranks(entry: PlacedEntry, consumer: PlacedEntry) -> None:
     """Raise ValueError unless ``entry`` lies on its consumer's ranks, by whole replicas."""
+    if _are_apart(entry, consumer):
+        return
     everywhere = set(consumer.layout.ranks)
     first = {rank for rank in everywhere if consumer.holds(rank)}
     own = {rank for rank in entry.layout.ranks if entry.holds(rank)}
@@ -172,6 +286,10 @@ def _check_ranks(entry: PlacedEntry, consumer: PlacedEntry) -> None:
                 f"{consumer.name!r}: give {entry.name!r} a tensor parallel size that divides the "
                 f"{len(consumer.layout.group('tp_cp_pp', ranks[0]))} ranks of one."
             )
+
+
+def _ranks(ranks: set[int]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {_named(ranks)}"
 
 
 def _named(ranks: set[int]) -> str:

@@ -1,0 +1,229 @@
+"""Ranks of pipelines that lead into one another, without tensors: who waits for whom.
+
+A rank's program is a list of exchanges, one behind the other. What is in an exchange sets out
+together, and the rank goes on when all of it is done: a receive when it was sent, and a send at
+once, or, where it waits, when somebody receives it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from loongplug.estimate.schedule import Pass, Piece, Pipeline, pieces
+from loongplug.hetero.pipeline_graph import GraphModule
+
+Rank = tuple[str, int]  # a module and one of its stages
+Counts = Mapping[Rank, int]  # warm-up forwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """One end of a message. ``what`` tells apart those that may overtake one another."""
+
+    sends: bool
+    source: Rank
+    target: Rank
+    what: str = ""
+    waits: bool = False  # a send, for its receive
+
+    @property
+    def message(self) -> tuple[Rank, Rank, str]:
+        """What both ends have in common; the n-th send is received by the n-th receive."""
+        return self.source, self.target, self.what
+
+
+Exchange = tuple[Move, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What Megatron's 1F1B asks of its communicator, and in which phase of the step."""
+
+    phase: str
+    name: str
+
+
+def calls(*, warmup: int, microbatches: int) -> Iterator[Call]:
+    """A rank's in a step, in order; test_stock_makes_these_calls compares."""
+    steady = microbatches - warmup
+    for _ in range(warmup):
+        yield Call(phase="warm", name="recv_forward")
+        yield Call(phase="warm", name="send_forward")
+    if steady:
+        yield Call(phase="warm end", name="recv_forward")
+    for number in range(steady):
+        last = number == steady - 1
+        yield Call(phase="steady", name="send_forward_recv_backward")
+        yield Call(phase="steady", name="send_backward" if last else "send_backward_recv_forward")
+    for _ in range(warmup):
+        yield Call(phase="cool", name="recv_backward")
+        yield Call(phase="cool", name="send_backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Pipelines that lead into one another; every stage one rank.
+
+    Within a pipeline sends wait, as those of gloo and NCCL do; with ``edges_wait`` those from one
+    module to another do too. With ``shapes`` a message with the shape goes ahead of each that
+    waits. Upstream has both.
+    """
+
+    modules: Sequence[GraphModule]
+    edges_wait: bool = False
+    shapes: bool = False
+
+    @property
+    def ranks(self) -> list[Rank]:
+        return [(each.name, stage) for each in self.modules for stage in range(each.stages)]
+
+    def behind(self, rank: Rank) -> list[Rank]:
+        """Those that it sends forward to: one, or none at the sink."""
+        module, stage = self._module(rank), rank[1]
+        if stage < module.stages - 1:
+            return [(module.name, stage + 1)]
+        return [] if module.into is None else [(module.into, 0)]
+
+    def before(self, rank: Rank) -> list[Rank]:
+        """Those that send forward to it."""
+        return [each for each in self.ranks if rank in self.behind(each)]
+
+    def exchanges(self, rank: Rank, call: str) -> Iterator[Exchange]:
+        """What a rank does in a call, in parts that wait one for another."""
+        for others, sends, receives in (
+            (self.behind(rank), "send_forward" in call, "recv_backward" in call),
+            (self.before(rank), "send_backward" in call, "recv_forward" in call),
+        ):
+            for other in others:
+                yield from self._with(rank, other, sends=sends, receives=receives)
+
+    def trace(
+        self, rank: Rank, *, warmup: int, microbatches: int
+    ) -> Iterator[tuple[Call, tuple[Exchange, ...]]]:
+        """A rank's calls in a step of 1F1B, and what it does in each."""
+        for call in calls(warmup=min(warmup, microbatches), microbatches=microbatches):
+            yield call, tuple(self.exchanges(rank, call.name))
+
+    def program(self, rank: Rank, *, warmup: int, microbatches: int) -> list[Exchange]:
+        """All that a rank does in a step of 1F1B."""
+        made = self.trace(rank, warmup=warmup, microbatches=microbatches)
+        return [exchange for _, exchanges in made for exchange in exchanges]
+
+    def finishes(self, counts: Counts, *, microbatches: int) -> bool:
+        """Whether a step with these warm-ups comes to its end."""
+        return finish(
+            {
+                rank: self.program(rank, warmup=counts[rank], microbatches=microbatches)
+                for rank in self.ranks
+            }
+        )
+
+    def _module(self, rank: Rank) -> GraphModule:
+        return next(each for each in self.modules if each.name == rank[0])
+
+    def _with(self, rank: Rank, other: Rank, *, sends: bool, receives: bool) -> list[Exchange]:
+        """A message to another rank, one from it, or both at once."""
+        waits = rank[0] == other[0] or self.edges_wait
+        together = []
+        if sends:
+            together.append(Move(sends=True, source=rank, target=other, waits=waits))
+        if receives:
+            together.append(Move(sends=False, source=other, target=rank))
+        if not together:
+            return []
+        return [tuple(together)] * (2 if waits and self.shapes else 1)
+
+
+def finish(programs: Mapping[Rank, Sequence[Exchange]]) -> bool:
+    """Whether all ranks come to the end of their programs."""
+    set_out: Counter[tuple[bool, tuple[Rank, Rank, str]]] = Counter()  # sends and receives
+    at = dict.fromkeys(programs, 0)
+    under_way: dict[Rank, list[tuple[Move, int]]] = {rank: [] for rank in programs}
+
+    def waits(move: Move, number: int) -> bool:
+        needed = not move.sends or move.waits
+        return needed and set_out[not move.sends, move.message] < number
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in programs.items():
+            while not any(waits(*each) for each in under_way[rank]):
+                if at[rank] == len(program):
+                    under_way[rank] = []
+                    break
+                under_way[rank] = []
+                for move in program[at[rank]]:
+                    set_out[move.sends, move.message] += 1
+                    under_way[rank].append((move, set_out[move.sends, move.message]))
+                at[rank] += 1
+                moved = True
+    return not any(under_way.values()) and all(
+        at[rank] == len(program) for rank, program in programs.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Link:
+    """Another rank, and the names of the messages from and to it."""
+
+    other: Rank
+    forward: str
+    backward: str
+
+    def end(self, rank: Rank, *, forward: bool, sends: bool) -> Move:
+        """``rank``'s own of a message."""
+        return Move(
+            sends=sends,
+            source=rank if sends else self.other,
+            target=self.other if sends else rank,
+            what=self.forward if forward else self.backward,
+        )
+
+
+def decoder_programs(
+    name: str,
+    *,
+    pipeline: Pipeline,
+    microbatches: int,
+    sources: Sequence[Rank],
+) -> dict[Rank, list[Exchange]]:
+    """A decoder's ranks under any schedule of Megatron's, interleaved ones too; no send waits.
+
+    ``pipeline`` is that of any of its stages. ``sources`` are the last stages of the modules that
+    lead into it.
+    """
+    stages, end = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+
+    def links(stage: int, each: Pass) -> tuple[list[_Link], list[_Link]]:
+        """Before and behind one of the rank's chunks."""
+        place = each.chunk * stages + stage  # on the whole way
+        before = [_Link(other=source, forward="", backward="") for source in sources]
+        if place:
+            other = (name, (place - 1) % stages)
+            before = [_Link(other=other, forward=f"F{place}", backward=f"B{place - 1}")]
+        other = (name, (place + 1) % stages)
+        behind = [_Link(other=other, forward=f"F{place + 1}", backward=f"B{place}")]
+        return before, behind if place < end else []
+
+    def work(stage: int, piece: Piece) -> tuple[Exchange, Exchange]:
+        """What it needs is there before any of it starts, and leaves when all is done."""
+        rank = (name, stage)
+        takes: list[Move] = []
+        gives: list[Move] = []
+        for each, forward in ((piece.forward, True), (piece.backward, False)):
+            if each is not None:
+                before, behind = links(stage, each)
+                first, then = (before, behind) if forward else (behind, before)
+                takes += [link.end(rank, forward=forward, sends=False) for link in first]
+                gives += [link.end(rank, forward=forward, sends=True) for link in then]
+        return tuple(takes), tuple(gives)
+
+    return {
+        (name, stage): [
+            exchange
+            for piece in pieces(replace(pipeline, stage=stage), microbatches)
+            for exchange in work(stage, piece)
+        ]
+        for stage in range(stages)
+    }

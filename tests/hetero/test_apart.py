@@ -1,0 +1,254 @@
+"""Entries on ranks of their own: which layouts there are, and who sends to whom."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loongplug.hetero.intervals import overlaps
+from loongplug.hetero.placement import PlacedEntry, Placement, apart
+from loongplug.parallel.layout import Layout
+
+pytestmark = pytest.mark.quick
+
+SIZES = st.integers(1, 3)
+
+
+def layout(sizes: str, *, first_rank: int = 0) -> Layout:
+    """As tables have it: tensor, pipeline and data parallel size."""
+    tp, pp, dp = map(int, sizes.split("/"))
+    return Layout(tp=tp, pp=pp, dp=dp, first_rank=first_rank)
+
+
+def images(decoder: str, vision: str) -> Placement:
+    """An encoder of images behind the decoder's ranks."""
+    language = layout(decoder)
+    vision_layout = layout(vision, first_rank=language.world_size)
+    return apart(language, {"images": vision_layout}, into="text")
+
+
+def pairs(placement: Placement, *, micro_batch_size: int) -> list[tuple[int, int]]:
+    edges = placement.apart_edges("images", micro_batch_size=micro_batch_size)
+    return [(edge.encoder, edge.decoder) for edge in edges]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Placement:
+    """A decoder and up to three encoders, whose ranks follow one another in any order."""
+    names = ["text", *["images", "audio", "video"][: draw(st.integers(1, 3))]]
+    layouts, first_rank = {}, 0
+    for name in draw(st.permutations(names)):
+        made = Layout(
+            tp=draw(SIZES),
+            pp=draw(SIZES),
+            dp=draw(SIZES),
+            cp=draw(st.integers(1, 2)) if name == "text" else 1,
+            first_rank=first_rank,
+        )
+        layouts[name] = made
+        first_rank = made.ranks.stop
+    return apart(layouts.pop("text"), layouts, into="text")
+
+
+@given(worlds())
+def test_every_rank_has_one_entry(placement):
+    ranks = [rank for entry in placement.entries for rank in entry.layout.ranks]
+    assert sorted(ranks) == list(range(placement.world_size))
+    assert [entry.into for entry in placement.entries[:-1]] == ["text"] * (
+        len(placement.entries) - 1
+    )
+    assert placement.entries[-1].into is None
+    for entry in placement.entries:
+        assert placement.is_apart(entry.name) == (entry.into is not None)
+
+
+@given(worlds(), st.integers(1, 4))
+def test_an_edge_has_the_encoder_s_last_stage_and_the_decoder_s_first(placement, size):
+    decoder = placement.entry("text").layout
+    for entry in placement.entries[:-1]:
+        encoder = entry.layout
+        edges = placement.apart_edges(entry.name, micro_batch_size=size)
+        met = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=size)
+        assert [(each.encoder, each.decoder) for each in edges] == [
+            (each.encoder, each.decoder) for each in met
+        ]
+        assert {each.decoder for each in edges} == set(range(decoder.dp))
+        for edge in edges:
+            made = [encoder.coordinates(rank) for rank in edge.encoder_ranks]
+            assert [each.tp for each in made] == list(range(encoder.tp))
+            assert {(each.pp, each.dp) for each in made} == {(encoder.pp - 1, edge.encoder)}
+            used = [decoder.coordinates(rank) for rank in edge.decoder_ranks]
+            assert [(each.cp, each.tp) for each in used] == [
+                (cp, tp) for cp in range(decoder.cp) for tp in range(decoder.tp)
+            ]
+            assert {(each.pp, each.dp) for each in used} == {(0, edge.decoder)}
+
+
+def test_leaders_send_all_rows_and_each_rank_takes_its_own_where_sequences_are_sharded():
+    (edge,) = images("2/2/1", "4/1/1").apart_edges("images", micro_batch_size=1)
+    assert (edge.encoder_ranks, edge.decoder_ranks) == ((4, 5, 6, 7), (0, 1))
+    assert edge.feature_senders == (4,)
+    assert edge.feature_receivers() == (0,)
+    assert edge.feature_receivers(sharded=True) == (0, 1)
+
+
+@given(worlds())
+def test_gradients_of_replicas_are_added_as_they_are(placement):
+    """Each sample is encoded once: whatever the two numbers of replicas, nothing is scaled."""
+    assert {placement.gradient_factor(entry.name) for entry in placement.entries} == {1.0}
+
+
+def test_figure_9_of_the_mimo_paper():
+    placement = images("2/2/1", "1/1/4")
+    assert placement.world_size == 8
+    edges = placement.apart_edges("images", micro_batch_size=4)
+    assert [(edge.encoder_ranks, edge.decoder_ranks) for edge in edges] == [
+        ((4,), (0, 1)),
+        ((5,), (0, 1)),
+        ((6,), (0, 1)),
+        ((7,), (0, 1)),
+    ]
+
+
+def test_figure_4a_s_six_ranks():
+    placement = apart(
+        layout("1/3/1", first_rank=3),
+        {"images": layout("1/2/1"), "audio": layout("1/1/1", first_rank=2)},
+        into="text",
+    )
+    (first,) = placement.apart_edges("images", micro_batch_size=1)
+    (second,) = placement.apart_edges("audio", micro_batch_size=1)
+    assert (first.encoder_ranks, first.decoder_ranks) == ((1,), (3,))
+    assert (second.encoder_ranks, second.decoder_ranks) == ((2,), (3,))
+
+
+ONE, EACH = [(0, 0)], [(0, 0), (1, 1)]
+TABLE_A7 = [  # decoder, vision, pairs of replicas that meet at one sample a microbatch
+    ("4/1/1", "4/1/1", ONE),
+    ("2/1/2", "2/1/2", EACH),
+    ("2/2/1", "4/1/1", ONE),
+    ("1/1/4", "1/1/4", [(0, 0), (1, 1), (2, 2), (3, 3)]),
+    ("1/4/1", "4/1/1", ONE),
+    ("1/4/1", "1/1/4", [(3, 0)]),
+    ("1/2/2", "2/1/2", EACH),
+    ("4/1/1", "1/1/4", [(3, 0)]),
+    ("2/2/1", "2/1/2", [(1, 0)]),
+    ("2/1/2", "1/1/4", [(1, 0), (3, 1)]),
+]
+TWO = [(0, 0), (1, 0)]
+TABLE_A8 = [  # at two samples a microbatch
+    ("4/1/1", "4/1/1", ONE),
+    ("2/1/2", "2/1/2", EACH),
+    ("2/2/1", "4/1/1", ONE),
+    ("1/4/1", "4/1/1", ONE),
+    ("1/2/2", "2/1/2", EACH),
+    ("2/2/1", "2/1/2", TWO),
+    ("1/4/1", "2/1/2", TWO),
+    ("4/1/1", "2/1/2", TWO),
+]
+
+
+@pytest.mark.parametrize(("decoder", "vision", "met"), TABLE_A7)
+def test_table_a7_of_the_mimo_paper(decoder, vision, met):
+    placement = images(decoder, vision)
+    assert placement.world_size == 8
+    assert pairs(placement, micro_batch_size=1) == met
+
+
+@pytest.mark.parametrize(("decoder", "vision", "met"), TABLE_A8)
+def test_table_a8_of_the_mimo_paper(decoder, vision, met):
+    assert pairs(images(decoder, vision), micro_batch_size=2) == met
+
+
+@pytest.mark.parametrize(
+    ("decoders", "encoders", "size", "met"),
+    [
+        (2, 3, 3, [(0, 0), (1, 0), (1, 1), (2, 1)]),
+        (3, 2, 2, [(0, 0), (0, 1), (1, 1), (1, 2)]),
+        (1, 4, 4, [(0, 0), (1, 0), (2, 0), (3, 0)]),
+        (4, 1, 1, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+    ],
+)
+def test_numbers_of_replicas_that_do_not_divide(decoders, encoders, size, met):
+    placement = images(f"1/1/{decoders}", f"1/1/{encoders}")
+    assert pairs(placement, micro_batch_size=size) == met
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoders", "said"),
+    [
+        (
+            Layout(tp=4),
+            {"images": Layout(dp=4)},
+            "'images' lies on ranks 0 to 3, which are those of 'text'; that is a colocated mode: "
+            "leave rank_offset away",
+        ),
+        (
+            Layout(tp=4),
+            {"images": Layout(dp=4, first_rank=2)},
+            "'images' on ranks 2 to 5 and 'text' on ranks 0 to 3 share ranks 2 to 3: change a "
+            "rank_offset or a size",
+        ),
+        (
+            Layout(tp=2, pp=2),
+            {"images": Layout(dp=2)},
+            "'images' on ranks 0 to 1 and 'text' on ranks 0 to 3 share ranks 0 to 1",
+        ),
+        (
+            Layout(tp=4),
+            {"images": Layout(dp=4, first_rank=4), "audio": Layout(tp=2, first_rank=7)},
+            "'images' on ranks 4 to 7 and 'audio' on ranks 7 to 8 share rank 7:",
+        ),
+        (
+            Layout(tp=4),
+            {"images": Layout(dp=2, first_rank=4), "audio": Layout(tp=2, first_rank=4)},
+            "'images' on ranks 4 to 5 and 'audio' on ranks 4 to 5 share ranks 4 to 5",
+        ),
+        (
+            Layout(tp=4),
+            {"images": Layout(dp=4, first_rank=6)},
+            "no module lies on ranks 4 to 5: give a module more replicas, or the modules behind a "
+            "smaller rank_offset",
+        ),
+        (
+            Layout(first_rank=1),
+            {"images": Layout(first_rank=2), "audio": Layout(first_rank=4)},
+            "no module lies on ranks 0, 3:",
+        ),
+    ],
+    ids=["equal", "partly", "first stage", "encoders", "equal encoders", "gap", "two gaps"],
+)
+def test_what_cannot_be_apart_is_one_sentence(decoder, encoders, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        apart(decoder, encoders, into="text")
+    assert str(caught.value).count(".") == 1
+    assert "\n" not in str(caught.value)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=2, max_size=4))
+def test_ranges_that_part_the_world_and_no_others(spans):
+    decoder, *others = [Layout(dp=dp, first_rank=first_rank) for first_rank, dp in spans]
+    encoders = {f"e{number}": each for number, each in enumerate(others)}
+    ranks = sorted(rank for each in (decoder, *others) for rank in each.ranks)
+    if ranks == list(range(len(ranks))):
+        assert apart(decoder, encoders, into="text").world_size == len(ranks)
+    else:
+        with pytest.raises(ValueError, match="rank_offset"):
+            apart(decoder, encoders, into="text")
+
+
+def test_edges_of_one_kind_are_not_asked_for_the_other():
+    placement = images("2/1/2", "1/1/4")
+    with pytest.raises(AssertionError, match="apart_edges"):
+        placement.edge("images", rank=0)
+    with pytest.raises(AssertionError, match="apart_edges"):
+        placement.exchange_groups("images")
+    colocated = Placement(
+        entries=(
+            PlacedEntry(name="images", layout=Layout(dp=4), into="text"),
+            PlacedEntry(name="text", layout=Layout(tp=2, dp=2)),
+        )
+    )
+    assert not colocated.is_apart("images")
+    assert colocated.world_size == 4
+    with pytest.raises(AssertionError, match="see edges"):
+        colocated.apart_edges("images", micro_batch_size=1)

@@ -1,0 +1,317 @@
+"""Warm-ups of modules on ranks of their own, against ranks that are simulated."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from simulated import Graph, calls, decoder_programs, finish
+from torch import nn
+
+from loongplug.estimate.schedule import Pipeline
+from loongplug.hetero.pipeline_graph import GraphModule, ahead, distances, warmup
+
+pytestmark = pytest.mark.quick
+
+FIGURE_4A = (
+    GraphModule(name="E1", stages=2, into="L"),
+    GraphModule(name="E2", stages=1, into="L"),
+    GraphModule(name="L", stages=3),
+)
+
+
+def small_graphs() -> Iterator[tuple[GraphModule, ...]]:
+    """One or two encoders of one to three stages, a decoder of one to four."""
+    sides = [(), (1,), (2,), (3,)]
+    for first, second, pipeline in product((1, 2, 3), sides, (1, 2, 3, 4)):
+        encoders = [
+            GraphModule(name=f"E{number}", stages=stages, into="L")
+            for number, stages in enumerate((first, *second))
+        ]
+        yield (*encoders, GraphModule(name="L", stages=pipeline))
+
+
+def fewer(modules: tuple[GraphModule, ...], less: int) -> dict[tuple[str, int], int]:
+    """The distances; encoders' are smaller by ``less``."""
+    return {
+        (name, stage): count if name == "L" else max(0, count - less)
+        for (name, stage), count in distances(modules).items()
+    }
+
+
+def test_distances_of_figure_4a():
+    assert distances(FIGURE_4A) == {
+        ("E1", 0): 4,
+        ("E1", 1): 3,
+        ("E2", 0): 3,
+        ("L", 0): 2,
+        ("L", 1): 1,
+        ("L", 2): 0,
+    }
+
+
+def test_a_module_may_lead_into_one_that_leads_into_the_decoder():
+    modules = (
+        GraphModule(name="L", stages=2),
+        GraphModule(name="resampler", stages=1, into="L"),
+        GraphModule(name="E", stages=2, into="resampler"),
+    )
+    found = distances(modules)
+    assert [found["E", 0], found["E", 1], found["resampler", 0], found["L", 0]] == [4, 3, 2, 1]
+    for microbatches in range(1, 10):
+        assert Graph(modules=modules).finishes(found, microbatches=microbatches)
+        short = fewer(modules, 2)
+        assert Graph(modules=modules).finishes(short, microbatches=microbatches) == (
+            microbatches < 2
+        )
+
+
+def test_the_warmup_is_the_distance_to_the_sink():
+    for modules in small_graphs():
+        found, decoder = distances(modules), modules[-1]
+        first = ahead(pipeline=decoder.stages, virtual=False)
+        for module, microbatches in product(modules[:-1], range(1, 10)):
+            for stage in range(module.stages):
+                count = warmup(
+                    microbatches=microbatches, ahead=first, stages=module.stages, stage=stage
+                )
+                assert count == min(microbatches, found[module.name, stage])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "group", "forwards"),
+    [
+        (1, False, None, 1),
+        (4, False, None, 4),
+        (4, True, None, 8),
+        (1, True, None, 1),
+        (2, True, 4, 8),
+    ],
+)
+def test_forwards_before_the_first_backward(pipeline, virtual, group, forwards):
+    assert ahead(pipeline=pipeline, virtual=virtual, group=group) == forwards
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("shapes", [False, True])
+def test_no_small_graph_hangs(shapes):
+    for modules in small_graphs():
+        graph, counts = Graph(modules=modules, shapes=shapes), distances(modules)
+        for microbatches in range(1, 10):
+            assert graph.finishes(counts, microbatches=microbatches), (modules, microbatches)
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("shapes", [False, True])
+def test_one_less_is_the_least(shapes):
+    """The first output behind the warm-up sets out before a gradient is waited for, so that a
+    warm-up may be smaller by one. By two, the decoder lacks what its first backward waits for,
+    where a step has as many microbatches."""
+    for modules in small_graphs():
+        graph, pipeline = Graph(modules=modules, shapes=shapes), modules[-1].stages
+        for microbatches in range(1, 10):
+            assert graph.finishes(fewer(modules, 1), microbatches=microbatches)
+            hangs = not graph.finishes(fewer(modules, 2), microbatches=microbatches)
+            if microbatches >= pipeline >= 2:
+                assert hangs, (modules, microbatches)
+            else:  # shapes within an encoder need stages that are one apart
+                assert shapes or not hangs, (modules, microbatches)
+
+
+def test_counts_from_the_sources_hang_where_sends_wait():
+    """As upstream counts and sends: E2, with one stage fewer than E1, gets as many as E1's first.
+    Its fourth output then waits for the decoder, which waits for it to take a gradient."""
+    upstream = {**distances(FIGURE_4A), ("E2", 0): 4}
+    waiting = Graph(modules=FIGURE_4A, edges_wait=True, shapes=True)
+    for microbatches in range(1, 10):
+        assert waiting.finishes(upstream, microbatches=microbatches) == (microbatches <= 3)
+        assert waiting.finishes(distances(FIGURE_4A), microbatches=microbatches)
+
+
+SENDS_AND_RECEIVES = {  # appendix D: of E1P0 E1P1 E2P0 L0 L1 L2
+    ("warm", "send_forward"): "pNNpp-",
+    ("steady", "send_forward_recv_backward"): "pNNpp-",
+    ("cool", "recv_backward"): "pNNpp-",
+    ("warm", "recv_forward"): "-p-Npp",
+    ("warm end", "recv_forward"): "-p-Npp",
+    ("steady", "send_backward_recv_forward"): "-p-Npp",
+    ("steady", "send_backward"): "-p-Npp",
+    ("cool", "send_backward"): "-p-Npp",
+}
+
+
+def test_calls_of_figure_4a():
+    """Between modules (N), within one (p) or nothing (-), in every call that a rank makes."""
+    graph, counts = Graph(modules=FIGURE_4A), distances(FIGURE_4A)
+    assert graph.finishes(counts, microbatches=6)
+    made: defaultdict[tuple[str, str], dict[int, set[str]]] = defaultdict(dict)
+    for number, rank in enumerate(graph.ranks):
+        for call, exchanges in graph.trace(rank, warmup=counts[rank], microbatches=6):
+            there = {
+                "p" if move.source[0] == move.target[0] else "N"
+                for exchange in exchanges
+                for move in exchange
+            }
+            made[call.phase, call.name].setdefault(number, set()).update(there or {"-"})
+    assert made.keys() == SENDS_AND_RECEIVES.keys()
+    for call, letters in SENDS_AND_RECEIVES.items():
+        expected = {number: {letter} for number, letter in enumerate(letters)}
+        if call[0] in ("warm", "cool"):
+            del expected[5]  # the sink has no warm-up
+        assert made[call] == expected, call
+
+
+def finishes_beside(
+    pipeline: Pipeline, *, forwards: int, microbatches: int, stages: int = 1, less: int = 0
+) -> bool:
+    """An encoder of so many ``stages`` and a decoder under one of Megatron's schedules."""
+    graph = Graph(
+        modules=(
+            GraphModule(name="E", stages=stages, into="L"),
+            GraphModule(name="L", stages=pipeline.stages),
+        )
+    )
+    programs = decoder_programs(
+        "L", pipeline=pipeline, microbatches=microbatches, sources=[("E", stages - 1)]
+    )
+    for stage in range(stages):
+        count = warmup(microbatches=microbatches, ahead=forwards - less, stages=stages, stage=stage)
+        programs["E", stage] = graph.program(
+            ("E", stage), warmup=max(0, count), microbatches=microbatches
+        )
+    return finish(programs)
+
+
+def interleaved() -> Iterator[tuple[Pipeline, int]]:
+    """Small decoders with virtual stages, with and without the overlap of MoE communication."""
+    for stages, chunks, overlaps in product((2, 3, 4), (2, 3), (False, True)):
+        for microbatches in range(stages, 4 * stages + 1, stages):
+            pipeline = Pipeline(
+                stages=stages, stage=0, chunks=chunks, group=stages, overlaps=overlaps
+            )
+            yield pipeline, microbatches
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_virtual_stages_take_twice_as_many(stages):
+    for pipeline, microbatches in interleaved():
+        forwards = ahead(pipeline=pipeline.stages, virtual=True)
+        for less in (0, 1, 2):
+            finished = finishes_beside(
+                pipeline, forwards=forwards, microbatches=microbatches, stages=stages, less=less
+            )
+            assert finished == (less < 2 or microbatches < forwards), (pipeline, microbatches)
+
+
+def test_larger_groups_of_virtual_stages_take_more():
+    """With groups as large as the flag says, as many forwards as without it are too few."""
+    hangs = 0
+    for stages, chunks, more in product((2, 3), (2, 3), (1, 3)):
+        group = stages + more
+        pipeline = Pipeline(stages=stages, stage=0, chunks=chunks, group=group)
+        for microbatches in (group, 2 * group, 3 * group):
+            forwards = ahead(pipeline=stages, virtual=True, group=group)
+            assert finishes_beside(pipeline, forwards=forwards, microbatches=microbatches)
+            plain = ahead(pipeline=stages, virtual=True)
+            hangs += not finishes_beside(pipeline, forwards=plain, microbatches=microbatches)
+    assert hangs
+
+
+def test_the_overlap_of_moe_communication_without_a_pipeline():
+    """A forward runs together with the backward before it: the one that is not least is needed."""
+    pipeline = Pipeline(stages=1, stage=0, chunks=1, group=1, overlaps=True)
+    forwards = ahead(pipeline=1, virtual=False)
+    for microbatches in range(1, 6):
+        assert finishes_beside(pipeline, forwards=forwards, microbatches=microbatches)
+        fewer_finish = finishes_beside(
+            pipeline, forwards=forwards, microbatches=microbatches, less=1
+        )
+        assert fewer_finish == (microbatches < 2)
+
+
+def module(name: str, stages: int = 1, into: str | None = None) -> GraphModule:
+    return GraphModule(name=name, stages=stages, into=into)
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        ([module("E", into="L"), module("E", into="L"), module("L")], "two modules are called 'E'"),
+        ([module("E", 0, into="L"), module("L")], "'E' has 0 pipeline stages: expected at least 1"),
+        (
+            [module("E", into="M"), module("L")],
+            "out of 'E' goes into 'M', which is no module: expected one of E, L",
+        ),
+        ([module("L"), module("M")], "'L' and 'M' lead into no other module: expected one decoder"),
+        ([module("E", into="F"), module("F", into="E"), module("L")], "circle, F into E into F"),
+        ([module("E", into="E"), module("L")], "in a circle, E into E"),
+        ([module("A", into="E"), module("E", into="E"), module("L")], "in a circle, E into E"),
+        ([], "there is no module: expected a decoder"),
+    ],
+)
+def test_what_is_no_graph_is_one_sentence(modules, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        distances(modules)
+    assert str(caught.value).count(".") == 1
+    assert "\n" not in str(caught.value)
+
+
+class Recorder:
+    """A communicator of 1F1B that talks to nobody, and keeps what it is asked."""
+
+    def __init__(self, config: ModelParallelConfig, *, warmup: int) -> None:
+        self.config = config
+        self.total_stages, self.current_stage = warmup + 1, 0
+        self.is_pp_first_stage, self.is_pp_last_stage = True, False
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_: Any) -> torch.Tensor | None:
+            self.asked.append(name)
+            return torch.ones(1) if "recv_backward" in name else None
+
+        return ask
+
+
+class Stage(nn.Module):
+    """One number."""
+
+    def __init__(self, config: ModelParallelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        assert tensor == [None]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("ahead_of_it", [0, 1, 2, 5])
+def test_stock_makes_these_calls(ahead_of_it, microbatches):
+    config = ModelParallelConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
+    config.hidden_size = 1
+    communicator = Recorder(config, warmup=ahead_of_it)
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = ProcessGroupCollection()
+    groups.tp = groups.cp = alone
+    forward_backward_pipelining_without_interleaving(
+        forward_step_func=lambda _, model: (model.weight * 2, None),
+        data_iterator=None,
+        model=Stage(config),
+        num_microbatches=microbatches,
+        seq_length=1,
+        micro_batch_size=1,
+        p2p_communicator=communicator,
+        pg_collection=groups,
+    )
+    expected = calls(warmup=min(ahead_of_it, microbatches), microbatches=microbatches)
+    assert communicator.asked == [call.name for call in expected]
