@@ -8,6 +8,7 @@ from typing import Any
 from loongplug.estimate.estimator import run_of
 from loongplug.hetero.modes import mode_of
 from loongplug.models.entries import encoders, only_decoder
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.partition.costs import EntryCosts, costs_of
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.arguments import ParsedArguments
@@ -163,6 +164,11 @@ def _stages_of_encoders(
             raise ValueError(
                 f"--encoder-stages {each}: expected NAME=N, with one of {', '.join(known)} and how "
                 "many stages it gets, 1 or more"
+            )
+        if int(number) > 1 and isinstance(model.encoder(known[key]), HuggingFaceEncoderConfig):
+            raise ValueError(
+                f"--encoder-stages {each}: transformers computes this encoder in one piece, so "
+                f"expected {key}=1, or one of LoongPlug's own encoders"
             )
         found[known[key]] = int(number)
     return {name: found[name] for name in names if name in found}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.partition.costs import Cost, EntryCosts
 from loongplug.partition.split import split
@@ -49,8 +50,8 @@ def partition(
 ) -> Partition:
     """The best split of the layers if they cost what is ``believed``, at what they do cost.
 
-    ``stages`` are those of each entry that has some of its own, the decoder's last. What it leads
-    into, an entry leads into at the first stage.
+    ``stages`` says how many each entry has that has some of its own, the decoder's last, which all
+    others lead into.
 
     Raises:
         ValueError: an entry has more stages than layers.
@@ -72,8 +73,12 @@ def partition(
         ]
         for entry in stages
     }
-    *encoders, decoder = times.values()
-    step = step_time(decoder, microbatches=microbatches, encoders=encoders)
+    *_, decoder = stages
+    modules = [
+        GraphModule(name=entry, stages=number, into=None if entry == decoder else decoder)
+        for entry, number in stages.items()
+    ]
+    step = step_time(modules, times, microbatches=microbatches)
     return Partition(name=name, stages=tuple(found), step=step)
 
 

@@ -5,11 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_partitions import MICROBATCHES, TABLE_3, TABLE_10, TABLE_11
 
-from loongplug.partition.clock import StageTime, step_time
+from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.partition import clock
+from loongplug.partition.clock import StageTime
 
 pytestmark = pytest.mark.quick
 
 BOTH = StageTime(forward=1, backward=2)
+
+
+def step_time(decoder, *, microbatches, encoders=()):
+    """Of encoders side by side that lead into a decoder."""
+    times = {**{f"encoder {number}": each for number, each in enumerate(encoders)}, "text": decoder}
+    modules = [
+        GraphModule(name=name, stages=len(each), into=None if name == "text" else "text")
+        for name, each in times.items()
+    ]
+    return clock.step_time(modules, times, microbatches=microbatches)
 
 
 def stages(*times):

@@ -4,13 +4,15 @@ from argparse import Namespace
 from dataclasses import replace
 
 import pytest
+from costed import parsed
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.partition.costs import Cost, EntryCosts, LayerCost
-from loongplug.partition.found import Found, layout_text
+from loongplug.partition.found import Found, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
 
 pytestmark = pytest.mark.quick
@@ -63,6 +65,16 @@ def test_the_better_split_is_kept(aware, plain, kept):
     )
     assert found.kept.name == kept
     assert found.flags == ()  # the decoder has no stages to split into
+
+
+def test_an_encoder_of_transformers_stays_in_one_piece():
+    settings = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower = HuggingFaceEncoderConfig(model_type="vit", settings=settings)
+    model = replace(parsed(model="llava_tiny").model, image_encoder=tower)
+    given = {"model": model, "names": ["image_encoder"]}
+    assert _stages_of_encoders(["image_encoder=1"], **given) == {"image_encoder": 1}
+    with pytest.raises(ValueError, match=r"^--encoder-stages image_encoder=2: .* in one piece"):
+        _stages_of_encoders(["image_encoder=2"], **given)
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=8))
