@@ -161,6 +161,17 @@ def test_layers_with_windows_cost_less():
     assert whole - windowed == 4 * encoder.hidden_size * (256**2 - 256 * 4)
 
 
+def test_convolutions_of_sound_come_before_the_layers():
+    run = parsed(model="qwen2_audio_tiny")
+    audio = run.model.audio_encoder
+    found = costs(run, media(run, audio.grid_of(16)))["audio_encoder"].first
+    sounds, states = (
+        3 * audio.hidden_size * width for width in (audio.mel_bins, audio.hidden_size)
+    )
+    # Nobody asks for the gradient of a sound.
+    assert ratio(found) == pytest.approx((sounds + 2 * states) / (sounds + states))
+
+
 def test_packs_attend_within_their_segments():
     run = parsed(micro_batch_size=1)
     pack = media(run)
