@@ -269,6 +269,35 @@ def estimate(
         )
 
 
+@app.command("partition", context_settings=HANDS_ON)
+def partition(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes of the decoder, on all machines.")],
+    visual_tokens: Annotated[
+        int | None, typer.Option(help="Of each sample, in one image; else as the data have.")
+    ] = None,
+    encoder_stages: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=N: an encoder has N stages of its own. Repeat for more."),
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Split a model's layers into pipeline stages by what is frozen, recomputed and adapted.
+
+    Takes train.py's flags. Needs no GPU and makes no weights.
+    """
+    with user_errors():
+        from loongplug.partition.command import partition as run
+
+        run(
+            context.args,
+            ranks=ranks,
+            visual_tokens=visual_tokens,
+            encoder_stages=encoder_stages or (),
+            json_path=json_path,
+        )
+
+
 @bench.command("step", context_settings=HANDS_ON)
 def bench_step(
     context: typer.Context,

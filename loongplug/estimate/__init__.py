@@ -4,5 +4,5 @@ Models are built on the meta device, where tensors have sizes and no memory. Wha
 steps is counted by Megatron's own rules (``state.py``); what a microbatch leaves behind is found by
 running the model's own code on such tensors (``tape.py``, ``trace.py``); which microbatches are
 there at one time is followed through a step (``schedule.py``, ``step.py``). It stands above
-training, whose flags, checks and model building it uses; nothing else imports it.
+training, whose flags, checks and model building it uses; ``partition`` alone imports it.
 """

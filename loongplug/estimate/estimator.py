@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loongplug.estimate.estimate import RankMemory
     from loongplug.estimate.state import Stepping
+    from loongplug.estimate.units import MicrobatchSize
     from loongplug.training.arguments import ParsedArguments
 
 USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
@@ -53,19 +54,12 @@ class Estimator:
         Raises:
             ValueError: the flags or ``visual_tokens`` cannot be used.
         """
-        with _quiet():
-            stand_ins = None if self.visual_tokens is None else self.folder
-            parsed = parsed_for(flags, ranks=self.ranks, stand_ins=stand_ins)
+        parsed, microbatches = run_of(
+            flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
+        )
+        with quiet():
             from loongplug.estimate.estimate import estimate
-            from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
 
-            microbatches = (
-                microbatches_of_data(parsed.args, parsed.model)
-                if self.visual_tokens is None
-                else microbatches_of_size(
-                    parsed.args, parsed.model, visual_tokens=self.visual_tokens
-                )
-            )
             found = estimate(
                 parsed,
                 microbatches,
@@ -80,6 +74,27 @@ class Estimator:
 def fits_in(nbytes: int, *, device_memory: float) -> bool:
     """Whether a rank's bytes fit in the usable part of a device of so many GB."""
     return nbytes <= USABLE * device_memory * GB
+
+
+def run_of(
+    flags: Sequence[str], *, ranks: int, visual_tokens: int | None, folder: Path
+) -> "tuple[ParsedArguments, list[MicrobatchSize]]":
+    """The checked arguments of a run, and the microbatches of a replica's first step.
+
+    ``visual_tokens`` and ``folder`` are as :class:`Estimator` has them.
+
+    Raises:
+        ValueError: the flags or ``visual_tokens`` cannot be used.
+    """
+    with quiet():
+        stand_ins = None if visual_tokens is None else folder
+        parsed = parsed_for(flags, ranks=ranks, stand_ins=stand_ins)
+        from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
+
+        args, model = parsed.args, parsed.model
+        if visual_tokens is None:
+            return parsed, microbatches_of_data(args, model)
+        return parsed, microbatches_of_size(args, model, visual_tokens=visual_tokens)
 
 
 def parsed_for(
@@ -120,7 +135,7 @@ def stepping_of(flags: Sequence[str]) -> "Stepping":
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what Megatron says of models that it builds."""
     logger = logging.getLogger("megatron")
     before = logger.level

@@ -1,5 +1,6 @@
 """What every vision-language model here is described by; families derive and add their own."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isqrt, prod
@@ -75,9 +76,13 @@ class EncoderArchitecture:
         """The least grid with at least so many tokens, one or more, and of a usual shape."""
         raise NotImplementedError
 
+    def attention_window(self, layer: int) -> int | None:
+        """The side in rows of the windows that a layer attends within; None: whole frames."""
+        return None
+
     def attention_windows(self) -> dict[int | None, int]:
-        """How many layers attend within windows of which side in rows; None: whole frames."""
-        return {None: self.computed_layers}
+        """How many layers attend within windows of which side, as :meth:`attention_window`."""
+        return dict(Counter(map(self.attention_window, range(self.computed_layers))))
 
     def taps(self) -> tuple[int, ...]:
         """The 0-based layers whose output goes to the decoder as well, behind its first layers."""

@@ -198,11 +198,15 @@ def carry_deepstack(config: DecoderConfig, *, features: int) -> None:
     """
     config.deepstack_features = features
     if config.pipeline_model_parallel_size > 1:
-        first_chunk = get_num_layers_to_build(
-            config,
-            vp_stage=0 if config.virtual_pipeline_model_parallel_size else None,
-            pp_rank=0,
-        )
+        layout = config.pipeline_model_parallel_layout
+        if layout is not None:  # the function below would give this rank's own number
+            first_chunk = layout.get_num_layers_to_build(vp_stage=0, pp_rank=0)
+        else:
+            first_chunk = get_num_layers_to_build(
+                config,
+                vp_stage=0 if config.virtual_pipeline_model_parallel_size else None,
+                pp_rank=0,
+            )
         if first_chunk < features:
             config.variable_seq_lengths = True
 

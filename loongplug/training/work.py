@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
 from typing import Self
 
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import EncoderWork
-from loongplug.models.architecture import MultimodalArchitecture
+from loongplug.models.architecture import MultimodalArchitecture, TextArchitecture
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hf_mapping import Mapping, is_carried
 
@@ -31,6 +32,9 @@ _IN_A_LAYER = (
     r"linear_fc2",
 )
 _NUMBERED = re.compile(r"\.(?:layers|deepstack)\.(\d+)\.")
+_BEFORE = re.compile(r"embed|\.conv\d")
+# Where layers are counted: what comes before the first, and behind the last.
+BEFORE, BEHIND = -1, 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,39 +85,25 @@ class StepWork:
         ``trains`` says of a parameter's name whether it trains. Of a layer's experts, the first
         speaks for all.
         """
-        modules = _parts(mapping, chosen=getattr(model.foundation, "experts_per_token", 1))
-        entries = model.entries()
-        encoding, enters = [], False
-        for entry in encoders(entries):
-            name, *beside = entry.modules
-            chain = _Chain.of(modules[name], trains=trains, entered=False)
-            branches = defaultdict(list)
-            for part in (part for each in beside for part in modules[each]):
-                branches[part.layer].append(part)
-            projector = [
-                _Chain.of(branch, trains=trains, entered=chain.trains)
-                for branch in branches.values()
-            ]
-            enters |= chain.trains or any(branch.trains for branch in projector)
+        found = Chains.of(model, mapping, trains=trains)
+        encoding = []
+        for name, chain in found.encoders.items():
             architecture = model.encoder(name)
             encoding.append(
                 UnitWork(
                     name=name,
                     per_row=chain.operations // architecture.rows_per_state,
-                    per_media_token=sum(branch.operations for branch in projector),
+                    per_media_token=sum(each.operations for each in found.projectors[name]),
                     tokens_of=architecture.tokens,
                     attention=replace(EncoderWork.of(architecture), linear=0),
                     passes=1 + 2 * chain.attended / architecture.computed_layers,
                 )
             )
-        decoder = _Chain.of(modules[only_decoder(entries).name], trains=trains, entered=enters)
-        text = model.foundation
-        heads = text.num_attention_heads * text.kv_channels
+        text, decoder = model.foundation, found.decoder
         return cls(
             encoders=tuple(encoding),
             per_token=decoder.operations,
-            # Of each head, a product with the key and one with the value.
-            per_pair=4 * heads * (text.num_layers + 2 * decoder.attended),
+            per_pair=pair_operations(text) * (text.num_layers + 2 * decoder.attended),
         )
 
     def of_samples(self, lengths: Sequence[int], media: Dictionary[str, Sequence[Grid]]) -> int:
@@ -123,6 +113,14 @@ class StepWork:
             + sum(lengths) * self.per_token
             + sum(length * (length + 1) // 2 for length in lengths) * self.per_pair
         )
+
+
+def pair_operations(text: TextArchitecture) -> int:
+    """Forward of one layer of a decoder for a token and one that it attends to.
+
+    Of each head, a product with the key and one with the value.
+    """
+    return 4 * text.num_attention_heads * text.kv_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +137,7 @@ class _Part:
     @classmethod
     def of(cls, name: str, *, multiplications: int, named: str) -> Self:
         numbered = _NUMBERED.search(name)
-        outer = -1 if "embed" in name else 1_000_000
+        outer = BEFORE if _BEFORE.search(name) else BEHIND
         return cls(
             layer=int(numbered[1]) if numbered else outer,
             sublayer=next(
@@ -178,21 +176,94 @@ def _parts(mapping: Mapping, *, chosen: int) -> dict[str, list[_Part]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Chain:
-    """Parts one behind the other: operations per token, attentions with a backward, the end."""
+class LayerWork:
+    """Operations of the matrices of one layer, or of what is ``BEFORE`` or ``BEHIND`` all, a token.
 
-    operations: int
+    ``mlp`` is what of ``forward`` lies in its MLP or experts. ``attended``: its attention has a
+    backward. ``reached``: the gradient of what comes out of it is asked for.
+    """
+
+    forward: int
+    mlp: int
+    backward: int
     attended: int
-    trains: bool  # the gradient of what comes out is asked for
+    reached: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Layers one behind the other, by their numbers, in the order in which they run.
+
+    ``trains``: the gradient of what comes out is asked for.
+    """
+
+    layers: Dictionary[int, LayerWork]
+    trains: bool
 
     @classmethod
     def of(cls, parts: Iterable[_Part], *, trains: Callable[[str], bool], entered: bool) -> Self:
         """``entered``: the gradient of what goes in is asked for."""
-        operations = attended = 0
+        layers = {}
         behind = entered
-        for part in sorted(parts, key=lambda each: each.order):
-            mine = trains(part.named)
-            attended += behind and part.name.endswith(".linear_proj.weight")
-            operations += 2 * part.multiplications * (1 + behind + mine)
-            behind = behind or mine
-        return cls(operations=operations, attended=attended, trains=behind)
+        ordered = sorted(parts, key=lambda each: each.order)
+        for number, layer in groupby(ordered, key=lambda each: each.layer):
+            forward = mlp = backward = attended = 0
+            for part in layer:
+                mine, size = trains(part.named), 2 * part.multiplications
+                attended += behind and part.name.endswith(".linear_proj.weight")
+                forward += size
+                mlp += size if ".mlp." in part.name else 0
+                backward += size * (behind + mine)
+                behind = behind or mine
+            layers[number] = LayerWork(
+                forward=forward, mlp=mlp, backward=backward, attended=attended, reached=behind
+            )
+        return cls(layers=layers, trains=behind)
+
+    @property
+    def operations(self) -> int:
+        """Forward and backward of all, a token."""
+        return sum(each.forward + each.backward for each in self.layers.values())
+
+    @property
+    def attended(self) -> int:
+        """Attentions with a backward."""
+        return sum(each.attended for each in self.layers.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chains:
+    """The layers of all modules of a model.
+
+    ``encoders`` are by name; so are the branches of their ``projectors``, one for each feature of
+    a token.
+    """
+
+    encoders: Dictionary[str, Chain]
+    projectors: Dictionary[str, tuple[Chain, ...]]
+    decoder: Chain
+
+    @classmethod
+    def of(
+        cls, model: MultimodalArchitecture, mapping: Mapping, *, trains: Callable[[str], bool]
+    ) -> Self:
+        """As :meth:`StepWork.of`."""
+        modules = _parts(mapping, chosen=getattr(model.foundation, "experts_per_token", 1))
+        entries = model.entries()
+        found, projectors = {}, {}
+        for entry in encoders(entries):
+            name, *beside = entry.modules
+            chain = Chain.of(modules[name], trains=trains, entered=False)
+            branches = defaultdict(list)
+            for part in (part for each in beside for part in modules[each]):
+                branches[part.layer].append(part)
+            found[name] = chain
+            projectors[name] = tuple(
+                Chain.of(branch, trains=trains, entered=chain.trains)
+                for branch in branches.values()
+            )
+        enters = any(
+            each.trains for name, chain in found.items() for each in (chain, *projectors[name])
+        )
+        decoder = Chain.of(modules[only_decoder(entries).name], trains=trains, entered=enters)
+        return cls(encoders=found, projectors=projectors, decoder=decoder)

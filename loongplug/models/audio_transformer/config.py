@@ -66,9 +66,9 @@ class AudioTransformerConfig(EncoderArchitecture):
         states = 2 * tokens if self.pooled else tokens
         return self.sizes.grid(2 * states - 1)
 
-    def attention_windows(self) -> dict[int | None, int]:
+    def attention_window(self, layer: int) -> int | None:
         """Chunks, where there are some, else whole sounds."""
-        return {self.chunk: self.computed_layers}
+        return self.chunk
 
     def carried_tensors(self) -> Mapping[str, Shape]:
         """What the files have that never trains: the table of positions."""

@@ -29,11 +29,10 @@ class Qwen25VisionConfig(RotaryVisionArchitecture):
         """A window's side in merged tokens."""
         return self.window_size // (self.patch_size * self.spatial_merge_size)
 
-    def attention_windows(self) -> dict[int | None, int]:
+    def attention_window(self, layer: int) -> int | None:
         """Whole frames in the full attention layers, windows in all others."""
-        full = len(self.full_attention_layers)
-        side = self.window_tokens * self.spatial_merge_size
-        return {None: full, side: self.num_layers - full}
+        whole = layer in self.full_attention_layers
+        return None if whole else self.window_tokens * self.spatial_merge_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,44 @@
+"""``loongplug partition``: from the flags of a run to a split of its layers into stages."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from loongplug.estimate.estimator import quiet
+from loongplug.platform import activate
+
+
+def partition(
+    flags: Sequence[str],
+    *,
+    ranks: int,
+    visual_tokens: int | None = None,
+    encoder_stages: Sequence[str] = (),
+    json_path: Path | None = None,
+) -> None:
+    """Run the command.
+
+    ``encoder_stages`` are NAME=N: encoders that have stages of their own, before the decoder's,
+    on ranks that are not among ``ranks``. ``visual_tokens`` of each sample stand in for the images
+    of the data; the flags need name neither data nor tokenizer then.
+
+    Raises:
+        ValueError: the flags or the options cannot be used, or there is nothing to split.
+    """
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}: expected how many the decoder will have, 1 or more")
+    activate("cpu")  # Megatron, which comes with what is below, asks for the device
+    with quiet(), TemporaryDirectory(prefix="loongplug-partition-") as folder:
+        from loongplug.partition.found import find
+        from loongplug.partition.tables import print_found, write
+
+        found = find(
+            flags,
+            ranks=ranks,
+            visual_tokens=visual_tokens,
+            encoder_stages=encoder_stages,
+            folder=Path(folder),
+        )
+    print_found(found)
+    if json_path is not None:
+        write(json_path, found)

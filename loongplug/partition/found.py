@@ -1,0 +1,174 @@
+"""From the flags of a run to two splits of its layers, of which the better one is kept."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loongplug.estimate.estimator import run_of
+from loongplug.hetero.modes import mode_of
+from loongplug.models.entries import encoders, only_decoder
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.partition.costs import EntryCosts, costs_of
+from loongplug.partition.stages import Partition, partition
+from loongplug.training.arguments import ParsedArguments
+from loongplug.training.config import compose_asked_for
+from loongplug.training.flags import read_command_line, without_flags
+from loongplug.training.freezing import freezing_of
+from loongplug.training.rules.pipeline import wants_virtual
+
+AWARE, PLAIN = "frozen-aware", "plain"
+LAYOUT = "--pipeline-model-parallel-layout"
+# What says otherwise how layers are split, and makes way for what is found.
+_SPLITS = frozenset(
+    (
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        "pipeline_model_parallel_layout",
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Two splits of the layers of a run, the frozen-aware one first.
+
+    ``apart`` are the encoders with stages of their own, ``inside`` those that the decoder's first
+    stage has, ``around`` those that work on all of its stages, before its schedule and behind it.
+    ``replaced`` are flags of the run that the split stands for.
+    """
+
+    parsed: ParsedArguments
+    microbatches: int
+    partitions: tuple[Partition, Partition]
+    decoder: str
+    apart: tuple[str, ...]
+    inside: tuple[str, ...]
+    around: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+    @property
+    def kept(self) -> Partition:
+        """The one with the shorter step; of two that are equal, the frozen-aware one."""
+        return min(self.partitions, key=lambda each: each.step)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a run with the kept split is given; nothing where the decoder has one stage."""
+        sizes = self.kept.sizes(self.decoder)
+        return (LAYOUT, layout_text(sizes)) if len(sizes) > 1 else ()
+
+
+def find(
+    flags: Sequence[str],
+    *,
+    ranks: int,
+    visual_tokens: int | None,
+    encoder_stages: Sequence[str],
+    folder: Path,
+) -> Found:
+    """The splits of the run of these flags; as the command's options say.
+
+    Raises:
+        ValueError: the flags or options cannot be used, or there is nothing to split.
+    """
+    line = read_command_line(flags)
+    args, pp = line.args, line.args.pipeline_model_parallel_size
+    if pp < 2 and not encoder_stages:
+        raise ValueError(
+            f"--pipeline-model-parallel-size is {pp}, so that there are no stages to split layers "
+            "into: give 2 or more, or stages of an encoder by --encoder-stages NAME=N"
+        )
+    if wants_virtual(args):
+        raise ValueError(
+            "virtual pipeline stages give each rank several stretches of layers, and one is "
+            "expected: drop --num-virtual-stages-per-pipeline-rank and "
+            "--num-layers-per-virtual-pipeline-stage"
+        )
+    layers = compose_asked_for(args, overrides=line.overrides).config.foundation.num_layers
+    flags = without_flags(flags, _SPLITS)
+    if 1 < pp <= layers:  # a start would refuse layers that do not divide
+        flags = [*flags, LAYOUT, layout_text(_even(layers, pp))]
+    parsed, microbatches = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
+    model = parsed.model
+    names = [entry.name for entry in encoders(model.entries())]
+    apart = _stages_of_encoders(encoder_stages, model=model, names=names)
+    around = [
+        name
+        for name in names
+        if name not in apart and mode_of(parsed.args, model.encoder(name)).on_every_stage
+    ]
+    inside = [name for name in names if name not in {*apart, *around}]
+    decoder = only_decoder(model.entries()).name
+    trains = freezing_of(parsed.args, model).trains
+    real, plain = (
+        _with_encoders(
+            costs_of(parsed, microbatches, trains=each, apart=apart), decoder, inside=inside
+        )
+        for each in (trains, lambda name: True)
+    )
+    aware, unaware = (
+        partition(
+            name,
+            real,
+            believed=believed,
+            stages={**apart, decoder: pp},
+            microbatches=len(microbatches),
+        )
+        for name, believed in ((AWARE, real), (PLAIN, plain))
+    )
+    return Found(
+        parsed=parsed,
+        microbatches=len(microbatches),
+        partitions=(aware, unaware),
+        decoder=decoder,
+        apart=tuple(apart),
+        inside=tuple(inside),
+        around=tuple(around),
+        replaced=tuple(flag for name, flag in line.flags.items() if name in _SPLITS),
+    )
+
+
+def layout_text(sizes: Sequence[int]) -> str:
+    """Stages of so many decoder layers as Megatron's flag has them.
+
+    >>> layout_text([1, 3])
+    'Et|t*3L'
+    """
+    return "E" + "|".join("t" if size == 1 else f"t*{size}" for size in sizes) + "L"
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    each, more = divmod(layers, stages)
+    return [each + (stage < more) for stage in range(stages)]
+
+
+def _with_encoders(
+    costs: Mapping[str, EntryCosts], decoder: str, *, inside: Sequence[str]
+) -> dict[str, EntryCosts]:
+    """With what the first stage does for encoders in the cost of its first layer."""
+    own = costs[decoder]
+    first = sum((costs[name].whole() for name in inside), own.first)
+    return {**costs, decoder: replace(own, first=first)}
+
+
+def _stages_of_encoders(
+    given: Sequence[str], *, model: Any, names: Sequence[str]
+) -> dict[str, int]:
+    """By the encoder's name, in the model's order, from NAME=N with names as the YAML has them."""
+    known = {model.keys[name]: name for name in names}
+    found = {}
+    for each in given:
+        key, _, number = each.partition("=")
+        if key not in known or not number.isdecimal() or int(number) < 1:
+            raise ValueError(
+                f"--encoder-stages {each}: expected NAME=N, with one of {', '.join(known)} and how "
+                "many stages it gets, 1 or more"
+            )
+        if int(number) > 1 and isinstance(model.encoder(known[key]), HuggingFaceEncoderConfig):
+            raise ValueError(
+                f"--encoder-stages {each}: transformers computes this encoder in one piece, so "
+                f"expected {key}=1, or one of LoongPlug's own encoders"
+            )
+        found[known[key]] = int(number)
+    return {name: found[name] for name in names if name in found}

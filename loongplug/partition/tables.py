@@ -1,0 +1,101 @@
+"""What is printed and written of two splits."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from loongplug.consoles import table_console
+from loongplug.partition.found import Found
+from loongplug.partition.stages import Partition, Stage
+from loongplug.training.config import shown_name
+
+_UNITS = (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6))
+
+
+def print_found(found: Found) -> None:
+    """A table of each split's stages, which one is kept, and what a run with it is given."""
+    for each in found.partitions:
+        _print_stages(each, found)
+    aware, plain = found.partitions
+    steps = f"a step of {_amount(aware.step)} frozen-aware, {_amount(plain.step)} plain"
+    if aware.step == plain.step:
+        print(f"{steps}: the frozen-aware split is kept, which is no slower")
+    else:
+        times = max(aware.step, plain.step) / min(aware.step, plain.step)
+        print(f"{steps}: the {found.kept.name} split is kept, {times:.3f} times as fast")
+    for name in found.around:
+        print(f"{name} works on all stages before and behind the schedule: it is in no stage")
+    for name in found.apart:
+        sizes = " + ".join(map(str, found.kept.sizes(name)))
+        print(f"{name}: {sizes} layers")
+    if found.flags:
+        instead = f" (in the place of {', '.join(found.replaced)})" if found.replaced else ""
+        print(f"flags: {shlex.join(found.flags)}{instead}")
+
+
+def _print_stages(split: Partition, found: Found) -> None:
+    name, unit = _unit(split.slowest)
+    args = found.parsed.args
+    table = Table(
+        title=f"{split.name}: {shown_name(args)}, {found.microbatches} microbatch(es) of a replica",
+        caption=f"{name} of a rank for a microbatch; backward with what is recomputed",
+    )
+    table.add_column("stage")
+    for heading in ("layers", "forward", "backward", "of the slowest"):
+        table.add_column(heading, justify="right")
+    for each in split.stages:
+        table.add_row(
+            _name(each, found),
+            f"{each.layers.start} to {each.layers.stop - 1}",
+            f"{each.cost.forward / unit:.3f}",
+            f"{each.cost.backward / unit:.3f}",
+            f"{each.cost.total / split.slowest:.0%}",
+        )
+    table_console().print(table)
+
+
+def _name(stage: Stage, found: Found) -> str:
+    """With the encoders that a stage has before its layers."""
+    name = f"{stage.entry} {stage.number}"
+    first = stage.entry == found.decoder and stage.number == 0
+    return " + ".join([*found.inside, name]) if first else name
+
+
+def _unit(operations: float) -> tuple[str, int]:
+    return next((each for each in _UNITS if operations >= each[1]), _UNITS[-1])
+
+
+def _amount(operations: float) -> str:
+    name, unit = _unit(operations)
+    return f"{operations / unit:.4g} {name}"
+
+
+def write(path: Path, found: Found) -> None:
+    """The figures as JSON, in operations of a rank: of a stage for a microbatch, and of a step."""
+    content = {
+        "microbatches": found.microbatches,
+        "kept": found.kept.name,
+        "flags": list(found.flags),
+        "encoder_stages": {name: list(found.kept.sizes(name)) for name in found.apart},
+        "splits": {each.name: _split(each) for each in found.partitions},
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _split(split: Partition) -> dict[str, Any]:
+    return {
+        "step": split.step,
+        "stages": [
+            {
+                "entry": each.entry,
+                "stage": each.number,
+                "layers": len(each.layers),
+                "forward": each.cost.forward,
+                "backward": each.cost.backward,
+            }
+            for each in split.stages
+        ],
+    }

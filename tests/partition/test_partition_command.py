@@ -1,0 +1,122 @@
+"""``loongplug partition``: what it prints and refuses, and runs with the flags that it gives."""
+
+import json
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.estimate.estimator import parsed_for
+from loongplug.estimate.ranks import as_rank
+from loongplug.partition.found import LAYOUT
+
+pytestmark = pytest.mark.quick
+
+RUN = [
+    *("--visual-tokens", "64", "--model-name", "qwen3_vl_tiny", "--training-phase", "sft"),
+    *("--seq-length", "256", "--micro-batch-size", "1", "--global-batch-size", "8"),
+    *("--train-iters", "1", "--lr", "1e-3"),
+]
+PP3 = ("--pipeline-model-parallel-size", "3")  # which do not divide the four layers
+
+
+def run(*options, ranks=3):
+    return CliRunner().invoke(app, ["partition", "--ranks", str(ranks), *RUN, *options])
+
+
+def test_stages_and_flags(tmp_path):
+    figures = tmp_path / "figures.json"
+    result = run(
+        *PP3,
+        *("--decoder-first-pipeline-num-layers", "2", "--json", str(figures)),
+        *("model.image_encoder.freeze=true", "model.foundation.num_layers=6"),
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads(figures.read_text())
+    assert written["microbatches"] == 8
+    aware, plain = (written["splits"][name] for name in ("frozen-aware", "plain"))
+    assert [each["entry"] for each in aware["stages"]] == ["text_decoder"] * 3
+    assert aware["step"] <= plain["step"]
+    flag, layout = written["flags"]
+    assert f"{flag} {shlex.quote(layout)} (in the place of --decoder-first-" in result.output
+    assert "image_encoder + text_decoder 0" in result.output
+    slowest = max(each["forward"] + each["backward"] for each in aware["stages"])
+    assert aware["step"] >= 8 * slowest
+    # A run with these flags builds those stages.
+    flags = [*RUN[2:], *PP3, "model.foundation.num_layers=6", *written["flags"]]
+    parsed = parsed_for(flags, ranks=3, stand_ins=tmp_path)
+    built = []
+    for rank in range(3):
+        with as_rank(parsed, rank) as one:
+            (chunk,) = one.chunks
+            built.append(len(chunk.text_decoder.decoder.layers))
+    assert built == [each["layers"] for each in aware["stages"]]
+
+
+def test_encoders_with_stages_of_their_own_and_around_the_schedule(tmp_path):
+    figures = tmp_path / "figures.json"
+    model = ("--model-name", "qwen2_5_omni_tiny")
+    around = "model.audio_encoder.mode=full_hetero_dp"
+    stages = ("--encoder-stages", "image_encoder=2")
+    result = run(*model, around, *stages, "--json", str(figures), ranks=1)
+    assert result.exit_code == 0, result.output
+    written = json.loads(figures.read_text())
+    names = [each["entry"] for each in written["splits"]["plain"]["stages"]]
+    assert names == ["image_encoder", "image_encoder", "text_decoder"]
+    assert written["flags"] == []  # one stage of the decoder
+    (sizes,) = written["encoder_stages"].values()
+    assert f"image_encoder: {sizes[0]} + {sizes[1]} layers" in result.output
+    assert "audio_encoder works on all stages before and behind the schedule" in result.output
+    assert not re.search(r"\+ text_decoder 0", result.output)
+
+
+def test_all_stages_know_that_a_boundary_falls_among_the_deepstack_features(tmp_path):
+    """Megatron asked of the first stage's layers tells a rank its own, where there is a layout."""
+    announced = []
+    for layout in ("Et|t*3L", "Et*2|t*2L"):  # two features travel
+        flags = [*RUN[2:], "--pipeline-model-parallel-size", "2", LAYOUT, layout]
+        parsed = parsed_for(flags, ranks=2, stand_ins=tmp_path)
+        for rank in range(2):
+            with as_rank(parsed, rank) as one:
+                announced.append(one.chunks[0].text_decoder.config.variable_seq_lengths)
+    assert announced == [True, True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.not_quick
+def test_a_layout_s_steps_are_a_single_rank_s():
+    """Its boundary falls among the layers with deepstack features, of which there are three."""
+    layout = ("--pipeline-model-parallel-size", "2", LAYOUT, "Et|t*3L")
+    tiny = ("--scale", "tiny", "--model-name", "qwen3_vl_8b", "--device", "cpu", "--steps", "1")
+    result = CliRunner().invoke(app, ["verify", *tiny, *layout])
+    assert result.exit_code == 0, result.output
+    assert "verdict: agrees" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "--pipeline-model-parallel-size is 1, so that there are no stages"),
+        (("--pipeline-model-parallel-size", "5"), "pp 5 is more than the decoder's 4 layers"),
+        (
+            (*PP3, "--num-virtual-stages-per-pipeline-rank", "2"),
+            "virtual pipeline stages give each rank several stretches",
+        ),
+        ((*PP3, "--encoder-stages", "ears=2"), "--encoder-stages ears=2: expected NAME=N, with"),
+        ((*PP3, "--encoder-stages", "image_encoder=0"), "one of image_encoder and how many"),
+        ((*PP3, "--encoder-stages", "image_encoder=4"), "image_encoder: 3 layers cannot be split"),
+        ((*PP3, "--model-nam", "x"), "there is no flag --model-nam"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_a_sentence(options, said):
+    ranks = 5 if "5" in options else 3
+    result = run(*options, ranks=ranks)
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_ranks_are_a_number():
+    result = run(ranks=0)
+    assert (result.exit_code, "--ranks is 0: expected" in result.output) == (1, True)

@@ -1,0 +1,85 @@
+"""Splits of models: what is counted, what is kept, and what Megatron makes of the flag."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+from costed import parsed
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.partition.costs import Cost, EntryCosts, LayerCost
+from loongplug.partition.found import Found, _stages_of_encoders, layout_text
+from loongplug.partition.stages import Partition, partition
+
+pytestmark = pytest.mark.quick
+
+
+def entry(layers, *, trains=True, **beside):
+    each = LayerCost(forward=1, backward=2 if trains else 0)
+    return EntryCosts(layers=(each,) * layers, **beside)
+
+
+def test_a_split_is_found_with_what_is_believed_and_timed_with_what_is():
+    real = {"eyes": entry(6, trains=False), "text": entry(6, first=Cost(forward=6))}
+    plain = {"eyes": entry(6), "text": entry(6, first=Cost(forward=6, backward=12))}
+    stages = {"eyes": 2, "text": 2}
+    aware, unaware = (
+        partition("", real, believed=each, stages=stages, microbatches=4) for each in (real, plain)
+    )
+    assert (aware.sizes("eyes"), aware.sizes("text")) == ((3, 3), (2, 4))
+    assert (unaware.sizes("eyes"), unaware.sizes("text")) == ((3, 3), (1, 5))
+    assert [each.cost for each in aware.stages] == [
+        *([Cost(forward=3, backward=0)] * 2),
+        Cost(forward=8, backward=4),
+        Cost(forward=4, backward=8),
+    ]
+    assert [each.layers for each in unaware.stages[2:]] == [range(1), range(1, 6)]
+    assert (aware.slowest, unaware.slowest) == (12, 15)
+    assert aware.step < unaware.step
+
+
+def test_a_stage_takes_a_layer_at_least():
+    costs = {"text": entry(3)}
+    with pytest.raises(ValueError, match=r"^text: 3 layers cannot be split into 4 stages"):
+        partition("", costs, believed=costs, stages={"text": 4}, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("aware", "plain", "kept"), [(1.0, 2.0, "aware"), (2.0, 1.0, "plain"), (1.0, 1.0, "aware")]
+)
+def test_the_better_split_is_kept(aware, plain, kept):
+    split = Partition(name="aware", stages=(), step=aware)
+    found = Found(
+        parsed=Namespace(),
+        microbatches=1,
+        partitions=(split, replace(split, name="plain", step=plain)),
+        decoder="text",
+        apart=(),
+        inside=(),
+        around=(),
+        replaced=(),
+    )
+    assert found.kept.name == kept
+    assert found.flags == ()  # the decoder has no stages to split into
+
+
+def test_an_encoder_of_transformers_stays_in_one_piece():
+    settings = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower = HuggingFaceEncoderConfig(model_type="vit", settings=settings)
+    model = replace(parsed(model="llava_tiny").model, image_encoder=tower)
+    given = {"model": model, "names": ["image_encoder"]}
+    assert _stages_of_encoders(["image_encoder=1"], **given) == {"image_encoder": 1}
+    with pytest.raises(ValueError, match=r"^--encoder-stages image_encoder=2: .* in one piece"):
+        _stages_of_encoders(["image_encoder=2"], **given)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=8))
+def test_megatron_reads_the_flag_as_it_is_meant(sizes):
+    layout = PipelineParallelLayerLayout(layout_text(sizes), len(sizes))
+    layout.validate_layer_layout(num_layers=sum(sizes), mtp_num_layers=None)
+    assert layout.virtual_pipeline_model_parallel_size == 1
+    assert [stage[0].count(LayerType.decoder) for stage in layout.layout] == sizes
