@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from numpy.typing import NDArray
@@ -214,6 +215,11 @@ class DatasetProvider:
             "bad_samples": valid_bad_samples,
         }
         if not decodes:
+            # Megatron's first rank tells all others, chunk by chunk, what there is to do. Here is
+            # one chunk, however many the decoder's ranks have.
+            for _ in range((args.virtual_pipeline_model_parallel_size or 1) - 1):
+                todo = torch.empty(3, dtype=torch.long, device=current_platform().device)
+                dist.broadcast(todo, 0)
             self._chunks = [self._pieces(self.train, **training)]
             if self._valid is not None:
                 self._chunks.append(self._pieces(self._valid, **valid))
