@@ -61,6 +61,8 @@ class MultimodalModel(MegatronModule):
         self.lr_mults = lr_mults or {}
         # By the encoder's name; one that has none encodes in each forward.
         self.feature_sources: dict[str, FeatureSource] = {}
+        # By Megatron's name: checkpoints have random numbers of modules on other ranks apart.
+        self.rng_state_key_prefix = "" if text_decoder is not None else f"{next(iter(encoding))}."
         self.pre_process = text_decoder is not None and text_decoder.pre_process
         self.post_process = text_decoder is not None and text_decoder.post_process
         self.vp_stage = None if text_decoder is None else text_decoder.vp_stage

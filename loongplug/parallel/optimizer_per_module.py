@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -185,7 +186,18 @@ class OptimizerPerModule(ChainedOptimizer):
                     del inner["param_groups"]
             if not named:
                 add_prefix_for_sharding(state, f"chained_{number}.")
+        if self._told and not is_loading:
+            self._tell_the_first_rank(states)
         return states
+
+    def _tell_the_first_rank(self, states: dict[int, Any]) -> None:
+        """What is not a tensor of parts that lie elsewhere. Collective over the world."""
+        everyone: list[dict[int, Any]] = [{}] * dist.get_world_size()
+        mine = {number: _common(states[number]) for number in self._tells & states.keys()}
+        dist.all_gather_object(everyone, mine)
+        if dist.get_rank() == 0:
+            for told in everyone:
+                states.update({n: state for n, state in told.items() if n not in states})
 
     def _common_step(self) -> _Step | None:
         """The step, also on ranks without parameters; None before the first. Collective: all."""
@@ -237,6 +249,16 @@ def layout_where(name: str, state: ModuleState | None) -> Layout | None:
     # A state that this rank has no part in has the name of the part that trains in it.
     where = name if state is None else state.state
     return decoder_layout() if where is None else layout_of(where)
+
+
+def _common(state: Any) -> Any:
+    """A state without what each rank saves of its own."""
+    if isinstance(state, dict):
+        kept = {key: each for key, each in state.items() if not isinstance(each, ShardedBase)}
+        return {key: _common(each) for key, each in kept.items()}
+    if isinstance(state, list):
+        return [_common(each) for each in state if not isinstance(each, ShardedBase)]
+    return state
 
 
 def _set_steps(groups: Sequence[dict[str, Any]], step: _Step | None) -> None:

@@ -68,6 +68,11 @@ def parse_arguments(
     complete(args, device=platform.name)
     # To Megatron, and to the rules, the decoder's ranks are all there are.
     args.world_size -= own_ranks(composed.config)
+    args.own_ranks = [
+        (name, encoder.rank_offset)
+        for name in composed.config.encoders
+        if (encoder := composed.config.encoder(name)).rank_offset is not None
+    ]
     if args.print_config:
         if args.rank == 0:
             print(composed.to_yaml(), end="", flush=True)

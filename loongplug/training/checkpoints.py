@@ -25,6 +25,7 @@ from loongplug.platform.upstream_saving import (
     synchronous_save_table,
     whole_checkpoints_table,
 )
+from loongplug.training.own_ranks import with_own_ranks
 from loongplug.training.packing_place import with_packing_place
 
 
@@ -44,7 +45,7 @@ def use_whole_checkpoints(
         whole_checkpoints_table(
             save=AtomicSaves().wrap,
             load=checked_load,
-            common=lambda read: with_packing_place(checked_common_state(read)),
+            common=lambda read: with_own_ranks(with_packing_place(checked_common_state(read))),
             rates=checked_rates,
             tracker=partial(replaced_whole, then=saved),
             write=write_buckets,

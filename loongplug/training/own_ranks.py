@@ -4,8 +4,9 @@ Megatron makes groups over all ranks of the world, once. Here they are there whe
 takes them as they are.
 """
 
+import functools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.training import get_args
 from torch import Tensor
 
 from loongplug.hetero.engine import Engine
@@ -51,6 +53,24 @@ def decoder_layout_of(args: Namespace) -> Layout:
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size or 0,
     )
+
+
+def with_own_ranks(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's reading of what a checkpoint has once for all ranks.
+
+    Random numbers of modules that lay on other ranks are not those of this run's ranks: as with
+    another tensor or pipeline parallel size, they are not loaded then.
+    """
+
+    @functools.wraps(read)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        found = read(*args, **kwargs)
+        saved, own = getattr(found.get("args"), "own_ranks", ()), get_args()
+        if list(saved) != list(own.own_ranks):
+            own.no_load_rng = True
+        return found
+
+    return reading
 
 
 def make_own_groups(args: Namespace, engine: Engine) -> None:
