@@ -46,7 +46,7 @@ class RememberedShapes:
         """What ``func(*args, **kwargs)`` gives."""
         if func not in self._follows:
             self._follows[func] = _follows_from_shapes(func)
-        described: list[Hashable] = [func]
+        described: list[Any] = [func]
         if not self._follows[func] or not _describe((args, kwargs), described):
             return func(*args, **kwargs)
         key = tuple(described)
@@ -71,7 +71,7 @@ def _follows_from_shapes(func: Any) -> bool:
     return new and not schema.is_mutable and not any(tag in func.tags for tag in _NOT_BY_SHAPE)
 
 
-def _describe(value: Any, described: list[Hashable]) -> bool:
+def _describe(value: Any, described: list[Any]) -> bool:
     """Append what ``value`` is, as far as shapes go; False where that cannot be said."""
     kind = type(value)
     if isinstance(value, Tensor):

@@ -290,7 +290,7 @@ def test_an_export_that_cannot_work_is_refused_at_the_start(tmp_path, processor_
     (tmp_path / "empty").mkdir()
     check(tmp_path / "empty")
     foreign = save_random_hf_model(tmp_path / "foreign", tied=False)
-    with pytest.raises(ValueError, match="no earlier export"):
+    with pytest.raises(ValueError, match="not an earlier export"):
         check(foreign)
     with pytest.raises(ValueError, match="is a file"):
         check(foreign / "config.json")
