@@ -238,14 +238,15 @@ def estimate(
     context: typer.Context,
     ranks: Annotated[int, typer.Option(help="Processes of the run, on all its machines.")],
     visual_tokens: Annotated[
-        int | None, typer.Option(help="Of each sample, in one image; else as the data have.")
+        int | None,
+        typer.Option(help="Visual tokens of each sample, as one image. Default: as in the data."),
     ] = None,
     device_memory: Annotated[
         float | None, typer.Option(help="GB of one device: does the run fit?")
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option(help="More flags, in quotes; given again, a table with a row for each."),
+        typer.Option(help="More flags, in quotes. Repeat it: a table has a row for each layout."),
     ] = None,
     json_path: Json = None,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-_PIPED = 10_000  # columns: no table is wider, and whoever reads the pipe breaks lines
+_PIPED = 10_000  # columns: no table is wider, and readers of the pipe break lines themselves
 
 
 def table_console(*, least: int = 0, stderr: bool = False) -> Console:

@@ -1,4 +1,4 @@
-"""What ranks on CPUs import, once: ``loongplug.parallel.launch`` forks them from who has this."""
+"""What ranks on CPUs import: ``loongplug.parallel.launch`` forks them from a process with it."""
 
 import atexit
 import gc
@@ -13,15 +13,15 @@ activate("cpu")
 
 import loongplug.training.run  # noqa: E402, F401
 
-# What is imported stays as it is: a rank's collections need not go over it and copy its pages.
+# A rank's garbage collections then leave alone what is imported, and do not copy its pages.
 gc.freeze()
 
 
 def _end_as_a_program(_: object) -> None:
-    """Of a rank, once forked: what it registers with ``atexit`` is called, as in other programs."""
+    """In a forked rank: call what it registers with ``atexit`` at its end, as other programs do."""
     atexit._clear()
     util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
 
 
 util.register_after_fork(_end_as_a_program, _end_as_a_program)
-atexit.register(os._exit, 0)  # of the process that ranks are forked from: it has nothing to tell
+atexit.register(os._exit, 0)  # the process that ranks are forked from ends at once

@@ -38,8 +38,7 @@ def started(flags: Sequence[str]) -> Iterator["AtEnd"]:
     # Megatron wants it on Hopper and before; CUDA reads it when it starts, so it is set first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with failure_board() as at_end:
-        from loongplug.platform import activate
-        from loongplug.training.flags import requested_device
+        from loongplug.platform import activate, requested_device
 
         quiet()
         activate(requested_device(flags))

@@ -71,7 +71,7 @@ def locked_folder(folder: Path) -> str:
         ("image tokens", 2, "1 image tokens in the text for 0 images"),
         ("image file", 2, "no image file at"),
         ("an output", 2, "stray.jsonl is a file: give a folder"),
-        ("an earlier export", 2, "no earlier export of LoongPlug"),
+        ("an earlier export", 2, "not an earlier export of LoongPlug"),
         ("another run", 2, "in use by another run (process 1 on elsewhere since yesterday)"),
     ],
 )

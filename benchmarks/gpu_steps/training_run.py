@@ -59,8 +59,8 @@ class RunSettings:
 
 def training_run(settings: RunSettings) -> RunFigures:
     """Train and measure."""
+    from loongplug.platform import requested_device
     from loongplug.train import started
-    from loongplug.training.flags import requested_device
 
     if requested_device(settings.flags) == "cpu":
         _leave_gpus_alone()

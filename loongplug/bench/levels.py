@@ -116,7 +116,7 @@ class _Bench:
                     for level in setting.levels
                     for flags in level_variants(level, self._work, setting)
                 ]
-                # What comes first in a round comes last in the next.
+                # The first level of a round is the last of the next.
                 for flags in variants[:: -1 if number % 2 else 1]:
                     runs[setting.name, flags].append(self._loaded(setting, flags))
         return [
@@ -259,7 +259,7 @@ def _train(
 
     reports = run(flags, on_report=after_step)
     peak = platform.peak_memory_bytes()
-    dist.barrier()  # a rank that goes early would take its sockets from those that still talk
+    dist.barrier()  # a rank that ends early closes its sockets while others still use them
     return RunFigures(
         step_seconds=tuple(report.seconds for report in reports[warmup:]),
         step_tokens=tuple(report.tokens for report in reports[warmup:]),

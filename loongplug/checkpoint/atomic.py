@@ -91,7 +91,7 @@ def put_in_place(partial: Path, final: Path) -> None:
     renames, it leaves the old folder aside, for ``recover``.
     """
     for file in partial.iterdir():
-        if file.suffix != ".distcp":  # whoever wrote one of those has flushed it
+        if file.suffix != ".distcp":  # ranks have flushed those that they wrote
             flush(file)
     flush(partial)
     aside = final.with_name(_REPLACED + final.name)
@@ -106,7 +106,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 def recover(folder: Path) -> None:
     """Put back a checkpoint that was moved aside by a run that died before replacing it.
 
-    For all ranks, before they look at ``folder``; no collectives: whoever comes first does it.
+    For all ranks, before they look at ``folder``; no collectives: the first rank does it.
     """
     for aside, final in _set_aside(folder):
         with suppress(OSError):  # another rank was first

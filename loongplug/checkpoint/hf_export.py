@@ -171,7 +171,7 @@ def write_files(
     error: Exception | None = None
     collected = tensors.collect(lambda bundle: ranks[file_with(bundle).name], on_bytes=on_bytes)
     for bundle, source, tensor in collected:
-        if error is None:  # else the other ranks send what they have all the same
+        if error is None:  # after one, the other ranks still send, so go on receiving
             found = partial(changed, source, tensor)
             add = partial(writer.add, file_with(bundle), names(bundle, source), found)
             error = _error_of_writing(building.target, add)

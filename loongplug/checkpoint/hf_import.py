@@ -136,7 +136,7 @@ def fill_all(
             if ranks[0] == own_rank() and error is None:
                 try:
                     fill(own)
-                except Exception as caught:  # the other holders wait for the broadcast all the same
+                except Exception as caught:  # the other holders still wait for the broadcast
                     error = caught
             if ranks in groups:
                 dist.broadcast(own.parameter.data, src=ranks[0], group=groups[ranks])

@@ -122,8 +122,8 @@ def replaceable(folder: Path, *, kind: str) -> Manifest | None:
     if manifest is None:
         if any(path.name != HIDDEN for path in folder.iterdir()):
             raise ValueError(
-                f"{folder} is not empty and no earlier export of LoongPlug, which alone an export "
-                f"replaces: it has no {MANIFEST_FILE}, the list of what was exported there. Give "
+                f"{folder} is not empty and is not an earlier export of LoongPlug, which an export "
+                f"would replace: it has no {MANIFEST_FILE}, the list of the exported files. Give "
                 "another folder, or empty this one yourself."
             )
         return None

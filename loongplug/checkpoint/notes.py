@@ -15,7 +15,7 @@ from loongplug.checkpoint.tracker import TRACKER
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 DATA_FILE = "loongplug_data.json"
-# Where a converted checkpoint keeps what stood beside the weights, to be converted back by itself.
+# A converted checkpoint keeps the folder's other files here, so it can be converted back alone.
 CARRIED_FOLDER = "hugging_face"
 _NOT_THE_WEIGHTS = (
     "data_parallel_size",
@@ -44,7 +44,7 @@ def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: i
         ValueError: the folder already has checkpoints of another architecture.
     """
     if (save_dir / TRACKER).is_file():
-        # Checkpoints without a note are not ours to describe: nothing here has compared them.
+        # No note is added to older checkpoints: nothing has compared them with this model.
         check_architecture(save_dir, model_yaml)
     elif rank == 0:
         write_note(save_dir / ARCHITECTURE_FILE, model_yaml)

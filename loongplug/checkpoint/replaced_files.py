@@ -1,4 +1,4 @@
-"""The files of an export, made in a hidden folder beside an older export's, whose place they take.
+"""The files of an export: made in a hidden folder, then put in place of an older export's files.
 
 Only files that the older export's manifest names are replaced or removed, and only where they are
 as they were written. Everything else in the folder stays, and is never written over.
@@ -227,7 +227,7 @@ def _move(folder: Path, done: list[tuple[Path, Path]]) -> None:
     flush(old)
     for name in coming:
         if (new / name).exists():
-            if os.path.lexists(folder / name):  # came up while nobody held the folder
+            if os.path.lexists(folder / name):  # another program put it there meanwhile
                 refuse_foreign(folder, [name])
             move(new / name, folder / name)
     flush(folder)

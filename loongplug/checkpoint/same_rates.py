@@ -63,9 +63,9 @@ def checked_rates(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
 
 
 def lengthened(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the course now ends later than the checkpoint's; nothing where more has changed.
+    """The settings of the course that now end later; none where others have changed, too.
 
-    A warm-up that is over in both is over: its length may be a share of the course's.
+    A warm-up that has ended in both may differ: its length may be a share of the course's.
     """
     changed = {name for name in _MEANS if name in saved and saved[name] != now[name]}
     longer = {name for name in _ENDS if name in changed and now[name] > saved[name]}

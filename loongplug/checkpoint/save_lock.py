@@ -1,4 +1,4 @@
-"""One run at a time saves into a folder: a lock with the name of who has it.
+"""A lock that lets one run at a time save into a folder, with the name of its holder.
 
 The truth on one host is the kernel's lock on the file, which ends with its process however that
 ends, and which processes that the run forks do not inherit. The text tells of the holder; it
@@ -21,8 +21,8 @@ from loongplug.checkpoint.agreement import write_error
 LOCK_FILE = ".loongplug_lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _LONGEST = 2**16
-_SETTLED_SECONDS = 1.0  # after which a lock without the kernel's help is looked at again
-_TOLD_SECONDS = 2.0  # for who was first in the same moment to have written its name
+_SETTLED_SECONDS = 1.0  # until a lock is read again, where the kernel cannot lock the file
+_TOLD_SECONDS = 2.0  # in which a run that got the lock at the same moment writes its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Holder:
 
     host: str
     process: int
-    born: str  # tells it from a later process of its number
+    born: str  # tells it from a later process with the same number
     since: str
     job: str  # torchrun's name of the job, the same after a restart; "" where it has none
 
@@ -63,7 +63,7 @@ def save_lock(folder: Path, *, rank: int) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # before the kernel's lock ends: nobody may lock a file that goes
+            path.unlink()  # while the kernel's lock holds: no other run may lock the file meanwhile
         os.close(held)
 
 

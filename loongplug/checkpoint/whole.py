@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, and the sentence for one that is not.
+"""Whether a checkpoint is complete, and the message for one that is not.
 
 Sizes tell of files that are missing, empty or cut off before anything is loaded. What is damaged
 within a file shows when it is read. Both are told alike: the file, what is wrong with it, and which

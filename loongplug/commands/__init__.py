@@ -1,1 +1,1 @@
-"""What ``loongplug`` has of sub-commands with sub-commands of their own, and shared options."""
+"""The groups of sub-commands of ``loongplug``, and the options that commands share."""

@@ -87,7 +87,7 @@ def _architecture(model: Path) -> dict[str, Any]:
     found = read_architecture(model)
     if found is None:
         raise ValueError(
-            f"{model} has no {ARCHITECTURE_FILE}, which says what model it is of: export it with"
+            f"{model} has no {ARCHITECTURE_FILE}, which says what model it has: export it with"
             " loongplug convert --model-name NAME --save-hf DIR, and evaluate DIR."
         )
     return found

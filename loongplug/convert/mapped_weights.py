@@ -25,7 +25,7 @@ from loongplug.checkpoint.whole import described_files
 class _Part:
     """A box of a parameter's values, and the bytes of them in a mapped file."""
 
-    place: Tensor  # a view of the parameter, whose memory nobody touches
+    place: Tensor  # a view of the parameter, whose own memory stays unused
     saved: Tensor  # uint8 [*shape of the place, bytes of a value]
     file: Path
 
@@ -166,7 +166,7 @@ class MappedWeights:
                 view: Any = _create_file_view(file, stored.offset, stored.length)
                 # Reads the record's description, not its values.
                 saved = torch.load(view, map_location="meta", weights_only=True)
-            except Exception:  # whatever it is, who reads all of it will say so
+            except Exception:  # whatever it is, reading all of it will raise it, too
                 return None
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (sizes, dtype):
             return None

@@ -165,7 +165,7 @@ def _mapped_parquet(path: Path) -> list[Any]:
             else:
                 return _mapped(place, made_of=before)
     raise ValueError(
-        f"{path} is converted to Arrow once, and nowhere can the result be kept"
+        f"{path} has to be converted to Arrow once, but the result cannot be kept anywhere"
         f" ({'; '.join(refusals)}): make room, or set XDG_CACHE_HOME to a folder that has some."
     )
 

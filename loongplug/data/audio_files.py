@@ -77,8 +77,8 @@ def decode_audio(clip: AudioClip, *, where: str) -> NDArray[np.float32]:
         sound, rate = _decoded(clip, where=where)
     if not (np.abs(sound) <= _LOUDEST).all():
         raise ValueError(
-            f"{where}: audio {path} has samples that are no numbers or far above 1, which is full:"
-            " save it again."
+            f"{where}: audio {path} has samples that are not numbers, or are far above 1 (full"
+            " scale): save it again."
         )
     if rate == SAMPLE_RATE:
         return sound
@@ -135,14 +135,14 @@ class _WavHeader:
                     rate=sound.getframerate(),
                     channels=sound.getnchannels(),
                     width=sound.getsampwidth(),
-                    start=file.tell(),  # the library has stopped where the numbers begin
+                    start=file.tell(),  # the library stops reading where the samples begin
                 )
         except (wave.Error, EOFError):  # floating point numbers, say, or damage: PyAV tells
             return None
         size = found.samples * found.channels * found.width
         if (held := file.seek(0, SEEK_END) - found.start) < size:
             raise ValueError(
-                f"{where}: audio {path} is cut off: its header tells of {size} bytes of sound, but"
+                f"{where}: audio {path} is cut off: its header says {size} bytes of sound, but"
                 f" {held} are there: replace the file."
             )
         if found.width > 4 or not _LEAST_RATE <= found.rate <= _MOST_RATE:

@@ -177,15 +177,15 @@ def sources_of(rows: Rows) -> tuple[Source, ...]:
 
 
 def _check_length(scale: float, sizes: Sequence[int], weights: Sequence[float]) -> None:
-    """Refuse weights by which the other sources come round until nobody waits for the end."""
+    """Refuse weights that make a mixture too long to keep its order."""
     rows = scale * sum(weights)
     if rows <= _MOST_ROWS:
         return
     rarest = max(range(len(sizes)), key=lambda source: sizes[source] / weights[source])
     raise ValueError(
-        f"weight {weights[rarest]:g} is too small: for each of its file's {sizes[rarest]} rows to "
-        f"come once beside the others, the mixture has {rows:.3g} rows, and {_MOST_ROWS} at most "
-        "are kept in order. Raise it, or leave its file out."
+        f"weight {weights[rarest]:g} is too small: with each of its file's {sizes[rarest]} rows "
+        f"once, the mixture would have {rows:.3g} rows, and {_MOST_ROWS} are the most. Raise it, "
+        "or leave its file out."
     )
 
 

@@ -60,7 +60,7 @@ class _Budget:
             self._left -= _size(value, self._left)
         if self._left < 0:
             raise TemplateLimitError(
-                f"it does more than rendering takes ({MOST_WORK:,} characters taken and made)"
+                f"it does more work than a rendering may ({MOST_WORK:,} characters taken and made)"
             )
         self._steps += 1
         if self._steps % _CLOCK_EVERY == 0 and time.thread_time() > self._until:

@@ -23,15 +23,16 @@ from loongplug.data.demo_tasks import (
     choose_task,
 )
 
-_ACCENTS = ("en", "en-029", "en-gb-scotland", "en-gb-x-rp", "en-us", "en-us-nyc")
-_TRAIN_SPEAKERS = (
+# Of eSpeak NG; a voice is an accent and a speaker.
+ACCENTS = ("en", "en-029", "en-gb-scotland", "en-gb-x-rp", "en-us", "en-us-nyc")
+TRAIN_SPEAKERS = (
     *("f1", "f2", "f3", "f4", "m1", "m2", "m3", "m4", "m5", "m6", "Alex", "Andrea", "Andy"),
     *("Annie", "adam", "aunty", "belinda", "benjamin", "edward", "grandpa", "linda", "norbert"),
     *("quincy", "rob", "zac"),
 )
-_TEST_SPEAKERS = ("f5", "m7", "Alicia", "Michael", "robert")
-_RATES = (140, 220)  # words in a minute
-_PITCHES = (30, 70)
+TEST_SPEAKERS = ("f5", "m7", "Alicia", "Michael", "robert")
+RATES = (140, 220)  # words in a minute
+PITCHES = (30, 70)  # of eSpeak NG, 0 to 99
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class _Draw:
         self.sounds += 1
         return Utterance(
             text=", ".join(NUMBER_WORDS[digit] for digit in digits),
-            voice=f"{self.rng.choice(_ACCENTS)}+{self.rng.choice(self.speakers)}",
-            rate=self.rng.randint(*_RATES),
-            pitch=self.rng.randint(*_PITCHES),
+            voice=f"{self.rng.choice(ACCENTS)}+{self.rng.choice(self.speakers)}",
+            rate=self.rng.randint(*RATES),
+            pitch=self.rng.randint(*PITCHES),
             path=path,
         )
 
@@ -110,8 +111,8 @@ def make_sound_data(out: Path, *, train: int, test: int, seed: int = 1234) -> No
     samples: dict[str, list[_Sample]] = {}
     for kind, tasks in (("audio", AUDIO_TASKS), ("both", BOTH_TASKS)):
         for split, members, speakers, number in (
-            ("train", scans.train, _TRAIN_SPEAKERS, train),
-            ("test", scans.test, _TEST_SPEAKERS, test),
+            ("train", scans.train, TRAIN_SPEAKERS, train),
+            ("test", scans.test, TEST_SPEAKERS, test),
         ):
             name = f"{split}_{kind}"
             rng = random.Random(f"{seed} {name}")

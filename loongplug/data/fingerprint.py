@@ -1,4 +1,4 @@
-"""What a run's place in its data rests on: the rows, their order, and how they become tokens.
+"""What decides a run's place in its data: the rows, their order, and how they become tokens.
 
 A checkpoint says how many samples were consumed. That names the next sample only while the
 stream of samples is the same, which two equal fingerprints show.

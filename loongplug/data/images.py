@@ -21,8 +21,8 @@ from loongplug.data.plain_headers import plain_size
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 
-# All that is opened: of Pillow's other formats, some start programs (EPS), and few are pictures'.
-# By how common they are: Pillow tries them in this order.
+# All formats that are opened. Of Pillow's others, some start programs (EPS), few hold pictures.
+# The most common come first: Pillow tries them in this order.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
 _BITS_PER_SAMPLE = 258  # a TIFF tag
 _EXIF_ORIENTATION = 0x0112
@@ -113,7 +113,7 @@ def _opened(path: MediaFile, *, where: str, header: bool = False) -> Iterator[Im
             ) from error
     if depth is not None:
         raise ValueError(
-            f"{where}: image {path} has pixels of {depth}, of which nothing says how bright they"
+            f"{where}: image {path} has pixels of {depth}, and nothing says how bright they"
             " are: save it with 8 or 16 bits."
         )
 

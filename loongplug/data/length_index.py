@@ -124,8 +124,8 @@ def keep_sizes(source: Source, sizes: RowSizes, *, made_of: Mapping[str, Any]) -
         else:
             return place
     raise ValueError(
-        f"The index of {path_of(source)} can be kept nowhere ({'; '.join(refusals)}): make room,"
-        " or set XDG_CACHE_HOME to a folder that has some."
+        f"The index of {path_of(source)} cannot be kept anywhere ({'; '.join(refusals)}): make"
+        " room, or set XDG_CACHE_HOME to a folder that has some."
     )
 
 

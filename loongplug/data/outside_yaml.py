@@ -14,7 +14,7 @@ def require_bounded_yaml(path: Path) -> None:
     """ValueError, in a sentence with the file, for one that is not text or too much of it.
 
     The parser's events are counted; nothing is built, so that aliases of aliases cost nothing.
-    What is not YAML is left to who reads it.
+    What is not YAML is left to its reader.
     """
     try:
         with path.open("rb") as file:
@@ -37,7 +37,7 @@ def require_bounded_yaml(path: Path) -> None:
 
 
 def _problem(text: str) -> str | None:
-    """What of the limits the text is above, None for nothing."""
+    """Which of the limits the text exceeds, None for none."""
     anchors: dict[str, int] = {}  # nodes of what each stands for
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes so far
     total = 0  # with what aliases stand for
@@ -59,7 +59,7 @@ def _problem(text: str) -> str | None:
                 anchors[event.anchor] = 1
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
-                return f"has an alias *{event.anchor} of nothing before it, or within itself"
+                return f"has an alias *{event.anchor} with no anchor before it, or within its own"
             size = anchors[event.anchor]
         else:
             continue

@@ -260,7 +260,7 @@ def _load_audio(folder: Path, given: AudioSizes | None) -> AudioFrames | None:
         raise ValueError(f"{folder / MODEL_FILE} cannot be used: {error}.") from error
     if sizes is None:
         raise ValueError(
-            f"How many tokens a sound has is not said in {folder}: put the model's {MODEL_FILE}"
+            f"{folder} does not say how many tokens a sound has: put the model's {MODEL_FILE}"
             " there."
         )
     try:
@@ -289,8 +289,8 @@ def _load_images(folder: Path, given: PatchSizes | None) -> ImagePatches:
     said = [sizes for sizes in (_folders_patches(folder), given) if sizes is not None]
     if not said:
         raise ValueError(
-            f"How large patches are is not said in {folder}: its image processor does not say it,"
-            f" so put the model's {MODEL_FILE} there."
+            f"{folder} does not say how large patches are, neither does its image processor:"
+            f" put the model's {MODEL_FILE} there."
         )
     size = next((sizes.image_size for sizes in reversed(said) if sizes.image_size), None)
     try:

@@ -222,7 +222,7 @@ class TextRow(_WithMedium):
 
 AnyRow = MessagesRow | ConversationsRow | TextRow
 
-# Keys that mean something to others, and that training would be another one without.
+# Keys that other programs use. Without them, training would differ from what the row means.
 _PREFERENCE = "another answer to compare with, and LoongPlug trains on one answer to a question"
 _TOOLS = "tools, which LoongPlug does not put into the text"
 _REFUSED = {

@@ -76,7 +76,7 @@ def decode_frames(clip: VideoClip, *, where: str) -> list[NDArray[np.uint8]]:
                 found.append(_upright(frame))
                 index = next(wanted, None)
         if index is not None:
-            raise ValueError(f"frame {index} is missing: the header tells of {clip.total_frames}")
+            raise ValueError(f"frame {index} is missing: the header says {clip.total_frames}")
     return found
 
 

@@ -22,7 +22,7 @@ _FROZEN_FROM_THE_START = gc.get_freeze_count()  # Python's own
 
 
 class ProcessDiedError(RuntimeError):
-    """A background process was killed, mostly for want of memory."""
+    """A background process was killed, mostly for lack of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class Background[Item, Result](Iterator[Result]):
         """
         if self._settings.processes == 0:
             return self._function(next(self._items.items))
-        # Torch's iterator tells of a death once; asked again, it just ends. The first who hears of
-        # it may be one that works ahead and keeps it for later.
+        # Torch's iterator raises a death once; asked again, it just ends. The first caller may be
+        # one that works ahead and keeps the error for later.
         if self._died is not None:
             raise self._died
         if self._results is None:
@@ -98,8 +98,8 @@ class Background[Item, Result](Iterator[Result]):
         # the memory of a result that it announced before it died.
         except (RuntimeError, OSError, EOFError) as error:
             self._died = ProcessDiedError(
-                f"A data loading process has died: {error or type(error).__name__}. Mostly that is"
-                " a lack of memory: give fewer by --num-workers."
+                f"A data loading process has died: {error or type(error).__name__}. The usual"
+                " reason is a lack of memory: give a smaller --num-workers."
             )
             raise self._died from error
         if failure is None:
@@ -117,7 +117,7 @@ class Background[Item, Result](Iterator[Result]):
         loader: DataLoader[Any] = DataLoader(
             _Task(self._function),
             sampler=self._items,
-            batch_size=None,  # what the items hold is their own affair
+            batch_size=None,  # an item may hold anything
             collate_fn=_unchanged,
             num_workers=self._settings.processes,
             prefetch_factor=self._settings.depth,
@@ -181,7 +181,7 @@ def map_rows[T](
                 progress.advance(bar, len(values))
     except ProcessDiedError as error:
         raise ValueError(
-            "A process was killed while it read the rows, perhaps for want of memory: ask for fewer"
+            "A process was killed while it read the rows, perhaps for lack of memory: ask for fewer"
             " with --processes."
         ) from error
     finally:

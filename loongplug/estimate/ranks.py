@@ -1,4 +1,4 @@
-"""One rank of a run that is not there: its process groups, its place, its chunks without memory."""
+"""One rank of a run that is not started: process groups, place, chunks without memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-# Its import makes the backend "fake", which talks to nobody, known to torch.
+# Its import registers the backend "fake", which sends nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from loongplug.checkpoint.owned import parameter_names
@@ -34,7 +34,7 @@ class EstimatedRank:
 
 @contextmanager
 def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
-    """Inside, this process is ``rank`` of the run to Megatron, with nobody to talk to.
+    """Inside, Megatron takes this process for ``rank`` of the run; nothing is sent.
 
     No collectives; there must be no process group yet.
     """

@@ -1,4 +1,4 @@
-"""Which changes make a run fit that does not: none is named that was not estimated."""
+"""The changes that make a run fit. Each one that is named was estimated."""
 
 import time
 from collections.abc import Callable, Sequence

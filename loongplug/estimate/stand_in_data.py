@@ -1,4 +1,4 @@
-"""A tokenizer and data in the place of those that a run will have, where their sizes are told."""
+"""A tokenizer and data that stand in for the run's own, where the flags tell the sizes."""
 
 import json
 from collections.abc import Sequence

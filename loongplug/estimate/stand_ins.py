@@ -1,4 +1,4 @@
-"""Stand-ins for what a rank on the meta device has not: counts of tokens, a device, a host."""
+"""Stand-ins for what a rank on the meta device lacks: counts of tokens, a device, a host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from loongplug.estimate.remembered import RememberedShapes, storages
 
 Answer = Callable[..., Any]
 
@@ -28,6 +29,7 @@ class Tape(TorchDispatchMode):
         self._answers = answers or {}
         self._known: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._region = region
+        self._shapes = RememberedShapes()
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
 
@@ -60,10 +62,10 @@ class Tape(TorchDispatchMode):
         if func in self._answers:
             result = self._answers[func](*args, **(kwargs or {}))
         if result is NotImplemented:
-            result = func(*args, **(kwargs or {}))
-        made = _storages(result)
+            result = self._shapes.run(func, args, kwargs or {})
+        made = storages(result)
         if not made.keys() <= self._known.keys():
-            before = _storages((args, kwargs))
+            before = storages((args, kwargs))
             for key, storage in made.items():
                 if key not in before:  # else a view of something that was there before
                     self._count(storage)
@@ -123,14 +125,6 @@ class Tape(TorchDispatchMode):
         """Take note of the peak, where this is one."""
         if self.total > self.most:
             self.peak = dict(self.live)
-
-
-def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    return {
-        (storage := each.untyped_storage())._cdata: storage
-        for each in tree_leaves(values)
-        if isinstance(each, Tensor)
-    }
 
 
 class FlashAttention(TorchFunctionMode):

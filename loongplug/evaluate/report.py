@@ -92,7 +92,7 @@ def print_wrong(
     answers: Sequence[str],
     scores: Sequence[float],
 ) -> None:
-    """A few answers that are not all right, with their places."""
+    """A few answers with their places; not all of them are right."""
     wrong = [
         (question, answer)
         for question, answer, score in zip(questions, answers, scores, strict=True)

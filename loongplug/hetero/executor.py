@@ -207,7 +207,7 @@ class Executor:
         return Features.unpacked(rows, hidden=step.model.text_decoder.config.hidden_size)
 
     def end(self) -> None:
-        """The schedule is through, and has not failed."""
+        """The schedule has ended, without an error."""
         self._do(END)
         self._exchange.drain()
         self._now.assert_done()

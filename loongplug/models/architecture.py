@@ -69,7 +69,7 @@ class EncoderArchitecture:
         raise NotImplementedError
 
     def blank_grid(self) -> "Grid":
-        """Of the smallest medium there is, which is encoded where there is none."""
+        """Of the smallest medium, which is encoded in the place of none."""
         raise NotImplementedError
 
     def grid_of(self, tokens: int) -> "Grid":

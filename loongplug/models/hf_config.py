@@ -133,7 +133,7 @@ def family_of_folder(folder: Path, *, trusted_packages: Sequence[str] = ()) -> F
     """
     if not (folder / CONFIG_JSON).is_file():
         raise ValueError(
-            f"{folder} has no {CONFIG_JSON}, which says what model it is of: give the folder of a "
+            f"{folder} has no {CONFIG_JSON}, which says what model it has: give the folder of a "
             "Hugging Face model, or name the model by --model-name NAME or --config-file PATH"
         )
     known: dict[str, Family] = {}

@@ -78,7 +78,7 @@ def build_model(
                 groups=state.groups,
             )
         for module in (encoding[name], encoding[projector]):
-            # Whoever asks where its slices lie (checkpoints, Hugging Face folders) asks it.
+            # Checkpoints and Hugging Face folders ask it where its slices are.
             module.pg_collection = state.groups
             state.run(module)
     composed = MultimodalModel(

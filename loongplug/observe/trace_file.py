@@ -1,4 +1,4 @@
-"""A rank's trace as it lies on disk: JSON lines, the first of which tells whose they are."""
+"""A rank's trace on disk: JSON lines. The first names the rank."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -97,7 +97,7 @@ class FailureBoard:
             store = self._open(timedelta(seconds=STORE_SECONDS))
             mine = Failure(self._rank, message, code, knows)
             verdict = agree(store, mine, world_size=self._world_size)
-        except Exception:  # the store is gone, mostly: whatever it is, the message is not lost
+        except Exception:  # mostly, the store is gone; the message must not be lost
             verdict = Verdict([self._rank], code)
         try:
             if self._rank in verdict.speakers:
@@ -258,7 +258,7 @@ def _exit(verdict: Verdict) -> NoReturn:
 
 
 def _tell_torchrun(verdict: Verdict) -> None:
-    """Have the table that torchrun prints of its ranks, on each node, say who has said why."""
+    """Make torchrun's table of ranks, on each node, name the rank that has told the reason."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

@@ -2,7 +2,7 @@
 
 ``python -m loongplug.parallel.launch`` takes torchrun's command line, and ends with the code of the
 rank that failed first. On CPUs, the ranks of one machine are forked from one process that has
-imported what they need: 4 ranks on 2 cores would else spend 20 seconds with the same imports.
+imported what they need. Without that, 4 ranks on 2 cores spend 20 seconds on the same imports.
 """
 
 import logging
@@ -19,13 +19,13 @@ _PRELOADED = "loongplug.preloaded"
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Of a rank that failed, torchrun tells number and code: the traceback would be its own."""
+    """For a failed rank, torchrun prints number and code; a traceback would be torchrun's own."""
     record.exc_info = None
     return True
 
 
 def main() -> None:
-    """Start the ranks and wait for their end. A rank that was killed could not say so itself."""
+    """Start the ranks and wait for their end; say which rank was killed, as it cannot say so."""
     program = program_of(sys.argv[1:])
     if program is not None and program.alone:
         os.environ.update(ALONE)
@@ -37,12 +37,13 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, but before torch is there
         multiprocessing.set_forkserver_preload([_PRELOADED])
         forkserver.ensure_running()  # imports beside us
-    # Whoever only asks for the command does without torch.
+    # Here, and not above: the import of this module alone takes no torch.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # Where torchrun copies the ranks' reasons to, for what has started it; without, it complains.
+    # torchrun copies the ranks' reasons to this file for the program that started it, and complains
+    # without one.
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.devnull
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
     try:

@@ -38,7 +38,7 @@ class ModuleState:
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePart:
-    """What of one model chunk trains in one state: ``modules`` by their names in the chunk.
+    """The modules of one model chunk that train in one state, by their names in the chunk.
 
     Every chunk of every rank has parts of the same names in the same order. ``state`` is None
     where this rank has no part in it; a part that has a state and no modules takes part in what

@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+
+from loongplug.platform import requested_device
 
 _OURS = ("loongplug.train", "loongplug.convert.worker", "loongplug.bench.step")
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -35,13 +36,16 @@ class Program:
 
     @property
     def alone(self) -> bool:
-        """It is one rank: torchrun would have nobody to wait for."""
+        """It is a single rank, which does not need torchrun."""
         return "--standalone" in self.launcher and "--nproc-per-node=1" in self.launcher
 
     @property
     def can_be_forked(self) -> bool:
         """A process that has asked for its GPUs cannot be forked, so only ``--device cpu`` is."""
-        return "--standalone" in self.launcher and _device(self.flags) == "cpu"
+        try:
+            return "--standalone" in self.launcher and requested_device(self.flags) == "cpu"
+        except ValueError:  # the ranks will say so
+            return False
 
     def forked(self) -> list[str]:
         """torchrun's words for ranks that are forked from one process."""
@@ -60,14 +64,3 @@ def program_of(words: Sequence[str]) -> Program | None:
                 flags = [*words[at + 1 :]]
                 return Program(launcher=[*before], path=str(path), flags=flags)
     return None
-
-
-def _device(words: Sequence[str]) -> str:
-    """The last word on ``--device``, as argparse reads it."""
-    found = "auto"
-    for word, behind in pairwise([*words, ""]):
-        if word == "--device":
-            found = behind
-        elif word.startswith("--device="):
-            found = word.removeprefix("--device=")
-    return found

@@ -60,7 +60,7 @@ def require_same_values(
 
 
 def differences(found: Mapping[int, Values]) -> list[str]:
-    """A line for each name whose values differ between the ranks: which, and who has them."""
+    """A line for each name whose values differ between the ranks: the values, and their ranks."""
     lines = []
     names = dict.fromkeys(name for values in found.values() for name in values)
     for name in names:

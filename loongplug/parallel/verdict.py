@@ -1,4 +1,4 @@
-"""Ranks that have failed agree on who says so: each message once, by the lowest rank that has it.
+"""Failed ranks agree on who prints: each message once, by the lowest rank that has it.
 
 The first rank to fail is the chair. It waits a moment for others that fail too, and then writes the
 verdict, which all ranks read: who speaks, and the code that all end with. Whoever fails later has

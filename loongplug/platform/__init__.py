@@ -13,5 +13,13 @@ from loongplug.platform.active import (
     choose_device,
     current_platform,
 )
+from loongplug.platform.device_flag import requested_device
 
-__all__ = ["DeviceName", "Platform", "activate", "choose_device", "current_platform"]
+__all__ = [
+    "DeviceName",
+    "Platform",
+    "activate",
+    "choose_device",
+    "current_platform",
+    "requested_device",
+]

@@ -28,9 +28,9 @@ class Copies:
         raise NotImplementedError
 
     def keep(self, tensor: Tensor) -> None:
-        """The memory of ``tensor`` is given to others only behind what is in the queue now.
+        """The memory of ``tensor`` is reused only after all copies that are in the queue now.
 
-        For copies that nobody waits for.
+        For copies that no other call waits for.
         """
 
     def mark(self) -> Any:

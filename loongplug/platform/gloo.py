@@ -1,4 +1,4 @@
-"""Collectives on the CPU as one exchange: each rank sends each other one what that one needs.
+"""Collectives on the CPU as one exchange: each rank sends every other rank what it needs.
 
 gloo lacks tensors of different sizes, which NCCL has, and it goes around a ring: each of its
 steps waits for a thread of another process, and a small tensor costs nothing else. In one

@@ -1,4 +1,4 @@
-"""Layers that let go of the activations that are named; how these are found in any layer."""
+"""Layers that offload named activations, and how these are found in any layer."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps

@@ -1,4 +1,4 @@
-"""Parts of a layer that are computed once more in its backward, each within its schedule node.
+"""Parts of a layer that are recomputed in its backward, each within its schedule node.
 
 The exchanges of the expert parallel group are in other nodes, so none of them happens twice, and
 the schedule keeps its shape. What tensor parallel ranks send each other in a node is sent again.

@@ -1,4 +1,4 @@
-"""What of a decoder layer can leave or be computed twice, by name."""
+"""The tensors of a decoder layer that can be offloaded or recomputed, by name."""
 
 from dataclasses import dataclass
 

@@ -17,7 +17,7 @@ from loongplug.models.registry import Family
 from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
-from loongplug.training.flags import CommandLine, read_command_line, requested_device
+from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import violated_rules
 from loongplug.training.rules.rule import data_parallel_size, own_ranks
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
@@ -56,7 +56,7 @@ def parse_arguments(
         ValueError: with every problem found, one line each.
         SystemExit: with code 0 after ``--print-config`` or ``--help``.
     """
-    from loongplug.platform import activate
+    from loongplug.platform import activate, requested_device
 
     platform = activate(requested_device(argv))
     from loongplug.platform.upstream import apply_upstream_replacements

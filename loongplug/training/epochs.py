@@ -1,4 +1,4 @@
-"""How many iterations ``--epochs`` stands for, which Megatron's loop and its rates go by."""
+"""The number of iterations that ``--epochs`` means, for Megatron's loop and its rates."""
 
 from argparse import Namespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The exports at the end of a run: checked at its start; where one fails, the model is kept."""
+"""The exports at the end of a run: checked at its start; if one fails, the model is kept."""
 
 import shlex
 from argparse import Namespace

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.data.packing import LOOK_AHEAD
 from loongplug.data.rows import MAX_ROW_MIB
+from loongplug.platform.device_flag import add_device_flag
 from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.typed import closest
 
-DEVICES = ("auto", "cpu", "cuda")
 PHASES = ("pretrain", "sft")
 
 # An override's key has no slash, as a path would have.
@@ -48,17 +48,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
-
-
-def requested_device(argv: Sequence[str]) -> str:
-    """What ``--device`` says, read without importing Megatron, which needs the device's answer.
-
-    Raises:
-        ValueError: it names no device.
-    """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    _add_device(parser)
-    return parser.parse_known_args(argv)[0].device
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -169,7 +158,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         choices=PHASES,
         help="pretrain: loss on all text; sft: loss on the assistant's answers",
     )
-    _add_device(group)
+    add_device_flag(group)
     values(
         "--trusted-packages",
         "PACKAGE",
@@ -317,12 +306,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "put them under NAME into that file, and keep what an earlier run wrote there",
     )
     value("--trace", "DIR", "write the events of every rank to DIR; loongplug trace reads them")
-
-
-def _add_device(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    parser.add_argument(
-        "--device", choices=DEVICES, default="auto", help="auto: CUDA if there is a GPU"
-    )
 
 
 def _speaking(convert: Callable[[str], Any], choices: Iterable[Any] | None) -> Callable[[str], Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from loongplug.parallel.programs import ranks_command
+from loongplug.platform import requested_device
 
 
 def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
@@ -25,8 +26,6 @@ def launch(flags: Sequence[str], *, ranks: int | None) -> NoReturn:
 
 
 def _devices(flags: Sequence[str]) -> int:
-    from loongplug.training.flags import requested_device
-
     if requested_device(flags) == "cpu":
         return 1
     import torch

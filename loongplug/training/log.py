@@ -1,4 +1,4 @@
-"""Our progress in the place of Megatron's log lines, and Megatron's output in files."""
+"""Our progress instead of Megatron's log lines, and Megatron's output in files."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""What a run writes, tried at its start: an hour later it would be too late."""
+"""Checks at the start of a run that its outputs can be written: later it would be too late."""
 
 import os
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The first rows of the validation data as microbatches that ask."""
+"""The first rows of the validation data as microbatches of questions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

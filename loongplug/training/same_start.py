@@ -1,4 +1,4 @@
-"""What all ranks of a run have to be started with alike, and that they are."""
+"""What must be the same on all ranks at the start of a run, and the check that it is."""
 
 import os
 import platform

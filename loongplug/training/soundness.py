@@ -108,7 +108,7 @@ class Soundness:
         rate = self._optimizer.largest_rate()
         at_work = "" if rate is None else f"Largest learning rate: {rate:g}; "
         scale = self._optimizer.get_loss_scale().item()
-        # Whoever sends Megatron's output elsewhere has put a file there.
+        # Where Megatron's output is redirected, this is the file.
         log = Path(str(getattr(sys.stdout, "name", "")))
         place = f" Log: {log}." if log.is_file() else ""
         return SharedFaultError(

@@ -1,4 +1,4 @@
-"""Two recordings held against each other."""
+"""The comparison of two recordings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

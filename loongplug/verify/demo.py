@@ -1,4 +1,4 @@
-"""Demo data for a model's small likeness: of the media that the model takes."""
+"""Demo data for a model's small likeness, with the media that the model takes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command lines of the two runs, made of the user's."""
+"""The command lines of the two runs, made from the user's."""
 
 from collections.abc import Sequence
 

@@ -65,8 +65,7 @@ def make_plan(request: Request, *, folder: Path) -> Plan:
         raise ValueError(f"--scale is {request.scale!r}: expected {' or '.join(SCALES)}")
     if request.steps < 1:
         raise ValueError(f"--steps is {request.steps}: expected 1 or more")
-    from loongplug.platform import activate
-    from loongplug.training.flags import requested_device
+    from loongplug.platform import activate, requested_device
 
     device = activate(requested_device(request.flags)).name
     return _Planner(request, folder=folder, device=device).plan()

@@ -1,4 +1,4 @@
-"""Ranks as forked processes: what the parent has imported is imported already."""
+"""Ranks as forked processes, which start with everything that the parent has imported."""
 
 import ctypes
 import gc

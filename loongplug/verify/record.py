@@ -1,4 +1,4 @@
-"""One rank of a recorded run: training as it is, and someone who writes down what it does."""
+"""One rank of a recorded run: unchanged training, and a recorder of what it does."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def record_run(
     recorder = StepRecorder(folder, tell=tell)
     run(flags, watch=recorder, verified=True)
     recorder.write()
-    dist.barrier()  # a rank that goes early would take its sockets from those that still talk
+    dist.barrier()  # a rank that ends early closes its sockets while others still use them
 
 
 def _exact_cuda() -> None:

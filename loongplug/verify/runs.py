@@ -76,8 +76,7 @@ def device_of(flags: Sequence[str], *, folder: Path) -> str:
     """
 
     def choose(rank: int, tell: OnEvent) -> str:
-        from loongplug.platform.active import choose_device
-        from loongplug.training.flags import requested_device
+        from loongplug.platform import choose_device, requested_device
 
         return choose_device(requested_device(flags))
 

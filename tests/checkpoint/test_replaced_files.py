@@ -125,7 +125,7 @@ def climb(folder: Path) -> None:
         (remove, "changed or removed since LoongPlug exported them: b.safetensors"),
         (link, "changed or removed since LoongPlug exported them: b.safetensors"),
         (add, "did not write, under names that the export needs: c.safetensors"),
-        (unlist, f"is not empty and no earlier export .* has no {MANIFEST_FILE}"),
+        (unlist, f"is not empty and is not an earlier export .* has no {MANIFEST_FILE}"),
         (damage, "cannot be used"),
         (climb, "not a file of the folder"),
     ],

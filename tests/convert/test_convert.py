@@ -15,6 +15,7 @@ from micro.random_folder import write_random_folder
 from ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 from small_checkpoints import write_checkpoint
+from tensor_files import assert_same_weights
 from typer.testing import CliRunner
 
 from loongplug.checkpoint.hf_import import load_hf_weights
@@ -97,10 +98,7 @@ def test_a_folder_alone_goes_there_and_back(tmp_path, name, processor):
     result = tmp_path / "result"
     back = ["--device", "cpu", "--load", str(checkpoint), "--save-hf", str(result)]
     run_ranks(converted, 2, flags=back, timeout=120.0)
-    before, after = (load_file(each / "model.safetensors") for each in (folder, result))
-    assert before.keys() == after.keys()
-    for tensor in before:
-        assert torch.equal(before[tensor], after[tensor]), tensor
+    assert_same_weights(folder, result)
     # Files of a processor, too.
     assert {each.name for each in folder.iterdir()} <= {each.name for each in result.iterdir()}
 
@@ -219,9 +217,7 @@ def test_every_tensor_keeps_its_own_dtype(folder, tmp_path):
         "torch.float16",
         "torch.float32",
     }
-    for name, tensor in tensors.items():
-        assert after[name].dtype == tensor.dtype, name
-        assert torch.equal(after[name], tensor), name
+    assert_same_weights(mixed, result)
 
 
 def test_dtypes_that_no_checkpoint_can_hold_are_refused(folder, tmp_path):

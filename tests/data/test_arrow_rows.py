@@ -294,7 +294,7 @@ def test_where_nothing_can_be_kept_that_is_told(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_convert", refuse)
-    with pytest.raises(ValueError, match=r"nowhere can the result be kept .*No space left"):
+    with pytest.raises(ValueError, match=r"the result cannot be kept anywhere .*No space left"):
         ArrowRows(path)
 
 

@@ -192,7 +192,7 @@ def concatenation(path: Path) -> None:
     ("make", "words"),
     [
         (missing, "no audio file at"),
-        (cut_off, "is cut off: its header tells of 4000 bytes of sound, but 3990"),
+        (cut_off, "is cut off: its header says 4000 bytes of sound, but 3990"),
         (text, "damaged or no sound of a kind that is read"),
         (damaged, "damaged or no sound of a kind that is read"),
         (pipe, "cannot be opened: it is not a plain file"),

@@ -474,7 +474,7 @@ def without_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_config, "How many tokens a sound has is not said in .*: put the model's config"),
+        (without_config, "does not say how many tokens a sound has: put the model's config"),
         (of_others, "config.json cannot be used: audio_config has model_type 'whisper', where"),
         (too_few_bands, "extractor in .* cannot be used: feature_size 8, where 16 was expected"),
         (without_tokens, r"The tokenizer in .* has no <\|AUDIO\|>"),

@@ -20,7 +20,7 @@ LONG = "{% set a = 'a' * 100000 %}"
 LIST = "{% set a = range(9999)|list %}"
 
 # Which of the two comes first depends on what is left.
-GROWS = "does more than|text or a list"
+GROWS = "does more work than|text or a list"
 NUMBER, WIDTH = "a number", "to a width"
 
 

@@ -174,7 +174,7 @@ def test_the_marks_around_an_image_are_not_trained(tmp_path: Path) -> None:
 def test_where_patch_sizes_come_from(tmp_path: Path) -> None:
     tokenizer = llama_tokenizer(legacy=True)
     bare = write_folder(tmp_path / "bare", tokenizer, CLIP)
-    with pytest.raises(ValueError, match=r"How large patches are is not said in .*config\.json"):
+    with pytest.raises(ValueError, match=r"does not say how large patches are, .*config\.json"):
         load_processor(bare)
     assert load_processor(bare, patch_sizes=PatchSizes(patch_size=28)).patch_size == 28
     told = write_folder(tmp_path / "told", tokenizer, CLIP, patch_size=14)

@@ -234,7 +234,7 @@ def test_where_the_folder_cannot_be_written_it_is_in_the_cache(
     assert kept_sizes(JsonlIndex(path), settings) is not None
     assert len(os.listdir(tmp_path / "cache" / "loongplug")) == 1
     monkeypatch.setattr(row_sizes, "put_whole", lambda _: refuse(path))
-    assert "can be kept nowhere" in command(path, "--tokenizer-model", settings.folder).stderr
+    assert "cannot be kept anywhere" in command(path, "--tokenizer-model", settings.folder).stderr
 
 
 def test_a_file_that_is_written_to_meanwhile_has_no_index(

@@ -11,6 +11,7 @@ from hf_reference import Layout, build_chunks, decoder_config, reference_model
 from peft import PeftModel
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
+from tensor_files import assert_same_weights
 from test_qwen2_5_omni_agreement import MODEL as OMNI
 from test_qwen2_audio_agreement import MODEL as QWEN2_AUDIO
 from transformers import (
@@ -57,14 +58,6 @@ def in_and_out(
         save_hf_folder(chunks, target, model=hugging_face(config), processor_folder=processor)
 
 
-def assert_same(before: Path, after: Path) -> None:
-    """Of tensors: names and bits."""
-    expected, found = (load_file(folder / "model.safetensors") for folder in (before, after))
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_there_and_back_to_the_same_bits(original: Any, tmp_path: Path, layout: Layout) -> None:
     config, source, processor = original
@@ -77,7 +70,7 @@ def test_there_and_back_to_the_same_bits(original: Any, tmp_path: Path, layout: 
         target=tmp_path / "out",
         processor=processor,
     )
-    assert_same(source, tmp_path / "out")
+    assert_same_weights(source, tmp_path / "out")
     model, report = AutoModelForMultimodalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -117,7 +110,7 @@ def test_a_whole_folder_gives_its_thinker(tmp_path: Path) -> None:
         target=tmp_path / "out",
         processor=whole,
     )
-    assert_same(tmp_path / "hf", tmp_path / "out")
+    assert_same_weights(tmp_path / "hf", tmp_path / "out")
     ours, theirs = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "hf")
     )

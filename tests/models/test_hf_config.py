@@ -92,7 +92,7 @@ def test_a_checkpoint_knows_its_model(tmp_path):
 
 
 def test_other_kinds_are_refused_with_the_list_of_those_there_are(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config\.json, which says what model it is of"):
+    with pytest.raises(ValueError, match=r"has no config\.json, which says what model it has"):
         compose_model(hf_folder=tmp_path)
     for content, said in (
         (

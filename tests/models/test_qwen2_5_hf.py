@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hf_reference import Layout, build_chunks, decoder_config, reference_model
 from ranks import model_parallel, run_ranks
 from safetensors.torch import load_file
+from tensor_files import assert_same_weights
 from tiny_qwen2_5_vl import tiny_config
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
@@ -174,10 +174,7 @@ def test_qwen2_5_there_and_back_to_the_same_bits(original, tmp_path, layout):
         target=target,
         processor=processor,
     )
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+    assert_same_weights(source, target)
     model, report = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
     assert isinstance(model, Qwen2_5_VLForConditionalGeneration)
     assert not any(report.values()), report

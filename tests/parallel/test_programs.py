@@ -43,6 +43,7 @@ def test_others_are_left_to_torchrun(tmp_path: Path) -> None:
         (STANDALONE, ("--device=cuda", "--device", "cpu"), True),
         (STANDALONE, ("--device", "cpu", "--device=cuda"), False),
         (STANDALONE, (), False),
+        (STANDALONE, ("--device", "tpu"), False),
         (("--nnodes", "2"), ("--device", "cpu"), False),
     ],
 )

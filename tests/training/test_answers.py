@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 from megatron.core import parallel_state
 from ranks import run_ranks
-from safetensors.torch import load_file
+from tensor_files import assert_same_weights
 
 from loongplug.data.processor import load_processor
 from loongplug.evaluate.generation import generate_answers, load_model
@@ -143,7 +142,4 @@ def test_training_s_numbers_are_those_without(evaluated, tmp_path):
     load = ["--load", str(answering / "save")]
     resumed, _, _ = trained(evaluated, *layout, *load, ranks=2, folder=answering)
     assert resumed == losses[2:]
-    weights = load_file(whole / "hf" / "model.safetensors")
-    same = load_file(answering / "hf" / "model.safetensors")
-    assert weights.keys() == same.keys()
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert_same_weights(whole / "hf", answering / "hf")

@@ -12,7 +12,7 @@ from loongplug.models.hf_config import hf_config
 from loongplug.models.registry import families
 from loongplug.training.arguments import ParsedArguments, parse_arguments
 from loongplug.training.config import compose_model
-from loongplug.training.flags import read_command_line, requested_device, without_flags
+from loongplug.training.flags import read_command_line, without_flags
 from loongplug.training.rules.unsupported import UNSUPPORTED
 from loongplug.training.run import run
 
@@ -389,15 +389,6 @@ def test_help_is_shown_though_megatron_s_has_bare_percent_signs(
     own = [title for title in subjects if title.startswith("LoongPlug: ")]
     assert own[:3] == ["LoongPlug: the model:", "LoongPlug: its weights:", "LoongPlug: data:"]
     assert subjects[1 : len(own) + 1] == own  # behind --help itself, before all of Megatron's
-
-
-@pytest.mark.quick
-def test_device_is_read_ahead_of_all_else() -> None:
-    assert requested_device([]) == "auto"
-    assert requested_device(["--foo", "1", "--device", "cpu", "a.b=c"]) == "cpu"
-    assert requested_device(["--device=cuda"]) == "cuda"
-    with pytest.raises(ValueError, match="--device: invalid choice: 'tpu'"):
-        requested_device(["--device", "tpu"])
 
 
 @pytest.mark.quick

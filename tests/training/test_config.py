@@ -417,7 +417,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (LAUGHS, "has more than 100,000 values, its aliases counted"),
         ("a: " + "[" * 5000 + "]" * 5000, "nests more than 64 lists and mappings"),
-        ("a: &a [*a]\n", "has an alias *a of nothing before it, or within itself"),
+        ("a: &a [*a]\n", "has an alias *a with no anchor before it, or within its own"),
         ("a: " + "x" * 2**20, "has more than 1,048,576 bytes"),
         (b"\x89PNG\r\n\x1a\n\0\xff\xfe", "is not text in UTF-8 (byte 0): give a YAML file"),
     ],

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from loongplug.data.demo_audio_processor import write_audio_processor
+from loongplug.data.demo_sounds import ACCENTS, PITCHES, RATES, TEST_SPEAKERS, TRAIN_SPEAKERS
 from loongplug.data.demo_speech import Utterance, speak
 from loongplug.data.demo_tasks import NUMBER_WORDS
 
-ACCENTS = ("en", "en-029", "en-gb-scotland", "en-gb-x-rp", "en-us", "en-us-nyc")
-HEARD = ("f1", "f2", "f3", "f4", "m1", "m2", "m3", "m4", "m5", "m6", "Alex", "Andy", "linda", "zac")
-UNHEARD = ("f5", "m7", "Alicia", "Michael", "robert")
 TRAINED, ASKED = 800, 100
 
 
@@ -30,8 +28,8 @@ def write_rows(folder: Path, name: str, *, speakers: tuple[str, ...], count: int
             Utterance(
                 text=NUMBER_WORDS[digit],
                 voice=f"{rng.choice(ACCENTS)}+{rng.choice(speakers)}",
-                rate=rng.randint(140, 220),
-                pitch=rng.randint(30, 70),
+                rate=rng.randint(*RATES),
+                pitch=rng.randint(*PITCHES),
                 path=path,
             )
         )
@@ -56,8 +54,8 @@ def loongplug(*words: object) -> None:
 @pytest.mark.slow
 def test_digits_of_voices_that_were_never_heard_are_understood(tmp_path: Path) -> None:
     write_audio_processor(tmp_path / "processor")
-    train = write_rows(tmp_path, "train", speakers=HEARD, count=TRAINED)
-    asked = write_rows(tmp_path, "test", speakers=UNHEARD, count=ASKED)
+    train = write_rows(tmp_path, "train", speakers=TRAIN_SPEAKERS, count=TRAINED)
+    asked = write_rows(tmp_path, "test", speakers=TEST_SPEAKERS, count=ASKED)
     loongplug(
         *("train", "--ranks", 1, "--device", "cpu", "--model-name", "qwen2_audio_tiny"),
         *("--tokenizer-model", tmp_path / "processor", "--train-data-path", train),

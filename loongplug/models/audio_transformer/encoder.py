@@ -181,7 +181,7 @@ def build_encoder(
     """The encoder with the decoder's precision, over ``groups``.
 
     Raises:
-        ValueError: the architecture asks for what there is not.
+        ValueError: the architecture asks for something that is not implemented.
     """
     _check(architecture)
     config = encoder_config(

@@ -34,7 +34,7 @@ class HuggingFaceEncoder(MegatronModule):
         for name, parameter in self.tower.named_parameters():
             parameter.requires_grad_(name not in architecture.tower.carried)
             if name in architecture.tower.idle:
-                # Of rounding, which every layout has its own of, Adam would make full steps.
+                # Its gradient is rounding, which differs by layout: Adam would make full steps.
                 parameter.register_hook(torch.zeros_like)
 
     def train(self, mode: bool = True) -> Self:

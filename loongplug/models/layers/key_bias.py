@@ -1,4 +1,4 @@
-"""The keys' bias, which nothing depends on where no position turns the keys."""
+"""The keys' bias, which has no effect in attention without rope."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from torch import Tensor
 def hold_key_bias(bias: Tensor, *, head: int) -> None:
     """Give the keys' part of ``bias``, of fused q, k and v, a gradient of exactly zero.
 
-    It shifts all scores of a query alike where no position turns the keys, and so changes nothing.
+    Without rope it shifts all scores of a query by the same amount, so it changes nothing.
     Its computed gradient is rounding noise, different in each layout, of which Adam makes full
     steps. Where a model has no such bias it stays at the zeros that it starts with.
 

@@ -1,4 +1,4 @@
-"""What layers need that may be recomputed: an input with a gradient, draws that come again."""
+"""What a recomputed layer needs: an input with a gradient, and the same random numbers again."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -33,7 +33,7 @@ class LinearPlace:
     """Where a parallel linear stands.
 
     ``split`` is COLUMN or ROW. With ``sequence_parallel``, a column's input and a row's output are
-    split over the tokens. The linears of experts talk to nobody: their dispatcher does.
+    split over the tokens. The linears of experts do not communicate: their dispatcher does.
     """
 
     weight: nn.Parameter  # [out / tp, in] or [out, in / tp]

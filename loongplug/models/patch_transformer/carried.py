@@ -1,4 +1,4 @@
-"""What only travels from file to file: tensors of a tower that no forward comes to.
+"""Tensors of a tower that no forward uses: they are only copied from file to file.
 
 They never train: a gradient that does not come would be waited for for ever where reductions
 overlap with backward.

@@ -1,4 +1,4 @@
-"""Experts. But for the first, the checks answer None for a dense model."""
+"""Experts. All checks except the first return None for a dense model."""
 
 from argparse import Namespace
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is frozen. That a pattern matches something is asked once the model is built."""
+"""What is frozen. Whether a pattern matches anything is checked when the model is built."""
 
 from argparse import Namespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The model by itself. Checks of what one family has answer None for the others."""
+"""The model by itself. A check for one family returns None for the others."""
 
 import math
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Numbers that would be taken as they are, and end or spoil a run later."""
+"""Numbers that Megatron accepts at the start, and that end or spoil a run later."""
 
 import math
 from argparse import Namespace
