@@ -33,6 +33,7 @@ from loongplug.verify.ranks import join, run_ranks
 from loongplug.verify.runs import preload
 
 folder, name, level, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+model = ("--model-name", sys.argv[5])
 data, weights = folder.parent / "data", folder.parent / "weights"
 work = replace(Work(), steps=steps)
 settings = {each.name: each for each in SETTINGS}
@@ -56,7 +57,7 @@ def train(rank, tell, flags, turns=None, done=None):
 preload("cpu")
 if level == "weights":
     write_levels_data(data, samples=work.samples)
-    flags = ("--lr", "0", "--min-lr", "0", "--train-iters", "1", "--save-hf", str(weights))
+    flags = (*model, "--lr", "0", "--min-lr", "0", "--train-iters", "1", "--save-hf", str(weights))
     run_ranks(partial(train, flags=[*work.flags(data), *flags]), 1, folder=folder,
               on_event=lambda line: None, timeout=600)
 elif level == "names":
@@ -64,9 +65,9 @@ elif level == "names":
 else:
     setting = settings[name]
     variants = level_variants(level, work, setting)
-    flags = [*work.flags(data), *setting.flags, "--load-hf", str(weights)]
+    flags = [*work.flags(data), *model, *setting.flags, "--load-hf", str(weights)]
     flags += variants[len(variants) // 2]  # of several splits of layers the middle one
-    run_ranks(partial(train, flags=flags, turns=0, done=int(sys.argv[5])), setting.ranks,
+    run_ranks(partial(train, flags=flags, turns=0, done=int(sys.argv[6])), setting.ranks,
               folder=folder, on_event=lambda line: None, timeout=600)
 """
 _WARMUP = 2
@@ -85,12 +86,14 @@ def _started(checkout: Path, *words: object, **options: object) -> subprocess.Po
 class _Side:
     """One checkout's run of a level."""
 
-    def __init__(self, checkout: Path, folder: Path, setting: str, level: str, steps: int) -> None:
+    def __init__(
+        self, checkout: Path, folder: Path, setting: str, level: str, *, steps: int, model: str
+    ) -> None:
         folder.mkdir()
         read, write = os.pipe()
         self._process = _started(
             checkout,
-            *(folder, setting, level, steps, write),
+            *(folder, setting, level, steps, model, write),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(write,),
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--model", default="qwen3_vl_tiny", help="a model for the same data")
     parser.add_argument("--only", default="", help="levels whose names begin so: 'TP2, uniform'")
     options = parser.parse_args()
     old, new = options.old.resolve(), options.new.resolve()
@@ -162,9 +166,9 @@ def main() -> None:
         root = Path(name)
         (root / "names").mkdir()
         names, _ = _started(
-            old, root / "names", "", "names", options.steps, stdout=subprocess.PIPE
+            old, root / "names", "", "names", options.steps, options.model, stdout=subprocess.PIPE
         ).communicate()
-        _started(old, root / "names", "", "weights", options.steps).wait()
+        _started(old, root / "names", "", "weights", options.steps, options.model).wait()
         for number in range(options.rounds):
             for setting, level in json.loads(names.splitlines()[-1]):
                 shown = f"{setting}, {level}"
@@ -175,7 +179,14 @@ def main() -> None:
                 for each in ("data", "weights"):
                     (folder / each).symlink_to(root / each)
                 runs = [
-                    _Side(checkout, folder / side, setting, level, options.steps)
+                    _Side(
+                        checkout,
+                        folder / side,
+                        setting,
+                        level,
+                        steps=options.steps,
+                        model=options.model,
+                    )
                     for side, checkout in (("old", old), ("new", new))
                 ]
                 # The first one's processes lie elsewhere in the machine's memory and order.
