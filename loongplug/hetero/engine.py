@@ -320,9 +320,17 @@ class Engine:
         return tuple(each for each in self.encoders.values() if each.apart)
 
     @property
+    def own(self) -> str | None:
+        """The encoder that has this rank for itself; None where the decoder has it.
+
+        Collective like an encoder's place.
+        """
+        return next((name for name, each in self.encoders.items() if each.here), None)
+
+    @property
     def decodes(self) -> bool:
         """Whether the decoder has this rank. Collective like an encoder's place."""
-        return not any(each.here for each in self.encoders.values())
+        return self.own is None
 
     @property
     def steps(self) -> bool:
@@ -337,9 +345,8 @@ class Engine:
         """
 
         def get_forward_backward_func(*args: object, **kwargs: object) -> Schedule:
-            own = next((each for each in self.encoders.values() if each.here), None)
-            if own is not None:
-                return own.alone()
+            if self.own is not None:
+                return self.encoders[self.own].alone()
             schedule = get_schedule(*args, **kwargs)
             for each in reversed([each for each in self.encoders.values() if each.steps]):
                 schedule = each.executor().around(schedule)

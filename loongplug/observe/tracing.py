@@ -17,12 +17,18 @@ from loongplug.platform.upstream_tracing import tracing_table
 
 @contextmanager
 def traced(
-    folder: str | None, *, platform: Platform, rank: int, world_size: int
+    folder: str | None,
+    *,
+    platform: Platform,
+    rank: int,
+    world_size: int,
+    module: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Recorder]:
     """While entered, this rank's events go to a file of ``folder``; None: nothing is done at all.
 
     Gives the recorder, for what is to report beside Megatron's own functions. Local: ranks do not
-    wait for each other. Raises ValueError when the file cannot be made.
+    wait for each other. ``module``, asked when the first model is there, names the one that has
+    this rank for itself. Raises ValueError when the file cannot be made.
     """
     if folder is None:
         yield NOTHING
@@ -31,7 +37,7 @@ def traced(
     recorder = TraceRecorder(writer.write)
 
     def on_first_model() -> None:
-        writer.place(_place())
+        writer.place(_place(module()))
         if platform.name == "cuda":
             recorder.use_device_clock(DeviceClock(HostClock()))
 
@@ -82,10 +88,10 @@ def _wrappers(hooks: StepHooks) -> Mapping[str, Callable[[Any], Any]]:
     }
 
 
-def _place() -> dict[str, int]:
-    """This rank's coordinates in the decoder's layout."""
+def _place(module: str | None) -> dict[str, int]:
+    """This rank's coordinates in the decoder's layout, or in that of its own ``module``."""
     return {
-        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "tp" if module is None else f"{module} tp": parallel_state.get_tensor_model_parallel_rank(),
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
         "dp": parallel_state.get_data_parallel_rank(),
     }

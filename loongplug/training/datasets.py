@@ -240,9 +240,10 @@ class DatasetProvider:
         Of each microbatch number, the part of each decoder replica's microbatch that is this
         encoder replica's, in the order of the replicas.
         """
-        ((name, engine),) = ((n, e) for n, e in self._engine.encoders.items() if e.here)
-        entry = next(each for each in encoders(self._model.entries()) if each.name == name)
-        place, rank = engine.place, dist.get_rank()
+        own = self._engine.own
+        (entry,) = (each for each in encoders(self._model.entries()) if each.name == own)
+        name, rank = entry.name, dist.get_rank()
+        place = self._engine.encoders[name].place
         loaders = []
         for piece in place.pieces:
             ranks = piece.edge.encoder_ranks

@@ -97,10 +97,8 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         gloo=args.use_gloo_process_groups,
         initialize=partial(_initialize, args, decoder),
     )
-    states = engine.states
-    if not engine.decodes:
-        (own,) = (name for name, state in states.items() if state is not None)
-        rest_in(own, dp=decoder.dp)
+    if engine.own is not None:
+        rest_in(engine.own, dp=decoder.dp)
 
 
 def _initialize(args: Namespace, decoder: Layout) -> None:

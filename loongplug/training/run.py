@@ -197,7 +197,13 @@ def _run(
         )
     sizes = step_sizes(args)
     with (
-        traced(args.trace, platform=platform, rank=args.rank, world_size=args.ranks) as recorder,
+        traced(
+            args.trace,
+            platform=platform,
+            rank=args.rank,
+            world_size=args.ranks,
+            module=lambda: engine.own,
+        ) as recorder,
         _reported(engine, recorder),
         megatron_output(args, without_save=without_save) as terminal,
         _told_what_was_built(

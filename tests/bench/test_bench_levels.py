@@ -22,6 +22,7 @@ from loongplug.bench.levels_figures import (
     write_json,
 )
 from loongplug.bench.levels_work import (
+    APART,
     FULL,
     HETERO_DP,
     HETERO_TP,
@@ -79,7 +80,7 @@ def test_splits_leave_the_first_stage_fewer_and_divide_the_rest(layers, stages, 
 def test_each_setting_has_the_levels_that_mean_something_there():
     levels = {setting.name: setting.levels for setting in SETTINGS}
     assert levels == {
-        "PP2": (UNIFORM, TUNED, FULL),
+        "PP2": (UNIFORM, TUNED, FULL, APART),
         "TP2": (UNIFORM, HETERO_TP, HETERO_DP, FULL),
         "DP2": (UNIFORM, FULL),
         "TP2 x PP2": (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL),
@@ -91,7 +92,7 @@ def test_each_setting_has_the_levels_that_mean_something_there():
 def test_levels_differ_in_their_flags_alone():
     found = {
         level: level_variants(level, Work(decoder_layers=8), Setting(name="PP2", pp=2))
-        for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL)
+        for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, APART)
     }
     assert found == {
         UNIFORM: ((),),
@@ -99,6 +100,7 @@ def test_levels_differ_in_their_flags_alone():
         HETERO_TP: (("model.image_encoder.tensor_model_parallel_size=1",),),
         HETERO_DP: (("--enable-encoder-hetero-dp",),),
         FULL: (("--enable-full-hetero-dp",),),
+        APART: (("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),),
     }
 
 
