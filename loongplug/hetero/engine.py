@@ -325,7 +325,9 @@ class Engine:
 
         Collective like an encoder's place.
         """
-        return next((name for name, each in self.encoders.items() if each.here), None)
+        here = [name for name, each in self.encoders.items() if each.here]  # every rank asks all
+        assert len(here) <= 1, here
+        return here[0] if here else None
 
     @property
     def decodes(self) -> bool:
