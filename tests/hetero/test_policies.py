@@ -30,7 +30,7 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.policies import EncoderStep, group_ahead, inline, separated
+from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated
 
 pytestmark = pytest.mark.quick
 
@@ -87,6 +87,7 @@ class Walk:
                 assert unit not in self.encoded
                 self.encoded.append(unit)
                 self.payloads.add(unit)
+                self.own |= {unit} & {None}  # nobody has a gradient for it
             case GatherFeatures(units=units, to_host=to_host):
                 self.collectives.append(operation)
                 own = {unit for unit in units if step.encoder_replicas[unit] == step.replica}
@@ -109,7 +110,6 @@ class Walk:
                     assert set(units) <= self.gradients
                 self.gradients -= set(units)
                 self.own |= {unit for unit in units if unit in self.encoded}
-                self.own |= {None} & set(self.encoded)
             case EncoderBackward(unit=unit, more=more):
                 assert unit in self.own
                 assert unit not in self.backward
@@ -237,6 +237,116 @@ def test_group_ahead(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
         assert walk(plan, step, pipeline) == walk(group_ahead(ranks[0][0]), *ranks[0])
 
 
+@st.composite
+def steps_apart(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
+    """One step on a rank of an encoder that lies apart, and on the decoder's, by stage."""
+    stages, count = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    made = draw(st.integers(0, 3))  # pieces of each microbatch; 0: no sample is this replica's
+    training = draw(st.booleans())
+    decoding = EncoderStep(
+        encoder_replicas=(0,) * count,
+        replicas=1,
+        replica=None,
+        consumes=False,
+        training=training,
+        trains=training and draw(st.booleans()),
+        last_stage=False,
+        warmup=draw(st.integers(1, 4)),
+    )
+    encoding = replace(
+        decoding, encoder_replicas=(0,) * (count * made), replica=0, pieces=max(made, 1)
+    )
+    found = [(encoding, Pipeline(stages=1, stage=0, chunks=1, group=1))]
+    for stage in range(stages):
+        step = replace(decoding, consumes=stage == 0, last_stage=stage == stages - 1)
+        found.append((step, Pipeline(stages=stages, stage=stage, chunks=1, group=stages)))
+    return found
+
+
+@given(steps_apart())
+def test_apart(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
+    """Every unit goes over once each way, alone; stages that consume nothing do nothing."""
+    for step, pipeline in ranks:
+        plan = apart(step)
+        if step.replica is None and not step.consumes:
+            assert not plan
+            continue
+        entered = walk(plan, step, pipeline)
+        alone = [range(unit, unit + 1) for unit in step.units]
+        there = [each for each in entered if isinstance(each, GatherFeatures)]
+        back = [each for each in entered if isinstance(each, ScatterGradients)]
+        assert there == [GatherFeatures(units=each) for each in alone]
+        assert back == [ScatterGradients(units=each) for each in alone if step.trains]
+        more = [x.more for each in plan.values() for x in each if isinstance(x, EncoderBackward)]
+        assert more == [True] * (len(more) - 1) + [False] * bool(more), "one reduction, at the end"
+
+
+def told(plan: StepPlan) -> list[str]:
+    """An encoder's operations in a few letters; the last backward, which reduces, in capitals."""
+    words = []
+    for each in plan.get(BEGIN, ()):
+        match each:
+            case Encode(unit=unit):
+                words.append(f"encode {unit}")
+            case GatherFeatures(units=units):
+                words.append(f"send {units.start}")
+            case ScatterGradients(units=units):
+                words.append(f"wait {units.start}")
+            case EncoderBackward(unit=unit, more=more):
+                words.append(f"{'back' if more else 'BACK'} {unit}")
+    return words
+
+
+ENCODES = EncoderStep(
+    encoder_replicas=(0,) * 6,
+    replicas=1,
+    replica=0,
+    consumes=False,
+    training=True,
+    trains=True,
+    last_stage=False,
+    pieces=2,
+    warmup=2,
+)
+
+
+def test_an_encoder_apart_works_ahead_by_its_warmup() -> None:
+    """Three microbatches of two pieces: two ahead, then one forward and one backward in turn."""
+    pieces = [f"encode {n},send {n}" for n in range(6)]
+    back = [f"wait {n},{'BACK' if n == 5 else 'back'} {n}" for n in range(6)]
+    expected = ",".join([*pieces, *back])  # the third goes ahead of the first gradient
+    assert told(apart(ENCODES)) == expected.split(",")
+    one_ahead = [*pieces[:4], *back[:2], *pieces[4:], *back[2:]]
+    assert told(apart(replace(ENCODES, warmup=1))) == ",".join(one_ahead).split(",")
+    assert apart(ENCODES).keys() == {BEGIN}  # there is no schedule to wait for
+
+
+def test_an_encoder_apart_that_has_nothing_to_learn_or_to_encode() -> None:
+    frozen = apart(replace(ENCODES, trains=False))
+    assert told(frozen) == [word for n in range(6) for word in (f"encode {n}", f"send {n}")]
+    none = replace(ENCODES, encoder_replicas=(), pieces=1)
+    assert told(apart(none)) == ["encode None", "BACK None"]
+    assert not apart(replace(none, trains=False))
+
+
+def test_a_decoder_whose_encoder_lies_apart() -> None:
+    """Features come before a forward, and go back as gradients within its backward."""
+    step = replace(
+        ENCODES, encoder_replicas=(0, 0), replica=None, consumes=True, pieces=1, last_stage=True
+    )
+    alone = [range(unit, unit + 1) for unit in (0, 1)]
+    taken = {
+        forward(unit): (GatherFeatures(units=alone[unit]), TakeFeatures(unit=unit))
+        for unit in (0, 1)
+    }
+    back = {
+        gradient(unit): (KeepGradient(unit=unit), ScatterGradients(units=alone[unit]))
+        for unit in (0, 1)
+    }
+    assert apart(step) == taken | back
+    assert apart(replace(step, trains=False)) == taken
+
+
 def without(plan: StepPlan, when: When, number: int) -> Mapping[When, tuple[Operation, ...]]:
     left = tuple(each for place, each in enumerate(plan[when]) if place != number)
     return {**plan, when: left}
@@ -245,10 +355,14 @@ def without(plan: StepPlan, when: When, number: int) -> Mapping[When, tuple[Oper
 @given(st.data())
 def test_a_plan_that_lacks_any_operation_is_found(data: st.DataObject) -> None:
     """Also by ranks that then enter other exchanges than the rest."""
-    everywhere = data.draw(st.booleans())
-    ranks = data.draw(steps(everywhere=everywhere))
-    step, pipeline = data.draw(st.sampled_from([r for r in ranks if r[0].replica is not None]))
-    plan = (separated if everywhere else group_ahead)(step)
+    ranks_of = {
+        separated: steps(everywhere=True),
+        group_ahead: steps(everywhere=False),
+        apart: steps_apart(),
+    }
+    policy = data.draw(st.sampled_from([*ranks_of]))
+    planned = [(policy(step), step, pipeline) for step, pipeline in data.draw(ranks_of[policy])]
+    plan, step, pipeline = data.draw(st.sampled_from([each for each in planned if each[0]]))
     expected = walk(plan, step, pipeline)
     when = data.draw(st.sampled_from(sorted(plan, key=str)))
     number = data.draw(st.integers(0, len(plan[when]) - 1))

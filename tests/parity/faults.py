@@ -45,6 +45,9 @@ CORE: dict[str, str] = {
     "hetero/test_exchange.py::test_units_come_and_gradients_return[tp2-split]": (
         "rows of units that no model makes: none, one, and shards without any"
     ),
+    "hetero/test_edge.py::test_every_row_goes_there_and_back_once[tp2-2-split]": (
+        "the same between ranks of their own; pieces of samples"
+    ),
     "parallel/test_module_ddp.py::test_each_part_sums_over_its_own_replicas": (
         "sums and factors of parts by numbers that one can add in the head"
     ),
@@ -88,6 +91,9 @@ CORE: dict[str, str] = {
     f"{_TRAINING}_edges.py::test_packs[dp-sp]": "packs, cut by sequence shards",
     "verify/test_verify_mutations.py::test_the_layouts_agree_without_a_fault": (
         "every tensor's gradient, heterogeneous TP, tied embeddings"
+    ),
+    "verify/test_verify_own_ranks.py::test_they_agree_without_a_fault": (
+        "an encoder on ranks of its own, a whole run that is clipped"
     ),
     f"training/test_run.py::{_LAYOUT}[--micro-batch-size 1 --use-distributed-optimizer "
     "--overlap-grad-reduce-2]": "two replicas with data of their own",

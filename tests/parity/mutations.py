@@ -94,6 +94,7 @@ def _several(size: str) -> Callable[..., bool]:
 
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
+EDGE, PLACEMENT = "loongplug.hetero.edge", "loongplug.hetero.placement"
 DECODER, ROUTER = "loongplug.models.decoder", "loongplug.models.layers.router"
 PROVIDER, OPTIMIZER = "loongplug.training.provider", "loongplug.parallel.optimizer_per_module"
 TRAINING, FINALIZE = "megatron.training.training", "megatron.core.distributed.finalize_model_grads"
@@ -140,7 +141,7 @@ def drop_deepstack_gradients(original: Any, cls: type, payload: Tensor, *, hidde
 
 
 @fault("a sequence shard's gradient is placed at another's rows", spec="placement.md P2, rows back")
-@at(f"{EXCHANGE}:_put")
+@at(f"{EXCHANGE}:put")
 def place_gradients_mirrored(original: Any, values: Tensor, rows: Any, *, into: Tensor) -> None:
     mirrored = tuple(slice(len(into) - each.stop, len(into) - each.start) for each in rows)
     original(values, mirrored, into=into)
@@ -161,6 +162,57 @@ def sum_the_consumers_gradients(original: Any, self: Any, gradients: Any, units:
 @at("loongplug.models.features:copy_to_tensor_model_parallel_region")
 def lose_the_other_shards_gradients(original: Any, payload: Tensor, **_: Any) -> Tensor:
     return payload
+
+
+# Encoders on ranks of their own.
+
+
+@fault("pieces of a microbatch lie in the order of their arrival", spec="placement.md P2, arrival")
+@at(f"{EDGE}:Edges._cat", where=lambda self, parts, _: len(parts) > 1)
+def take_pieces_in_order_of_arrival(original: Any, self: Any, parts: Any, units: Any) -> Any:
+    return original(self, parts[::-1], units)
+
+
+@fault("the shards' rows of a gradient are added, not placed", spec="placement.md P2, rows back")
+@at(
+    f"{EDGE}:Edges._take_gradient",
+    where=lambda self, units: len(self._receiving[units.first]) > 1,
+)
+def add_rows_instead_of_placing(original: Any, self: Any, units: Any) -> Any:
+    received = self._receiving[units.first]
+    added = torch.zeros_like(original(self, units))
+    for each in received:
+        added[: len(each.buffer)] += each.buffer
+    return added
+
+
+@fault("an encoder's gradients are multiplied by Dl/De", spec="placement.md P2, wrong gradients")
+@at(f"{PLACEMENT}:Placement.gradient_factor", where=lambda self, name: self.is_apart(name))
+def mean_over_the_encoders_replicas(original: Any, self: Any, name: str) -> float:
+    factor: float = original(self, name)
+    return factor * self._consumer_of(name).layout.dp / self.entry(name).layout.dp
+
+
+@fault("encoder ranks count no tokens, and divide by 1", spec="placement.md P2, finalize")
+def clamp_tokens_on_encoder_ranks(rank: int) -> None:
+    def divided_by_one(original: Any, model: Any, num_tokens: Tensor, **options: Any) -> None:
+        original(model, num_tokens, **options)
+        for chunk in model:
+            chunk.scale_gradients(float(num_tokens.clamp(min=1)))
+
+    def elsewhere(*_: Any, **__: Any) -> bool:
+        from loongplug.parallel.states import decoder_layout
+
+        return rank not in decoder_layout().ranks
+
+    around("loongplug.training.run:finalized_together", divided_by_one, where=elsewhere)
+
+
+@fault("each rank clips by the norm of the modules it has", spec="placement.md P2, norm")
+@at(f"{OPTIMIZER}:OptimizerPerModule._norm_over_the_world")
+def norm_of_own_modules(original: Any, self: Any) -> float:
+    norms = [float(each.get_grad_norm()) for each in self._numbered.values()]
+    return float(sum(norm**2 for norm in norms) ** 0.5)
 
 
 @fault("gradients are reduced before the encoder's are made", spec="placement.md P1, pitfalls")

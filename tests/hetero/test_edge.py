@@ -1,0 +1,239 @@
+"""Rows from an encoder on ranks of its own to the decoder's and back: each once, in its place."""
+
+import random
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from parity.mutations import FAULTS
+from placed import ENCODER
+from ranks import RankError, run_ranks
+
+from loongplug.hetero.edge import Edges, Piece, Transport, pieces_of
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.intervals import overlaps
+from loongplug.hetero.placement import own_ranks
+from loongplug.hetero.routes import Rows, sequence_shards
+from loongplug.parallel.layout import Layout
+from loongplug.parallel.states import create_exchange_group
+
+WIDTH, LENGTH = 3, 8
+MICROBATCHES, STEPS, AHEAD = 5, 2, 2
+LATE = 0.02  # seconds; what is sent at once is there long before
+ROW_BYTES = WIDTH * torch.float32.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A decoder, its encoder, and whether each rank holds a part of the sequence."""
+
+    decoder: Layout
+    encoder: Layout
+    samples: int = 1  # of a decoder replica's microbatch
+    split: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.encoder.ranks.stop
+
+    def places(self, replica: int, number: int) -> list[np.ndarray]:
+        """Of each sample of a decoder replica's microbatch, where its tokens lie."""
+        chance = random.Random(f"{replica} {number}")
+        return [
+            np.array(sorted(chance.sample(range(LENGTH), chance.choice([0, 0, 1, 3, LENGTH]))))
+            for _ in range(self.samples)
+        ]
+
+
+def cases() -> dict[str, Case]:
+    two = Layout(tp=2)
+    return {
+        "1-to-2": Case(decoder=Layout(dp=2), encoder=Layout(first_rank=2)),
+        "2-to-1": Case(decoder=Layout(), encoder=Layout(dp=2, first_rank=1), samples=3),
+        "3-to-2": Case(decoder=Layout(dp=2), encoder=Layout(dp=3, first_rank=2), samples=3),
+        "tp2-2": Case(decoder=two, encoder=Layout(dp=2, first_rank=2), samples=2),
+        "tp2-2-split": Case(decoder=two, encoder=Layout(dp=2, first_rank=2), samples=2, split=True),
+        "tp2-encoder-tp2-split": Case(
+            decoder=two, encoder=Layout(tp=2, first_rank=2), samples=2, split=True
+        ),
+        "encoder-tp2": Case(decoder=Layout(dp=2), encoder=Layout(tp=2, first_rank=2)),
+        "without-samples": Case(decoder=Layout(), encoder=Layout(dp=2, first_rank=1)),
+    }
+
+
+def made(case: Case, step: int, replica: int, number: int, samples: range) -> torch.Tensor:
+    """Features that say whose they are, [tokens, WIDTH]."""
+    rows = [
+        torch.arange(len(places)) + 10.0 * (sample + 10 * (number + 10 * (replica + 10 * step)))
+        for sample, places in enumerate(case.places(replica, number))
+        if sample in samples
+    ]
+    return torch.cat(rows).unsqueeze(1) + torch.arange(1, WIDTH + 1) / 10
+
+
+def spec_of(case: Case, units: list[list[np.ndarray]]) -> ExchangeSpec:
+    """What both sides know of units, of which each has some samples' places."""
+    shards: tuple[tuple[Rows, ...], ...] | None = None
+    if case.split:
+        parts = case.decoder.tp
+        shards = tuple(sequence_shards(each, length=LENGTH, parts=parts) for each in units)
+    row_tokens = tuple(tuple(map(len, each)) for each in units)
+    return ExchangeSpec(
+        tokens=tuple(map(sum, row_tokens)),
+        encoder_replicas=(0,) * len(units),
+        width=WIDTH,
+        dtype=torch.float32,
+        shards=shards,
+        row_tokens=row_tokens,
+    )
+
+
+@dataclass
+class Counted:
+    """Bytes that this rank sends, by the group; ``late``: it takes its time with each message."""
+
+    late: bool
+    there: int = 0
+    back: int = 0
+    groups: list[Any] = field(default_factory=list)
+
+    def around(self, isend: Any) -> Any:
+        def counting(tensor: torch.Tensor, *, dst: int, group: Any) -> Any:
+            if self.late:
+                time.sleep(LATE)
+            if group is self.groups[0]:
+                self.there += tensor.nbytes
+            else:
+                assert group is self.groups[1]
+                self.back += tensor.nbytes
+            return isend(tensor, dst=dst, group=group)
+
+        return counting
+
+
+def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "") -> Counted:
+    """Steps of microbatches in the order of a pipeline; what this rank has sent."""
+    if fault:
+        FAULTS[fault].put_in(rank)
+    sizes = {"tp": case.encoder.tp, "dp": case.encoder.dp, "rank_offset": case.decoder.world_size}
+    placement = own_ranks(case.decoder, entry=ENCODER, **sizes)
+    slot = overlaps(
+        encoders=case.encoder.dp, decoders=case.decoder.dp, micro_batch_size=case.samples
+    )
+    pieces = pieces_of(placement.apart_edges(ENCODER.name, micro_batch_size=case.samples), slot)
+    everyone = [list(range(case.ranks))]
+    there, back = (create_exchange_group(name, everyone, options_of="pp") for name in "tb")
+    encodes = [] if case.encoder.tp == 1 else case.encoder.groups("tp")
+    decodes = [] if case.decoder.tp == 1 or case.split else case.decoder.groups("tp")
+    together = create_exchange_group("together", [*encodes, *decodes], options_of="tp")
+    assert there is not None
+    assert back is not None
+    # The first of either side sends last what the others have sent long before.
+    counted = Counted(late=rank in (0, case.encoder.first_rank), groups=[there, back])
+    dist.isend = counted.around(dist.isend)
+    edges = Edges(
+        pieces,
+        Transport(there=there, back=back, together=together),
+        window=2,
+        device=torch.device("cpu"),
+    )
+    assert edges.consumes == (rank in case.decoder.ranks)
+    side = decode if edges.consumes else encode
+    for step in range(STEPS):
+        side(edges, case, rank=rank, step=step, trains=trains, pieces=pieces)
+        edges.drain()
+    counted.groups.clear()
+    return counted
+
+
+def encode(
+    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[Piece, ...]
+) -> None:
+    mine = [
+        (number, each)
+        for number in range(MICROBATCHES)
+        for each in pieces
+        if rank in each.edge.encoder_ranks
+    ]
+    spec = spec_of(
+        case,
+        [
+            case.places(each.edge.decoder, number)[each.samples.start : each.samples.stop]
+            for number, each in mine
+        ],
+    )
+    edges.begin(spec, trains=trains)
+    payloads = [made(case, step, x.edge.decoder, number, x.samples) for number, x in mine]
+    ahead = AHEAD * len(mine) // MICROBATCHES
+    for unit in range(len(mine) + ahead):
+        if unit < len(mine):
+            alone = spec.part(range(unit, unit + 1))
+            assert not edges.gather_variable_shape_embeddings({0: payloads[unit]}, alone)
+        if trains and (old := unit - ahead) >= 0:
+            alone = spec.part(range(old, old + 1))
+            (found,) = edges.scatter_variable_shape_embeddings({}, alone).values()
+            assert torch.equal(found, -payloads[old]), old
+
+
+def decode(
+    edges: Edges, case: Case, *, rank: int, step: int, trains: bool, pieces: tuple[Piece, ...]
+) -> None:
+    place = case.decoder.coordinates(rank)
+    places = [case.places(place.dp, number) for number in range(MICROBATCHES)]
+    spec = spec_of(case, places)
+    edges.begin(spec, trains=trains)
+    for number in range(MICROBATCHES):
+        alone = spec.part(range(number, number + 1))
+        (rows,) = edges.gather_variable_shape_embeddings({}, alone).values()
+        whole = made(case, step, place.dp, number, range(case.samples))
+        if case.split:
+            bounds = range(place.tp * LENGTH // 2, (place.tp + 1) * LENGTH // 2)
+            whole = whole[[token in bounds for token in np.concatenate(places[number])]]
+        assert torch.equal(rows, whole), number
+        if trains:
+            assert not edges.scatter_variable_shape_embeddings({0: -rows}, alone)
+
+
+def needed(case: Case) -> int:
+    """Bytes that the decoder's replicas need, each row once."""
+    replicas = range(case.decoder.dp)
+    rows = sum(
+        sum(map(len, case.places(replica, number)))
+        for replica in replicas
+        for number in range(MICROBATCHES)
+    )
+    return STEPS * rows * ROW_BYTES
+
+
+@pytest.mark.parametrize("name", cases())
+def test_every_row_goes_there_and_back_once(name: str) -> None:
+    """Units without tokens among them, and one sender of each side is later than the others."""
+    case = cases()[name]
+    counted = run_ranks(there_and_back, case.ranks, case=case)
+    there, back = (sum(getattr(each, way) for each in counted) for way in ("there", "back"))
+    assert there == back == needed(case) > 0
+
+
+def test_nothing_goes_back_where_nothing_trains() -> None:
+    case = cases()["2-to-1"]
+    counted = run_ranks(there_and_back, case.ranks, case=case, trains=False)
+    assert sum(each.there for each in counted) == needed(case)
+    assert not any(each.back for each in counted)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("2-to-1", "take_pieces_in_order_of_arrival"),
+        ("tp2-2-split", "add_rows_instead_of_placing"),
+    ],
+)
+def test_a_fault_is_seen(name: str, fault: str) -> None:
+    case = cases()[name]
+    with pytest.raises(RankError, match=r"assert torch\.equal"):
+        run_ranks(partial(there_and_back, fault=fault), case.ranks, case=case)

@@ -1,0 +1,137 @@
+"""Encoders on ranks of their own against a single rank, and what must not go unseen there."""
+
+from pathlib import Path
+
+import pytest
+from parity.mutations import FAULTS
+from sweeps import sweep
+from verify_cases import Pair, failing, made_plan
+
+from loongplug.verify.report import report
+
+ENCODER = "model.image_encoder"
+SEES = {"image_encoder", "image_projector"}
+
+
+def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
+    """The encoder's ranks, which begin behind the decoder's."""
+    return (
+        f"{ENCODER}.rank_offset={offset}",
+        f"{ENCODER}.data_parallel_size={dp}",
+        f"{ENCODER}.tensor_model_parallel_size={tp}",
+    )
+
+
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+MBS2 = ("--micro-batch-size", "2")
+MBS3 = ("--micro-batch-size", "3")
+FROZEN = ("model.foundation.freeze=true",)
+
+
+def _published() -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Four ranks of the decoder's and four of the encoder's; in the first ten, it is frozen."""
+    frozen = """4/1/1|4/1/1 2/1/2|2/1/2 2/2/1|4/1/1 1/1/4|1/1/4 1/4/1|4/1/1 1/4/1|1/1/4 1/2/2|2/1/2
+        4/1/1|1/1/4 2/2/1|2/1/2 2/1/2|1/1/4"""
+    trained = """4/1/1|4/1/1 2/1/2|2/1/2 2/2/1|4/1/1 1/4/1|4/1/1 1/2/2|2/1/2 2/2/1|2/1/2
+        1/4/1|2/1/2 4/1/1|2/1/2"""
+    found = {}
+    for table, sizes, more in (("A7", frozen, FROZEN), ("A8", trained, MBS2)):
+        for each in sizes.split():
+            (tp, pp, _), (own_tp, _, own_dp) = (side.split("/") for side in each.split("|"))
+            decoder = (
+                *("--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp),
+                *lies(4, tp=int(own_tp), dp=int(own_dp)),
+            )
+            found[f"{table}-{each}"] = (8, (*decoder, *more))
+    return found
+
+
+# Ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "2/1/1|1/1/1-split": (3, (*TP2, "--sequence-parallel", *lies(2))),
+    "1/1/2|1/1/3-mbs3": (5, (*MBS3, *lies(2, dp=3))),
+    "1/2/1|1/1/1-virtual": (3, (*VPP2, *lies(2))),
+    "1/1/1|1/1/1-frozen-encoder": (2, (*lies(1), f"{ENCODER}.freeze=true")),
+    "1/1/3|1/1/2-mbs2": (5, (*MBS2, *lies(3, dp=2))),
+    "1/1/1|1/1/4-mbs3": (5, (*MBS3, *lies(1, dp=4))),  # one of them without samples
+    "1/1/4|1/1/1": (5, lies(4)),
+    **_published(),
+}
+FEW = (
+    "2/1/1|1/1/1-split",
+    "1/1/2|1/1/3-mbs3",
+    "1/2/1|1/1/1-virtual",
+    "1/1/1|1/1/1-frozen-encoder",
+)
+
+
+def pair_of(folder: Path, demo: Path, name: str, *more: str, steps: int = 1) -> Pair:
+    ranks, flags = CASES[name]
+    return Pair(made_plan(folder, demo, *flags, *more, ranks=ranks, steps=steps), folder)
+
+
+@pytest.mark.parametrize("name", sweep(CASES, but=FEW))
+def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, demo, name)
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+    trained = {each.module for each in comparison.tensors if each.what == "gradients"}
+    assert "image_projector" in trained
+    assert ("image_encoder" in trained) == ("frozen-encoder" not in name)
+
+
+@pytest.fixture(scope="module")
+def shared(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A microbatch of two samples, of which each replica of the encoder makes one.
+
+    Gradients are clipped.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    flags = ("--micro-batch-size", "2", "--clip-grad", "0.01", *lies(1, dp=2))
+    return Pair(made_plan(folder, demo, *flags, ranks=3, steps=1), folder)
+
+
+@pytest.fixture(scope="module")
+def split(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_of(tmp_path_factory.mktemp("split"), demo, "2/1/1|1/1/1-split")
+
+
+def test_they_agree_without_a_fault(shared: Pair) -> None:
+    comparison = shared.compared()
+    assert comparison.agrees, report(shared.plan, comparison)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ratio"),
+    [("mean_over_the_encoders_replicas", 0.5), ("clamp_tokens_on_encoder_ranks", None)],
+)
+def test_gradients_of_an_encoder_that_are_multiplied(
+    shared: Pair, fault: str, ratio: float | None
+) -> None:
+    comparison = shared.compared(FAULTS[fault].put_in)
+    wrong = [each for each in comparison.tensors if each.what == "gradients" and each.fails]
+    assert {each.module for each in wrong} == SEES
+    ratios = sorted(each.ratio for each in wrong)
+    assert ratios[0] == pytest.approx(ratios[-1], rel=1e-2)
+    assert ratios[0] == pytest.approx(ratio, rel=1e-3) if ratio else ratios[0] > 10
+
+
+def test_a_norm_of_the_modules_that_a_rank_has(shared: Pair) -> None:
+    comparison = shared.compared(FAULTS["norm_of_own_modules"].put_in)
+    assert all(each.fails and each.found < each.expected for each in comparison.norms)
+    # The step that Adam makes does not tell factors apart; its moments do.
+    assert failing(comparison, "exp_avg") > SEES
+
+
+def test_pieces_in_the_order_of_their_arrival(shared: Pair) -> None:
+    comparison = shared.compared(FAULTS["take_pieces_in_order_of_arrival"].put_in)
+    assert any(each.fails for each in comparison.losses)
+    assert failing(comparison, "gradients") >= SEES
+
+
+def test_rows_of_a_gradient_that_are_added(split: Pair) -> None:
+    comparison = split.compared(FAULTS["add_rows_instead_of_placing"].put_in)
+    assert failing(comparison, "gradients") == SEES
+    assert not any(each.fails for each in comparison.losses)
