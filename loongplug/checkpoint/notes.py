@@ -18,6 +18,7 @@ DATA_FILE = "loongplug_data.json"
 # Where a converted checkpoint keeps what stood beside the weights, to be converted back by itself.
 CARRIED_FOLDER = "hugging_face"
 _NOT_THE_WEIGHTS = (
+    "data_parallel_size",
     "dropout",
     "freeze",
     "initializer_range",
@@ -25,9 +26,11 @@ _NOT_THE_WEIGHTS = (
     "lr_mult",
     "max_position_embeddings",
     "mode",  # how an encoder is parallel
+    "rank_offset",
     "recompute",
     "tensor_model_parallel_size",
 )
+_OF_ITS_PLACE = ("data_parallel_size", "rank_offset", "tensor_model_parallel_size")
 _SHOWN = 5
 _LETTERS = 200  # of a value
 
@@ -83,15 +86,14 @@ def read_architecture(folder: Path) -> dict[str, Any] | None:
 
 
 def for_any_layout(noted: Any) -> Any:
-    """A noted model without the tensor parallel sizes of its modules.
+    """A noted model without the parallel sizes and the places of its modules.
 
     Raises:
         ValueError: it has what stands for something else, which YAML would fill in.
     """
     if isinstance(noted, dict):
         return {
-            key: None if key == "tensor_model_parallel_size" else for_any_layout(item)
-            for key, item in noted.items()
+            key: for_any_layout(item) for key, item in noted.items() if key not in _OF_ITS_PLACE
         }
     if isinstance(noted, list):
         return [for_any_layout(item) for item in noted]
