@@ -68,6 +68,20 @@ add_mode() {
     esac
 }
 
+# Adds where the encoder with the YAML key $1 lies: on ranks of its own from ENCODER_RANK_OFFSET on, as
+# ENCODER_DP replicas, and over how many ranks each of its replicas is split, ENCODER_TP.
+add_placement() {
+    if [[ -n "${ENCODER_RANK_OFFSET:-}" ]]; then
+        FLAGS+=("model.$1.rank_offset=$ENCODER_RANK_OFFSET")
+    fi
+    if [[ -n "${ENCODER_DP:-}" ]]; then
+        FLAGS+=("model.$1.data_parallel_size=$ENCODER_DP")
+    fi
+    if [[ -n "${ENCODER_TP:-}" ]]; then
+        FLAGS+=("model.$1.tensor_model_parallel_size=$ENCODER_TP")
+    fi
+}
+
 # Adds what a model with 128 experts needs beside its layout.
 add_experts() {
     FLAGS+=(

@@ -36,4 +36,5 @@ FLAGS+=(
 )
 add_experts
 add_mode
+add_placement image_encoder
 launch "$@"

@@ -17,13 +17,19 @@
 # MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
 # MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
 # (docs/heterogeneous_parallelism.md).
+#
+# ENCODER_RANK_OFFSET=6 gives the encoder the ranks from 6 on, ENCODER_DP replicas of ENCODER_TP ranks
+# (1 and 1 unless given); the GPUs before them are the decoder's (docs/placement.md). Of a model that
+# sees and hears it is the image encoder; overrides place the other one.
 set -euo pipefail
 MODEL="" FOLDER="the model" PHASE=sft
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+ENCODERS=()
 # Of images, of sounds, or of both: what the folder's config.json has.
 for encoder in image_encoder:vision_config audio_encoder:audio_config; do
     if grep -qs "\"${encoder#*:}\"" "$MODEL_DIR/config.json"; then
+        ENCODERS+=("${encoder%:*}")
         FLAGS+=("model.${encoder%:*}.freeze=${FREEZE_ENCODER:-true}")
     fi
 done
@@ -33,4 +39,5 @@ FLAGS+=(
     --sequence-parallel
 )
 add_mode
+add_placement "${ENCODERS[0]:-image_encoder}"
 launch "$@"

@@ -15,7 +15,7 @@ from loongplug.checkpoint.tracker import TRACKER
 
 ARCHITECTURE_FILE = "loongplug_architecture.json"
 DATA_FILE = "loongplug_data.json"
-# A converted checkpoint keeps the folder's other files here, so it can be converted back alone.
+# Where a converted checkpoint keeps what stood beside the weights, to be converted back by itself.
 CARRIED_FOLDER = "hugging_face"
 _NOT_THE_WEIGHTS = (
     "data_parallel_size",
@@ -30,6 +30,7 @@ _NOT_THE_WEIGHTS = (
     "recompute",
     "tensor_model_parallel_size",
 )
+_OF_ITS_PLACE = ("data_parallel_size", "rank_offset", "tensor_model_parallel_size")
 _SHOWN = 5
 _LETTERS = 200  # of a value
 
@@ -44,7 +45,7 @@ def write_architecture(save_dir: Path, model_yaml: Mapping[str, Any], *, rank: i
         ValueError: the folder already has checkpoints of another architecture.
     """
     if (save_dir / TRACKER).is_file():
-        # No note is added to older checkpoints: nothing has compared them with this model.
+        # Checkpoints without a note are not ours to describe: nothing here has compared them.
         check_architecture(save_dir, model_yaml)
     elif rank == 0:
         write_note(save_dir / ARCHITECTURE_FILE, model_yaml)
@@ -85,16 +86,14 @@ def read_architecture(folder: Path) -> dict[str, Any] | None:
 
 
 def for_any_layout(noted: Any) -> Any:
-    """A noted model without the parallel sizes of its modules, and without their ranks.
+    """A noted model without the parallel sizes and the places of its modules.
 
     Raises:
         ValueError: it has what stands for something else, which YAML would fill in.
     """
     if isinstance(noted, dict):
         return {
-            key: None if key == "tensor_model_parallel_size" else for_any_layout(item)
-            for key, item in noted.items()
-            if key not in ("data_parallel_size", "rank_offset")
+            key: for_any_layout(item) for key, item in noted.items() if key not in _OF_ITS_PLACE
         }
     if isinstance(noted, list):
         return [for_any_layout(item) for item in noted]

@@ -90,7 +90,13 @@ def run_of(
         stand_ins = None if visual_tokens is None else folder
         parsed = parsed_for(flags, ranks=ranks, stand_ins=stand_ins)
         from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
+        from loongplug.training.rules.own_ranks import lying_apart
 
+        if lying_apart(parsed.model):
+            raise ValueError(
+                "encoders on ranks of their own (rank_offset) are not counted yet: leave "
+                "rank_offset away, and give as many ranks as the decoder has"
+            )
         args, model = parsed.args, parsed.model
         if visual_tokens is None:
             return parsed, microbatches_of_data(args, model)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isqrt, prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.models.lora.settings import LoraSettings
@@ -288,6 +288,22 @@ class MultimodalArchitecture:
         found = self.modules()[name]
         assert isinstance(found, EncoderArchitecture), name
         return found
+
+    def beside_the_decoder(self) -> Self:
+        """The same model, whose encoders with ranks of their own lie on the decoder's."""
+        colocated: dict[str, Any] = {
+            "rank_offset": None,
+            "data_parallel_size": 1,
+            "tensor_model_parallel_size": None,
+        }
+        return replace(
+            self,
+            **{
+                self.keys[name]: replace(encoder, **colocated)
+                for name in self.encoders
+                if (encoder := self.encoder(name)).rank_offset is not None
+            },
+        )
 
     def taps(self) -> int:
         """How many features of a token the decoder adds behind its first layers, at most."""

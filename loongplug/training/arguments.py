@@ -7,7 +7,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ def parse_arguments(
     line = read_command_line(argv)
     args = line.args
     composed = compose_asked_for(args, overrides=line.overrides, converts=not training)
+    if not training:  # whatever is done with the model, its modules lie together
+        composed = replace(composed, config=composed.config.beside_the_decoder())
     complete(args, device=platform.name)
     # To Megatron, and to the rules, the decoder's ranks are all there are.
     args.world_size -= own_ranks(composed.config)

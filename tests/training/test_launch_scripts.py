@@ -358,6 +358,32 @@ def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         assert "MODE is full: it has to be uniform, " in refused.value.stderr
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("script", ALL, ids=str)
+def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> None:
+    given = {"ENCODER_RANK_OFFSET": "8", "ENCODER_DP": "3", "ENCODER_TP": "2"}
+    launched = launch(script, tmp_path, GPUS_PER_NODE="14", **given)
+    encoder = parse(launched).model.image_encoder
+    assert (encoder.rank_offset, encoder.data_parallel_size) == (8, 3)
+    assert encoder.tensor_model_parallel_size == 2
+
+
+@pytest.mark.quick
+def test_the_encoder_of_a_model_that_hears_is_placed(tmp_path: Path) -> None:
+    name = "qwen2_audio_7b"
+    script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=32)
+    launched = launch(script, tmp_path, GPUS_PER_NODE="9", ENCODER_RANK_OFFSET="8")
+    assert parse(launched).model.audio_encoder.rank_offset == 8
+
+
+@pytest.mark.quick
+def test_placement_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"8 ranks with rank_offset 8 .* expected 9"):
+        parse(launch(ALL[0], tmp_path, ENCODER_RANK_OFFSET="8"))
+    with pytest.raises(ValueError, match=r"data_parallel_size 2 without a rank_offset"):
+        parse(launch(ALL[0], tmp_path, ENCODER_DP="2"))
+
+
 # What is given to a script wins over what it says.
 
 

@@ -18,6 +18,7 @@ from rule_cases import (
     OMNI_OVERRIDES,
     OVERRIDES,
     OWN_LAYOUT,
+    OWN_RANKS,
     QWEN2_5_OVERRIDES,
     WITH_EXPERTS,
 )
@@ -349,6 +350,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
     with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
     with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}
+    with_bad_case |= {*OWN_RANKS, "own-ranks-whole"}  # test_own_ranks_rules.py
     assert {rule.name for rule in RULES} == with_bad_case
 
 

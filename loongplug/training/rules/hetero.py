@@ -53,6 +53,8 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
         return None
     for name in model.encoders:
         encoder = model.encoder(name)
+        if encoder.rank_offset is not None:  # no tensor parallel group of the decoder is filled
+            continue
         tp, everywhere = encoder_tp(args, encoder), mode_of(args, encoder).on_every_stage
         sizes = encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere)
         if tp not in sizes:
@@ -82,7 +84,8 @@ def _modes(args: Namespace, model: Any) -> list[Mode]:
 
 @rule(
     refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
-    "heterogeneous DP, full separation): " + ", ".join(f"`{flag}`" for flag in _ONE_LAYOUT),
+    "heterogeneous DP, full separation, ranks of its own): "
+    + ", ".join(f"`{flag}`" for flag in _ONE_LAYOUT),
     reason="these count parameters, or make groups, by one layout for all modules",
     cure="drop the flag",
 )
@@ -137,7 +140,7 @@ one_mode = excludes(
 def balance(args: Namespace, model: Any) -> str | None:
     """`--use-vit-dp-balance` without `--enable-full-hetero-dp`"""
     modes = _modes(args, model)
-    if not args.use_vit_dp_balance or any(mode.any_owner for mode in modes):
+    if not args.use_vit_dp_balance or any(mode.any_owner or mode.apart for mode in modes):
         return None
     return f"--use-vit-dp-balance in the mode {modes[0].name}"
 
@@ -164,7 +167,7 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 def offload(args: Namespace, model: Any) -> str | None:
     given = _OFFLOAD.said(args)
     modes = _modes(args, model)
-    if not given or any(mode.on_every_stage for mode in modes):
+    if not given or any(mode.on_every_stage or mode.apart for mode in modes):
         return None
     return f"{given} in the mode {modes[0].name}"
 

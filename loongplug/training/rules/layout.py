@@ -3,6 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
+from loongplug.training.rules import own_ranks
 from loongplug.training.rules.rule import indivisible, model_parallel_size, rule
 
 
@@ -15,8 +16,11 @@ def world_size(args: Namespace, model: Any) -> str | None:
     layout = model_parallel_size(args)
     if layout < 1 or args.world_size % layout == 0:
         return None
+    if own_ranks.own_ranks_world(args, model) is not None:
+        return None
+    whose = "the decoder's " if own_ranks.lying_apart(model) else ""
     return (
-        f"{args.world_size} ranks do not divide by tp {args.tensor_model_parallel_size} x "
+        f"{whose}{args.world_size} ranks do not divide by tp {args.tensor_model_parallel_size} x "
         f"pp {args.pipeline_model_parallel_size} x cp {args.context_parallel_size} = {layout}"
     )
 

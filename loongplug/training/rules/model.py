@@ -12,6 +12,9 @@ from loongplug.models.architecture import (
 from loongplug.models.rope_settings import Llama3Scaling
 from loongplug.training.rules.rule import first_of, rule
 
+# Numbers of an architecture that may be 0 or less, or that another rule looks at.
+_OF_OTHER_RULES = ("lr_mult", "feature_layer", "rank_offset")
+
 
 @rule(reason="no such module can be built", cure="correct the YAML")
 def positive_sizes(args: Namespace, model: Any) -> str | None:
@@ -20,7 +23,7 @@ def positive_sizes(args: Namespace, model: Any) -> str | None:
         f"model.{model.keys[module]}.{name} is {value}"
         for module, architecture in model.modules().items()
         for name, value in vars(architecture).items()
-        if type(value) in (int, float) and value <= 0 and name not in ("lr_mult", "feature_layer")
+        if type(value) in (int, float) and value <= 0 and name not in _OF_OTHER_RULES
     ]
     return ", ".join(wrong) or None
 

@@ -187,4 +187,5 @@ def own_ranks(model: Any) -> int:
 def data_parallel_size(args: Namespace) -> int:
     """Replicas of the model, or 0 where the layout does not fit the world."""
     layout = model_parallel_size(args)
-    return args.world_size // layout if layout > 0 and args.world_size % layout == 0 else 0
+    fits = layout > 0 and args.world_size > 0 and args.world_size % layout == 0
+    return args.world_size // layout if fits else 0

@@ -13,6 +13,7 @@ from rule_cases import (
     model,
     numbers,
     overlap,
+    own_ranks,
     pipeline,
     start,
     unsupported,
@@ -54,3 +55,7 @@ ADAPTERS = lora.ADAPTERS
 # The same for what only Qwen2.5-VL has.
 OMNI_OVERRIDES: OverrideCases = model.OMNI_OVERRIDES  # only Qwen2.5-Omni's
 QWEN2_5_OVERRIDES: OverrideCases = {**hetero.QWEN2_5_OVERRIDES, **model.QWEN2_5_OVERRIDES}
+# With an encoder on ranks of its own: the names of all rules that have such cases.
+OWN_RANKS: frozenset[str] = frozenset(
+    (*own_ranks.OWN_RANKS, *own_ranks.OWN_RANKS_OVERRIDES, *own_ranks.OWN_RANKS_OMNI)
+)

@@ -1,0 +1,197 @@
+"""Encoders on ranks of their own, by their ``rank_offset``."""
+
+from argparse import Namespace
+from typing import Any
+
+from loongplug.hetero.placement import apart
+from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.entries import Role
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.parallel.layout import Layout
+from loongplug.training.rules.rule import any_of, flag, own_ranks, rule
+
+_SPREADING = any_of(
+    flag("--enable-encoder-hetero-dp"),
+    flag("--enable-full-hetero-dp"),
+    flag("--use-vit-dp-balance"),
+    flag("--full-hetero-dp-cpu-offload"),
+    flag("--offload-encoder-activations"),
+    flag("--offload-encoder-state"),
+    in_docs="`--enable-encoder-hetero-dp`, `--enable-full-hetero-dp`, `--use-vit-dp-balance`, "
+    "`--full-hetero-dp-cpu-offload`, `--offload-encoder-activations`, `--offload-encoder-state`",
+)
+
+
+def lying_apart(model: Any) -> dict[str, EncoderArchitecture]:
+    """The encoders with a ``rank_offset``, by name."""
+    found = {name: model.encoder(name) for name in model.encoders}
+    return {name: each for name, each in found.items() if each.rank_offset is not None}
+
+
+@rule(
+    reason="the decoder has the first ranks of the world",
+    cure="give the number of the decoder's ranks, or null to lie where it lies",
+)
+def own_ranks_offset(args: Namespace, model: Any) -> str | None:
+    """an encoder's `rank_offset` below 1"""
+    wrong = [
+        f"model.{model.keys[name]}.rank_offset is {each.rank_offset}"
+        for name, each in lying_apart(model).items()
+        if each.rank_offset is not None and each.rank_offset < 1
+    ]
+    return ", ".join(wrong) or None
+
+
+@rule(
+    reason="beside the decoder it has as many replicas as the decoder's ranks make",
+    cure="give a rank_offset, or leave data_parallel_size away",
+)
+def own_ranks_replicas(args: Namespace, model: Any) -> str | None:
+    """an encoder's `data_parallel_size` other than 1 without a `rank_offset`"""
+    wrong = [
+        f"model.{model.keys[name]}.data_parallel_size {size} without a rank_offset"
+        for name in model.encoders
+        if (size := model.encoder(name).data_parallel_size) > 1
+        and model.encoder(name).rank_offset is None
+    ]
+    return ", ".join(wrong) or None
+
+
+@rule(
+    reason="encoders in several places are not supported yet",
+    cure="give all encoders a rank_offset, or none",
+)
+def own_ranks_of_all(args: Namespace, model: Any) -> str | None:
+    """some encoders with a `rank_offset` and others without"""
+    own = lying_apart(model)
+    beside = [f"model.{model.keys[name]}" for name in model.encoders if name not in own]
+    if not own or not beside:
+        return None
+    given = ", ".join(f"model.{model.keys[name]}.rank_offset" for name in own)
+    return f"{given} given, and none of {', '.join(beside)}"
+
+
+@rule(
+    reason="each rank holds one module, and none is without",
+    cure="change a rank_offset, or an encoder's tensor_model_parallel_size or data_parallel_size",
+)
+def own_ranks_placement(args: Namespace, model: Any) -> str | None:
+    """encoders whose ranks overlap, or have ranks between them that no module lies on"""
+    layouts = _layouts(model)
+    if not layouts:
+        return None
+    (decoder,) = (each.name for each in model.entries() if each.role is Role.DECODER)
+    # How many ranks the decoder has is what the world is held against.
+    before = Layout(dp=min(each.first_rank for each in layouts.values()))
+    try:
+        apart(before, layouts, into=decoder)
+    except ValueError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+@rule(
+    reason="the decoder has the ranks before the first encoder's, and there are no others",
+    cure="start that many, or change a rank_offset or the encoders' sizes",
+)
+def own_ranks_world(args: Namespace, model: Any) -> str | None:
+    """a number of ranks that is not the decoder's, up to the least `rank_offset`, and the
+    encoders' together
+    """
+    layouts = _layouts(model)
+    if not layouts or own_ranks_placement(args, model) is not None:
+        return None
+    first = min(each.first_rank for each in layouts.values())
+    encoders = own_ranks(model)
+    if args.ranks == first + encoders:
+        return None
+    return (
+        f"{args.ranks} {_ranks(args.ranks)} with rank_offset {first} and {encoders} "
+        f"{_ranks(encoders)} of encoders: expected {first + encoders}"
+    )
+
+
+def _ranks(count: int) -> str:
+    return "rank" if count == 1 else "ranks"
+
+
+def _layouts(model: Any) -> dict[str, Layout]:
+    """Of the encoders that lie apart; empty where another rule refuses a number."""
+    own = lying_apart(model)
+    sizes = {
+        name: (each.tensor_model_parallel_size or 1, each.data_parallel_size, each.rank_offset or 0)
+        for name, each in own.items()
+    }
+    if any(min(numbers) < 1 for numbers in sizes.values()):
+        return {}
+    return {name: Layout(tp=tp, dp=dp, first_rank=at) for name, (tp, dp, at) in sizes.items()}
+
+
+@rule(
+    refuses=f"a `rank_offset` with the encoder's `mode`, or with {_SPREADING.in_docs}",
+    reason="these are about encoders on the decoder's ranks",
+    cure="drop them, or leave rank_offset away",
+)
+def own_ranks_modes(args: Namespace, model: Any) -> str | None:
+    own = lying_apart(model)
+    if not own:
+        return None
+    modes = [
+        f"model.{model.keys[name]}.mode {each.mode}"
+        for name, each in own.items()
+        if each.mode is not None
+    ]
+    given = ", ".join(filter(None, (*modes, _SPREADING.said(args))))
+    return f"{given} with a rank_offset" if given else None
+
+
+@rule(
+    reason="the decoder's ranks would not hear of a sample that an encoder's rank leaves out",
+    cure="drop the flag, and see by `loongplug data check` which samples are bad",
+)
+def own_ranks_bad_samples(args: Namespace, model: Any) -> str | None:
+    """`--bad-sample skip` with a `rank_offset`"""
+    if args.bad_sample == "fatal" or not lying_apart(model):
+        return None
+    return f"--bad-sample {args.bad_sample} with a rank_offset"
+
+
+@rule(
+    reason="a run answers by its decoder's ranks, which have no encoder",
+    cure="drop the flag, and evaluate the export by `loongplug eval`",
+)
+def own_ranks_answers(args: Namespace, model: Any) -> str | None:
+    """`--eval-generate` with a `rank_offset`"""
+    if args.eval_generate is None or not lying_apart(model):
+        return None
+    return f"--eval-generate {args.eval_generate} with a rank_offset"
+
+
+@rule(
+    reason="who encodes which samples of a microbatch is the same in training and evaluation",
+    cure="drop --eval-micro-batch-size",
+)
+def own_ranks_evaluation(args: Namespace, model: Any) -> str | None:
+    """an `--eval-micro-batch-size` that differs from `--micro-batch-size`, with `--eval-iters`
+    and a `rank_offset`
+    """
+    size = args.eval_micro_batch_size
+    if size in (None, args.micro_batch_size) or not args.eval_iters or not lying_apart(model):
+        return None
+    return f"--eval-micro-batch-size {size} with --micro-batch-size {args.micro_batch_size}"
+
+
+@rule(
+    reason="transformers computes the whole encoder on each rank",
+    cure="leave tensor_model_parallel_size away, and give a data_parallel_size",
+)
+def own_ranks_whole(args: Namespace, model: Any) -> str | None:
+    """a `rank_offset` and a `tensor_model_parallel_size` above 1 of an encoder that transformers
+    computes
+    """
+    wrong = [
+        f"model.{model.keys[name]}.tensor_model_parallel_size {each.tensor_model_parallel_size}"
+        for name, each in lying_apart(model).items()
+        if isinstance(each, HuggingFaceEncoderConfig) and (each.tensor_model_parallel_size or 1) > 1
+    ]
+    return ", ".join(wrong) or None

@@ -1,0 +1,128 @@
+"""What is refused, before any groups are made, where encoders have ranks of their own."""
+
+import copy
+import dataclasses
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from command_lines import write_tokenizer
+from rule_cases.own_ranks import APART, OWN_RANKS, OWN_RANKS_OMNI, OWN_RANKS_OVERRIDES, PLACED
+from test_rules import Run, changed, names, prepare
+
+from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
+from loongplug.models.registry import family_of
+from loongplug.training.config import compose_model
+from loongplug.training.rules import own_ranks, violated_rules
+from loongplug.training.rules.rule import own_ranks as count_of
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A valid run's arguments and model as the rules get them."""
+    return prepare(tmp_path_factory.mktemp("run"), model="qwen3_vl_tiny")
+
+
+@pytest.fixture(scope="module")
+def omni(prepared: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Namespace, Any]:
+    """The same of a model that sees and hears."""
+    composed, args = compose_model(model_name="qwen2_5_omni_tiny"), copy.copy(prepared[0])
+    ids = {name: number for number, name in enumerate(composed.family.special_tokens, start=3)}
+    tokens = {text: ids[name] for name, text in composed.family.special_tokens.items()}
+    folder = tmp_path_factory.mktemp("omni") / "tokenizer"
+    args.tokenizer_model = str(write_tokenizer(folder, tokens=tokens))
+    return args, dataclasses.replace(composed.config, **ids)
+
+
+def violated(run: tuple[Namespace, Any], model: Any, changes: dict[str, Any]) -> list[str]:
+    """The lines of the rules, for 8 ranks of the decoder unless ``changes`` say otherwise."""
+    args = copy.copy(run[0])
+    for name, argument in family_of(model).megatron_arguments(model).items():
+        setattr(args, name, argument.value)
+    for name, value in {**PLACED, **changes}.items():
+        assert hasattr(args, name), name
+        setattr(args, name, value)
+    return violated_rules(args, model)
+
+
+@pytest.mark.parametrize("rule", OWN_RANKS)
+def test_rule_fires_alone_with_an_encoder_apart(prepared: Run, rule: str) -> None:
+    model = changed(prepared[1], [*APART])
+    for cases, expected in zip(OWN_RANKS[rule], ([rule], []), strict=True):
+        for changes in cases:
+            assert names(violated(prepared, model, changes)) == expected, changes
+
+
+def test_rules_have_nothing_to_say_where_no_encoder_lies_apart(prepared: Run) -> None:
+    for bad, _ in OWN_RANKS.values():
+        for changes in bad:
+            found = names(violated(prepared, prepared[1], changes))
+            assert not [name for name in found if name.startswith("own-ranks")], changes
+
+
+@pytest.mark.parametrize("rule", [*OWN_RANKS_OVERRIDES, *OWN_RANKS_OMNI])
+def test_model_rule_fires_alone(prepared: Run, omni: Any, rule: str) -> None:
+    for table, run in ((OWN_RANKS_OVERRIDES, prepared), (OWN_RANKS_OMNI, omni)):
+        for cases, expected in zip(table.get(rule, ([], [])), ([rule], []), strict=True):
+            for ranks, overrides in cases:
+                found = names(violated(run, changed(run[1], overrides), {"ranks": ranks}))
+                assert found == expected, (ranks, overrides)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (9, "9 ranks with rank_offset 8 and 2 ranks of encoders: expected 10: "),
+        (11, "11 ranks with rank_offset 8 and 2 ranks of encoders: expected 10: "),
+        (1, "1 rank with rank_offset 8 and 2 ranks of encoders: expected 10: "),
+    ],
+)
+def test_too_few_and_too_many_ranks_are_told_how_many(prepared: Run, ranks: int, said: str) -> None:
+    model = changed(prepared[1], [*APART])
+    layout = {"ranks": ranks, "world_size": ranks - count_of(model), "global_batch_size": 126}
+    for sizes in ({}, {"tensor_model_parallel_size": 2}):  # 7 ranks are no whole replicas
+        (line,) = violated(prepared, model, {**layout, **sizes})
+        assert line.startswith(said)
+
+
+def test_placement_names_the_modules_and_ranks(omni: Any) -> None:
+    found = []
+    for overrides in (
+        ["image_encoder.rank_offset=8", "audio_encoder.rank_offset=8"],
+        ["image_encoder.rank_offset=8", "audio_encoder.rank_offset=10"],
+    ):
+        found += violated(omni, changed(omni[1], overrides), {})
+    assert "'audio_encoder'" in found[0]
+    assert "share rank 8: " in found[0]
+    assert found[1].startswith("no module lies on rank 9: ")
+
+
+@pytest.mark.parametrize(("tp", "refused"), [(1, False), (2, True), (None, False)])
+def test_an_encoder_of_transformers_stays_whole(
+    prepared: Run, monkeypatch: pytest.MonkeyPatch, tp: int | None, refused: bool
+) -> None:
+    encoder: Any = object.__new__(HuggingFaceEncoderConfig)
+    for name, value in {"rank_offset": 8, "tensor_model_parallel_size": tp}.items():
+        object.__setattr__(encoder, name, value)
+    monkeypatch.setattr(own_ranks, "lying_apart", lambda model: {"image_encoder": encoder})
+    found = own_ranks.own_ranks_whole(prepared[0], prepared[1])
+    expected = "model.image_encoder.tensor_model_parallel_size 2" if refused else None
+    assert found == expected
+
+
+def test_a_model_is_put_together_again() -> None:
+    placed = changed(
+        compose_model(model_name="qwen2_5_omni_tiny").config,
+        [
+            *("image_encoder.rank_offset=4", "image_encoder.tensor_model_parallel_size=2"),
+            *("audio_encoder.tensor_model_parallel_size=1", "image_encoder.freeze=True"),
+        ],
+    )
+    whole = placed.beside_the_decoder()
+    assert whole.image_encoder == dataclasses.replace(
+        placed.image_encoder, rank_offset=None, tensor_model_parallel_size=None
+    )
+    assert whole.audio_encoder is placed.audio_encoder  # which lies beside the decoder as it is
+    assert whole.image_encoder.freeze
