@@ -279,6 +279,7 @@ class _Encodes:
     """What an engine asks of an encoder's, where there are no ranks."""
 
     steps = True
+    here = False
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

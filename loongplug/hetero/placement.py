@@ -201,7 +201,7 @@ def all_ranks_dp(decoder: Layout, *, entry: Entry, tp: int) -> Placement:
     return _of_two(entry, layout, decoder, same_units=False)
 
 
-def apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> Placement:
+def all_apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> Placement:
     """Every entry on ranks of its own, by its layout's ``first_rank`` (``rank_offset`` in a YAML).
 
     Args:

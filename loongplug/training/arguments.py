@@ -19,7 +19,7 @@ from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import violated_rules
-from loongplug.training.rules.rule import data_parallel_size, own_ranks
+from loongplug.training.rules.rule import data_parallel_size, ranks_apart
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 from loongplug.training.step_sizes import settle_step_sizes
 
@@ -69,7 +69,7 @@ def parse_arguments(
         composed = replace(composed, config=composed.config.beside_the_decoder())
     complete(args, device=platform.name)
     # To Megatron, and to the rules, the decoder's ranks are all there are.
-    args.world_size -= own_ranks(composed.config)
+    args.world_size -= ranks_apart(composed.config)
     args.own_ranks = [
         (name, encoder.rank_offset)
         for name in composed.config.encoders

@@ -82,7 +82,7 @@ class _Planner:
     def plan(self) -> Plan:
         from loongplug.training.config import compose_asked_for, shown_name
         from loongplug.training.flags import read_command_line, without_flags
-        from loongplug.training.rules.rule import own_ranks
+        from loongplug.training.rules.rule import ranks_apart
 
         given = read_command_line(self._request.flags)
         args = given.args
@@ -108,7 +108,7 @@ class _Planner:
             flags += self._tiny_model(args, flags)
         elif args.load:
             flags += ["--finetune", "--no-load-optim", "--no-load-rng"]
-        own = own_ranks(compose_asked_for(args, overrides=given.overrides).config)
+        own = ranks_apart(compose_asked_for(args, overrides=given.overrides).config)
         ranks = self._ranks(args, own)
         flags += self._batch(args, ranks - own)
         layout = first_rank(flags, ranks=ranks, verified=True)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loongplug.hetero.intervals import overlaps
-from loongplug.hetero.placement import PlacedEntry, Placement, apart
+from loongplug.hetero.placement import PlacedEntry, Placement, all_apart
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -23,7 +23,7 @@ def images(decoder: str, vision: str) -> Placement:
     """An encoder of images behind the decoder's ranks."""
     language = layout(decoder)
     vision_layout = layout(vision, first_rank=language.world_size)
-    return apart(language, {"images": vision_layout}, into="text")
+    return all_apart(language, {"images": vision_layout}, into="text")
 
 
 def pairs(placement: Placement, *, micro_batch_size: int) -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ def worlds(draw: st.DrawFn) -> Placement:
         )
         layouts[name] = made
         first_rank = made.ranks.stop
-    return apart(layouts.pop("text"), layouts, into="text")
+    return all_apart(layouts.pop("text"), layouts, into="text")
 
 
 @given(worlds())
@@ -110,7 +110,7 @@ def test_figure_9_of_the_mimo_paper():
 
 
 def test_figure_4a_s_six_ranks():
-    placement = apart(
+    placement = all_apart(
         layout("1/3/1", first_rank=3),
         {"images": layout("1/2/1"), "audio": layout("1/1/1", first_rank=2)},
         into="text",
@@ -219,7 +219,7 @@ def test_numbers_of_replicas_that_do_not_divide(decoders, encoders, size, met):
 )
 def test_what_cannot_be_apart_is_one_sentence(decoder, encoders, said):
     with pytest.raises(ValueError, match=said) as caught:
-        apart(decoder, encoders, into="text")
+        all_apart(decoder, encoders, into="text")
     assert str(caught.value).count(".") == 1
     assert "\n" not in str(caught.value)
 
@@ -230,10 +230,10 @@ def test_ranges_that_part_the_world_and_no_others(spans):
     encoders = {f"e{number}": each for number, each in enumerate(others)}
     ranks = sorted(rank for each in (decoder, *others) for rank in each.ranks)
     if ranks == list(range(len(ranks))):
-        assert apart(decoder, encoders, into="text").world_size == len(ranks)
+        assert all_apart(decoder, encoders, into="text").world_size == len(ranks)
     else:
         with pytest.raises(ValueError, match="rank_offset"):
-            apart(decoder, encoders, into="text")
+            all_apart(decoder, encoders, into="text")
 
 
 def test_edges_of_one_kind_are_not_asked_for_the_other():

@@ -76,7 +76,16 @@ def test_config_json_gives_the_config_back(name: str) -> None:
     assert fields == {each: getattr(config, each) for each in part.config_json}
     assert fields.keys() >= {"mel_bins", "max_positions", "activation", "initializer_range"}
     left = {each.name for each in dataclasses.fields(config)} - fields.keys()
-    of_training = {"freeze", "lora", "lr_mult", "mode", "recompute", "tensor_model_parallel_size"}
+    of_training = {
+        "data_parallel_size",
+        "rank_offset",
+        "freeze",
+        "lora",
+        "lr_mult",
+        "mode",
+        "recompute",
+        "tensor_model_parallel_size",
+    }
     assert left <= of_training | {"layernorm_epsilon", "longest"}
 
 

@@ -30,7 +30,7 @@ class Elsewhere:
 def load(rank, *, folder):
     """The devices of what is broadcast while a rank of two loads, and of its chunk behind it."""
     model, sent = architecture(), []
-    engine = SimpleNamespace(states={}, attach=lambda chunk: None)
+    engine = SimpleNamespace(states={}, decodes=True, attach=lambda chunk: None)
     provider = ModelProvider(
         model, family_of(model), engine=engine, backend="local", hf_folder=folder
     )

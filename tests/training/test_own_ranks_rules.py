@@ -14,7 +14,7 @@ from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfi
 from loongplug.models.registry import family_of
 from loongplug.training.config import compose_model
 from loongplug.training.rules import own_ranks, violated_rules
-from loongplug.training.rules.rule import own_ranks as count_of
+from loongplug.training.rules.rule import ranks_apart as count_of
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from loongplug.hetero.placement import apart
+from loongplug.hetero.placement import all_apart
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import Role
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
@@ -84,7 +84,7 @@ def own_ranks_placement(args: Namespace, model: Any) -> str | None:
     # How many ranks the decoder has is what the world is held against.
     before = Layout(dp=min(each.first_rank for each in layouts.values()))
     try:
-        apart(before, layouts, into=decoder)
+        all_apart(before, layouts, into=decoder)
     except ValueError as error:
         return str(error).rstrip(".")
     return None

@@ -174,7 +174,7 @@ def model_parallel_size(args: Namespace) -> int:
     return size
 
 
-def own_ranks(model: Any) -> int:
+def ranks_apart(model: Any) -> int:
     """The ranks of encoders that the decoder has not."""
     encoders = [model.encoder(name) for name in model.encoders]
     return sum(
