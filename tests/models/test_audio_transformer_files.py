@@ -77,14 +77,8 @@ def test_config_json_gives_the_config_back(name: str) -> None:
     assert fields.keys() >= {"mel_bins", "max_positions", "activation", "initializer_range"}
     left = {each.name for each in dataclasses.fields(config)} - fields.keys()
     of_training = {
-        "data_parallel_size",
-        "rank_offset",
-        "freeze",
-        "lora",
-        "lr_mult",
-        "mode",
-        "recompute",
-        "tensor_model_parallel_size",
+        *("data_parallel_size", "rank_offset", "tensor_model_parallel_size", "mode"),
+        *("freeze", "lora", "lr_mult", "recompute"),
     }
     assert left <= of_training | {"layernorm_epsilon", "longest"}
 

@@ -8,7 +8,7 @@ from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import Role
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.parallel.layout import Layout
-from loongplug.training.rules.rule import any_of, flag, own_ranks, rule
+from loongplug.training.rules.rule import any_of, flag, ranks_apart, rule
 
 _SPREADING = any_of(
     flag("--enable-encoder-hetero-dp"),
@@ -102,7 +102,7 @@ def own_ranks_world(args: Namespace, model: Any) -> str | None:
     if not layouts or own_ranks_placement(args, model) is not None:
         return None
     first = min(each.first_rank for each in layouts.values())
-    encoders = own_ranks(model)
+    encoders = ranks_apart(model)
     if args.ranks == first + encoders:
         return None
     return (
