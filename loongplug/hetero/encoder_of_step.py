@@ -11,7 +11,6 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
-from loongplug.models.decoder import DecoderConfig
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 
@@ -47,8 +46,7 @@ def units_of(
     taps: int,
 ) -> ExchangeSpec:
     """What all who exchange these microbatches' units for an encoder know of them."""
-    config = model.config  # the decoder's
-    assert isinstance(config, DecoderConfig)
+    config: Any = model.config  # the decoder's
     units = [each.units[entry.name] for each in microbatches]
     shards = None
     if config.sequence_parallel:

@@ -59,7 +59,9 @@ FULL_HETERO_DP = Mode(
     outside_schedule=True,
     any_owner=True,
 )
-APART = Mode(name="ranks of its own", place=own_ranks, policy=apart, apart=True)
+APART = Mode(
+    name="ranks of its own", place=own_ranks, policy=apart, outside_schedule=True, apart=True
+)
 _OFFLOADS = {
     "full_hetero_dp_cpu_offload": Kept.FEATURES,
     "offload_encoder_activations": Kept.ACTIVATIONS,
