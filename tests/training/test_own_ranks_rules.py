@@ -87,6 +87,13 @@ def test_too_few_and_too_many_ranks_are_told_how_many(prepared: Run, ranks: int,
         assert line.startswith(said)
 
 
+def test_only_the_decoder_s_ranks_make_up_its_replicas(prepared: Run) -> None:
+    model = changed(prepared[1], ["image_encoder.rank_offset=7"])
+    changes = {"ranks": 8, "world_size": 7, "tensor_model_parallel_size": 2}
+    (line,) = violated(prepared, model, changes)
+    assert line.startswith("the decoder's 7 ranks do not divide by tp 2 x pp 1 x cp 1 = 2: ")
+
+
 def test_placement_names_the_modules_and_ranks(omni: Any) -> None:
     found = []
     for overrides in (
