@@ -296,14 +296,12 @@ class MultimodalArchitecture:
             "data_parallel_size": 1,
             "tensor_model_parallel_size": None,
         }
-        return replace(
-            self,
-            **{
-                self.keys[name]: replace(encoder, **colocated)
-                for name in self.encoders
-                if (encoder := self.encoder(name)).rank_offset is not None
-            },
-        )
+        moved: dict[str, Any] = {
+            self.keys[name]: replace(encoder, **colocated)
+            for name in self.encoders
+            if (encoder := self.encoder(name)).rank_offset is not None
+        }
+        return replace(self, **moved)
 
     def taps(self) -> int:
         """How many features of a token the decoder adds behind its first layers, at most."""
