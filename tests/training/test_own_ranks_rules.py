@@ -3,16 +3,24 @@
 import copy
 import dataclasses
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import write_tokenizer
+from command_lines import command_line, write_tokenizer
 from rule_cases.own_ranks import APART, OWN_RANKS, OWN_RANKS_OMNI, OWN_RANKS_OVERRIDES, PLACED
 from test_rules import Run, changed, names, prepare
 
+from loongplug.checkpoint.notes import (
+    check_architecture,
+    for_any_layout,
+    read_architecture,
+    write_architecture,
+)
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
 from loongplug.models.registry import family_of
-from loongplug.training.config import compose_model
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.config import compose_model, to_yaml_data
 from loongplug.training.rules import own_ranks, violated_rules
 from loongplug.training.rules.rule import ranks_apart as count_of
 
@@ -87,6 +95,13 @@ def test_too_few_and_too_many_ranks_are_told_how_many(prepared: Run, ranks: int,
         assert line.startswith(said)
 
 
+def test_only_the_decoder_s_ranks_make_up_its_replicas(prepared: Run) -> None:
+    model = changed(prepared[1], ["image_encoder.rank_offset=7"])
+    changes = {"ranks": 8, "world_size": 7, "tensor_model_parallel_size": 2}
+    (line,) = violated(prepared, model, changes)
+    assert line.startswith("the decoder's 7 ranks do not divide by tp 2 x pp 1 x cp 1 = 2: ")
+
+
 def test_placement_names_the_modules_and_ranks(omni: Any) -> None:
     found = []
     for overrides in (
@@ -126,3 +141,26 @@ def test_a_model_is_put_together_again() -> None:
     )
     assert whole.audio_encoder is placed.audio_encoder  # which lies beside the decoder as it is
     assert whole.image_encoder.freeze
+
+
+def test_a_checkpoint_is_of_the_same_model_wherever_its_encoders_lay(tmp_path: Path) -> None:
+    config = compose_model(model_name="qwen3_vl_tiny").config
+    placed = changed(config, [*APART])
+    write_architecture(tmp_path, to_yaml_data(placed), rank=0)
+    check_architecture(tmp_path, to_yaml_data(config))
+    noted = for_any_layout(read_architecture(tmp_path))
+    assert not {"rank_offset", "data_parallel_size"} & noted["model"]["image_encoder"].keys()
+    older = to_yaml_data(config)
+    del older["model"]["image_encoder"]["data_parallel_size"]  # as before there was such a key
+    (tmp_path / "older").mkdir()
+    write_architecture(tmp_path / "older", older, rank=0)
+    check_architecture(tmp_path / "older", to_yaml_data(config))
+
+
+def test_a_conversion_takes_no_notice_of_where_encoders_lie(tmp_path: Path) -> None:
+    line = [*command_line(tmp_path, model="qwen3_vl_tiny"), "model.image_encoder.rank_offset=1"]
+    parsed = parse_arguments(line, training=False)
+    assert parsed.model.image_encoder.rank_offset is None
+    assert parsed.args.world_size == 1
+    with pytest.raises(ValueError, match=r"1 rank with rank_offset 1 .* expected 2"):
+        parse_arguments(line)

@@ -30,16 +30,12 @@ OWN_RANKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "own-ranks-bad-samples": ([{"bad_sample": "skip"}], [{"bad_sample": "fatal"}]),
     "own-ranks-answers": ([{"eval_generate": 4, **EVALUATED}], [EVALUATED]),
     "own-ranks-evaluation": (
-        [{"eval_micro_batch_size": 2, **EVALUATED}],
-        [{"eval_micro_batch_size": 1, **EVALUATED}, {"eval_micro_batch_size": 2}],
+        [{"eval_micro_batch_size": 1, **EVALUATED}],
+        [{"eval_micro_batch_size": 2, **EVALUATED}, {"eval_micro_batch_size": 1}],
     ),
     "encoder-state": (
         [{"log_params_norm": True}, {"num_distributed_optimizer_instances": 2}],
         [{}],
-    ),
-    "world-size": (
-        [{"pipeline_model_parallel_size": 3}],
-        [{"pipeline_model_parallel_size": 2}],
     ),
     "context-parallel": ([{"context_parallel_size": 2}], [{}]),
     "unsupported": ([{"use_tp_pp_dp_mapping": True}], [{}]),
