@@ -55,14 +55,13 @@ class Model(nn.Module):
             self.add_module(entry.name, nn.Sequential(*layers).requires_grad_(trains))
         self.encoders = tuple(entries)
         self.outside_schedule: set[str] = set()
-        self.config = SimpleNamespace(finalize_model_grads_func=None)
-        self.text_decoder = SimpleNamespace(
-            config=SimpleNamespace(
-                sequence_parallel=False,
-                params_dtype=torch.float32,
-                hidden_size=WIDTH,
-            )
+        self.config = SimpleNamespace(
+            finalize_model_grads_func=None,
+            sequence_parallel=False,
+            params_dtype=torch.float32,
+            hidden_size=WIDTH,
         )
+        self.text_decoder = SimpleNamespace(config=self.config)
         self.parts = {entry.name: self._part(entry) for entry in entries}
 
     def _part(self, entry: Entry) -> SimpleNamespace:
@@ -112,6 +111,12 @@ class Wires:
     """An exchange of one rank: what arrives are views of one piece of memory."""
 
     consumes = True
+
+    def begin(self, units: Any, *, trains: bool) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
 
     def gather_variable_shape_embeddings(self, payloads: Any, spec: Any) -> dict[int, Tensor]:
         units = sorted(payloads)
