@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
 
+from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.packed import PackedLayout, layout_of
 from loongplug.models.layers.recompute import own_draws
 
@@ -147,9 +148,9 @@ class SDPAttention(MegatronModule):
         draws = own_draws(sequence_parallel=self.config.sequence_parallel)
         with draws if dropout else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
+                by_heads(q),
+                by_heads(k),
+                by_heads(v),
                 dropout_p=dropout,
                 is_causal=causal,
                 scale=self.softmax_scale,

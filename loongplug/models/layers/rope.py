@@ -6,6 +6,8 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from loongplug.models.layers.by_heads import by_heads
+
 
 def rope_table(angles: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Cosines and signed sines of rotary ``angles``, in the form RotarySelfAttention takes.
@@ -71,5 +73,13 @@ class RotarySelfAttention(SelfAttention):
         table = key_value_states
         query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **options)
         if table is not None:
-            query, key = rotate(query, table), rotate(key, table)
+            query, key = _turned(query, table), _turned(key, table)
         return (query, key, *rest)
+
+
+def _turned(x: Tensor, table: Tensor) -> Tensor:
+    """As :func:`rotate`, laid out as the host's attention wants it."""
+    if x.device.type != "cpu":
+        return rotate(x, table)
+    by_head = by_heads(x.permute(1, 2, 0, 3))  # [b, heads, s, dim]
+    return rotate(by_head, table.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)

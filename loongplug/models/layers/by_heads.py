@@ -1,0 +1,15 @@
+"""How queries, keys and values lie in memory where attention runs on the host."""
+
+from torch import Tensor
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """``x`` [batch, heads, s, dim] with a head's rows behind each other, where it is the host's.
+
+    Megatron's layers have a token's batch and heads side by side, so that the rows of a head lie
+    pages apart and share a few lines of the cache. A kernel of the host goes over them for every
+    block of queries; one copy costs less. CUDA's kernels read either, and get what there is.
+    """
+    if x.device.type != "cpu" or x.stride(-2) == x.size(-1):
+        return x
+    return x.contiguous()
