@@ -17,7 +17,7 @@ def _temporary(tmp_path, monkeypatch):
 
 
 def say(*, rank: int, world_size: int = 2, save: str | None = None) -> None:
-    args = Namespace(save=save, rank=rank, world_size=world_size)
+    args = Namespace(save=save, rank=rank, ranks=world_size)
     with megatron_output(args, without_save="log") as terminal:
         print(f"printed by {rank}")
         logging.getLogger("megatron.core").warning("logged by %d", rank)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.quick
 FOLDERS = ("save", "trace", "tensorboard_dir", "save_hf", "save_lora")
 
 
-def args(*, rank: int = 0, world_size: int = 1, **given: Any) -> Namespace:
+def args(*, rank: int = 0, ranks: int = 1, **given: Any) -> Namespace:
     none = dict.fromkeys((*FOLDERS, "metrics_json", "metrics_name"))
-    return Namespace(**none | {"rank": rank, "world_size": world_size} | given)
+    return Namespace(**none | {"rank": rank, "ranks": ranks} | given)
 
 
 def all_outputs(folder: Path, **more: Any) -> Namespace:
@@ -88,7 +88,7 @@ def test_each_rank_tries_what_it_writes(tmp_path):
     (tmp_path / "new").touch()
     (tmp_path / "figures").touch()
     found = [
-        {problem.split()[0] for problem in unwritable(all_outputs(tmp_path, rank=r, world_size=3))}
+        {problem.split()[0] for problem in unwritable(all_outputs(tmp_path, rank=r, ranks=3))}
         for r in range(3)
     ]
     every = {"--save", "--trace"}
