@@ -125,6 +125,11 @@ def current_platform() -> Platform:
     return _Process.platform
 
 
+def is_host() -> bool:
+    """Whether work is done on the host: the active platform's device, or none is active yet."""
+    return _Process.platform is None or _Process.platform.name == "cpu"
+
+
 def _require_known(name: str) -> None:
     if name not in PLATFORM_NAMES:
         raise ValueError(f"device {name!r} is unknown; expected one of {', '.join(PLATFORM_NAMES)}")

@@ -2,14 +2,18 @@
 
 from torch import Tensor
 
+from loongplug.platform.active import is_host
+
 
 def by_heads(x: Tensor) -> Tensor:
     """``x`` [batch, heads, s, dim] with a head's rows behind each other, where it is the host's.
 
     Megatron's layers have a token's batch and heads side by side, so that the rows of a head lie
     pages apart and share a few lines of the cache. A kernel of the host goes over them for every
-    block of queries; one copy costs less. CUDA's kernels read either, and get what there is.
+    block of queries; one copy costs less. CUDA's kernels read either, and get what there is. A
+    tensor without values (an estimate's) lies as one of the run's device would.
     """
-    if x.device.type != "cpu" or x.stride(-2) == x.size(-1):
+    host = is_host() if x.is_meta else x.device.type == "cpu"
+    if not host or x.stride(-2) == x.size(-1):
         return x
     return x.contiguous()

@@ -1,5 +1,6 @@
 """Where a head's rows lie when the host's attention reads them."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -29,9 +30,13 @@ def test_rows_far_apart_come_together_and_others_stay() -> None:
 
 
 @pytest.mark.quick
-def test_another_device_keeps_what_it_has() -> None:
+def test_what_has_no_values_lies_as_on_the_runs_device(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = torch.empty(5, 3, 2, 8, device="meta").permute(1, 2, 0, 3)
+    module = import_module(by_heads.__module__)
+    monkeypatch.setattr(module, "is_host", lambda: False)
     assert by_heads(apart) is apart
+    monkeypatch.setattr(module, "is_host", lambda: True)
+    assert by_heads(apart).stride() == (80, 40, 8, 1)
 
 
 def _what_the_kernel_reads(rank: int, *, packed: bool) -> None:
