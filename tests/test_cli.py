@@ -3,6 +3,7 @@
 import importlib.metadata
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def test_user_errors_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed = _run("eval", "--model", "hf", "--data", "d")
     assert code == 1
     assert printed == "loongplug: error: there is no model in 'hf'\n"
+
+
+def test_the_package_says_where_it_is_found() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Releases"] == f"https://pypi.org/project/{project['name']}/"
 
 
 def test_version_by_both_entries() -> None:
