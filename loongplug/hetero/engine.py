@@ -56,6 +56,10 @@ class EncoderPlace:
     pieces: tuple[Piece, ...] = ()
     transport: Transport | None = None
 
+    def made_by(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` encodes, in their order."""
+        return tuple(each for each in self.pieces if rank in each.edge.encoder_ranks)
+
 
 class EncoderEngine:
     """Puts a mode's strategies to work for one encoder in one run; the same on every rank."""
@@ -147,7 +151,6 @@ class EncoderEngine:
         gradients in this step, which is one of ``training``.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
-        made = [each.edge.encoder for each in place.pieces if me in each.edge.encoder_ranks]
         edge = place.edge
         replica = edge.replica_of(me) if edge else 0 if self.here else None
         consumes = (
@@ -165,7 +168,7 @@ class EncoderEngine:
                 trains=trains,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
                 on_host=self._mode.on_host,
-                pieces=max(1, len(made)),
+                pieces=max(1, len(place.made_by(me))),
                 warmup=self._ahead,
             )
         )
@@ -188,9 +191,7 @@ class EncoderEngine:
 
     def alone(self) -> Schedule:
         """The schedule of one of its own ranks."""
-        rank = dist.get_rank()
-        made = sum(rank in each.edge.encoder_ranks for each in self.place.pieces)
-        return self.executor().instead(made)
+        return self.executor().instead(len(self.place.made_by(dist.get_rank())))
 
     def _exchange(self) -> Exchange | Edges:
         place, device = self.place, current_platform().device

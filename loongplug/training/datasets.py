@@ -245,10 +245,8 @@ class DatasetProvider:
         name, rank = entry.name, dist.get_rank()
         place = self._engine.encoders[name].place
         loaders = []
-        for piece in place.pieces:
+        for piece in place.made_by(rank):
             ranks = piece.edge.encoder_ranks
-            if rank not in ranks:
-                continue
             samples = None if self._args.packing else piece.samples
             units = EncoderUnits(
                 kinds=entry.media, loads=loaded_replicas([ranks], rank=rank), samples=samples

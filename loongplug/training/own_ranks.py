@@ -6,7 +6,7 @@ takes them as they are.
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,29 +18,10 @@ from megatron.training import get_args
 from torch import Tensor
 
 from loongplug.hetero.engine import Engine
-from loongplug.models.architecture import MultimodalArchitecture
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, decoder_layout, rest_in
 from loongplug.platform.upstream import store_of_attempt
 from loongplug.training.soundness import finalized
-
-
-def encoder_layouts(model: MultimodalArchitecture) -> Mapping[str, Layout]:
-    """Of the encoders on ranks of their own, by name.
-
-    Raises:
-        ValueError: a size or an offset is not a whole number.
-    """
-    found = {}
-    for name in model.encoders:
-        encoder = model.encoder(name)
-        if encoder.rank_offset is not None:
-            found[name] = Layout(
-                tp=encoder.tensor_model_parallel_size or 1,
-                dp=encoder.data_parallel_size,
-                first_rank=encoder.rank_offset,
-            )
-    return found
 
 
 def decoder_layout_of(args: Namespace) -> Layout:
