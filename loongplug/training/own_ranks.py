@@ -78,8 +78,11 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         gloo=args.use_gloo_process_groups,
         initialize=partial(_initialize, args, decoder),
     )
+    args.decoder_chunks = args.virtual_pipeline_model_parallel_size or 1
     if engine.own is not None:
         rest_in(engine.own, dp=decoder.dp)
+        # Megatron would make as many chunks of an encoder that has stages.
+        args.virtual_pipeline_model_parallel_size = None
 
 
 def _initialize(args: Namespace, decoder: Layout) -> None:

@@ -22,6 +22,7 @@ from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
@@ -52,6 +53,7 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             entry=entry,
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
+            handed_on=payload_widths(encoder),
             seed=args.seed,
             micro_batch_size=args.micro_batch_size,
             ahead=ahead(
