@@ -217,7 +217,7 @@ class DatasetProvider:
         if not decodes:
             # Megatron's first rank tells all others, chunk by chunk, what there is to do. Here is
             # one chunk, however many the decoder's ranks have.
-            for _ in range(args.decoder_chunks - 1):
+            for _ in range((args.virtual_stages_of_decoder or 1) - 1):
                 todo = torch.empty(3, dtype=torch.long, device=current_platform().device)
                 dist.broadcast(todo, 0)
             self._chunks = [self._pieces(self.train, **training)]

@@ -36,6 +36,7 @@ from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
 from loongplug.training.freezing import apply_freezing
+from loongplug.training.own_ranks import arguments_of_decoder
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -146,7 +147,9 @@ class ModelProvider:
         other) and before the optimizer copies them into its own shards.
         """
         if config is None:
-            config = core_transformer_config_from_args(get_args(), DecoderConfig)
+            args = get_args()
+            args = args if self.engine.decodes else arguments_of_decoder(args)
+            config = core_transformer_config_from_args(args, DecoderConfig)
         assert isinstance(config, DecoderConfig)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         chunk: MultimodalModel = self.family.load_builder(self.model)(
