@@ -49,6 +49,24 @@ def test_random_numbers_are_a_function_of_the_encoders_own_coordinates() -> None
     assert draws[0]["sharded"] != draws[1]["sharded"]
 
 
+def _of_stages(rank: int) -> list[list[float]]:
+    """As one stage of a module, and as a replica of one without stages."""
+    drawn = []
+    with adopted():
+        for name, layout in ((ENCODER, Layout(pp=2)), ("audio_encoder", Layout(dp=2))):
+            create_parallel_state(name, layout, seed=1)
+            with parallel_state_of(name):
+                drawn.append(torch.rand(4).tolist())
+    return drawn
+
+
+def test_stages_of_a_module_draw_numbers_of_their_own() -> None:
+    """Layers in the same place of two stages would begin with the same weights."""
+    (first, alike), (second, also_alike) = run_ranks(_of_stages, 2)
+    assert first != second
+    assert alike == also_alike
+
+
 def _streams(rank: int) -> None:
     """Each state goes on with its own numbers, whatever is drawn in others."""
 

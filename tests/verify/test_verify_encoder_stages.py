@@ -42,7 +42,6 @@ FROZEN = ("model.image_encoder.freeze=true",)
 
 # Model, ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP.
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "1/1/2|1/2/1": (QWEN3, 4, lies(2)),
     "figure-4a": (OMNI, 6, (*PP3, *lies(3), *lies(5, of="audio", pp=1))),
     "1/1/1|1/2/1-frozen-encoder": (LLAVA, 3, (*lies(1), *FROZEN)),
     "1/2/2|2/2/1": (QWEN3, 8, (*PP2, *lies(4, tp=2))),
@@ -53,6 +52,11 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "1/1/3|1/2/2-mbs2": (QWEN3, 7, (*MBS2, *lies(3, dp=2))),
     "1/1/1|1/2/1-uneven": (QWEN3, 3, (*lies(1), "model.image_encoder.stage_layers=[1,2]")),
     "1/1/1|1/2/1-optimizer": (QWEN3, 3, (*lies(1), "--use-distributed-optimizer")),
+    "1/1/1|1/2/1-adapters": (
+        QWEN3,
+        3,
+        (*lies(1), "+model.image_encoder.lora.rank=3", "+model.image_projector.lora.rank=2"),
+    ),
     "1/1/1|1/2/1-windows": ("qwen2_5_vl_tiny", 3, lies(1)),
     "1/2/1|1/2/1-tiles": (INTERNVL, 4, (*PP2, *lies(2))),
     "1/1/1|1/2/1-sounds": (OMNI, 4, (*lies(1, pp=1), *lies(2, of="audio"))),
@@ -70,11 +74,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
         (*lies(1), "--freeze-parameters", "image_encoder.blocks.layers.2.*"),
     ),
 }
-FEW = ("1/1/2|1/2/1", "figure-4a", "1/1/1|1/2/1-frozen-encoder")
+FEW = ("figure-4a", "1/1/1|1/2/1-frozen-encoder")
+STAGED = (QWEN3, 4, lies(2))
 
 
-def pair_of(folder: Path, demo: Path, name: str) -> Pair:
-    model, ranks, flags = CASES[name]
+def pair_of(folder: Path, demo: Path, case: tuple[str, int, tuple[str, ...]]) -> Pair:
+    model, ranks, flags = case
     if model == QWEN3:
         return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
     flags = ("--device", "cpu", "--model-name", model, *flags)
@@ -84,7 +89,7 @@ def pair_of(folder: Path, demo: Path, name: str) -> Pair:
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
-    pair = pair_of(tmp_path, demo, name)
+    pair = pair_of(tmp_path, demo, CASES[name])
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)
     trained = {each.module for each in comparison.tensors if each.what == "gradients"}
@@ -96,7 +101,13 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def staged(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return pair_of(tmp_path_factory.mktemp("staged"), demo, "1/1/2|1/2/1")
+    """Two replicas of the decoder, and an encoder of two stages with both taps on the first."""
+    return pair_of(tmp_path_factory.mktemp("staged"), demo, STAGED)
+
+
+def test_they_agree_without_a_fault(staged: Pair) -> None:
+    comparison = staged.compared()
+    assert comparison.agrees, report(staged.plan, comparison)
 
 
 def without_taps(rank: int) -> None:
