@@ -38,6 +38,7 @@ TP2 = ("--tensor-model-parallel-size", "2")
 VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
 MBS2 = ("--micro-batch-size", "2")
 MBS3 = ("--micro-batch-size", "3")
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 FROZEN = ("model.image_encoder.freeze=true",)
 
 # Model, ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP.
@@ -51,7 +52,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "1/1/1|1/2/4-mbs3": (QWEN3, 9, (*MBS3, *lies(1, dp=4))),  # a replica without samples
     "1/1/3|1/2/2-mbs2": (QWEN3, 7, (*MBS2, *lies(3, dp=2))),
     "1/1/1|1/2/1-uneven": (QWEN3, 3, (*lies(1), "model.image_encoder.stage_layers=[1,2]")),
-    "1/1/1|1/2/1-optimizer": (QWEN3, 3, (*lies(1), "--use-distributed-optimizer")),
+    "1/1/1|1/2/2-overlap": (QWEN3, 5, (*MBS2, *OVERLAP, *lies(1, dp=2))),
     "1/1/1|1/2/1-adapters": (
         QWEN3,
         3,
@@ -142,4 +143,5 @@ def test_wrong_gradients_between_stages(staged: Pair, fault: Any) -> None:
     assert failing(comparison, "gradients") == {"image_encoder"}
     assert not any(each.fails for each in comparison.losses)
     wrong = {each.name for each in comparison.tensors if each.what == "gradients" and each.fails}
+    assert any(".blocks.1." in name for name in wrong)
     assert not any(".blocks.2." in name for name in wrong), "the last stage's are right"
