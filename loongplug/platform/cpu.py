@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch.optim.adam import _fused_adam
 
 from loongplug.platform.active import Platform
 from loongplug.platform.copies import HostCopies
@@ -173,6 +174,30 @@ def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
+def _all_at_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Adam's steps of many tensors by torch's kernel for that, bit by bit the same."""
+
+    @functools.wraps(original)
+    def single_tensor_adam(
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *others: Any,
+        **settings: Any,
+    ) -> None:
+        # The kernel takes values as they lie in memory.
+        alike = all(
+            each.dtype == torch.float32 and each.is_contiguous()
+            for each in (*params, *grads, *exp_avgs, *exp_avg_sqs)
+        )
+        plain = alike and not settings["amsgrad"] and not settings["differentiable"]
+        step = _fused_adam if plain else original
+        step(params, grads, exp_avgs, exp_avg_sqs, *others, **settings)
+
+    return single_tensor_adam
+
+
 def _row(target: str, reason: str, replacement: Any = None, **options: Any) -> Replacement:
     return Replacement(target=target, reason=reason, replacement=replacement, **options)
 
@@ -216,6 +241,8 @@ CPU_ROWS: tuple[Replacement, ...] = (
          _another(_itself)),
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
+    _row("torch.optim.adam._single_tensor_adam", "goes over its tensors eight times, and over a "
+         "model's hundreds of small ones in Python", wrapper=_all_at_once),
     _row("torch.distributed.distributed_c10d.ProcessGroupGloo", "makes a device with a thread of "
          "its own for each group", wrapper=GlooOnOneDevice),
     _row("torch.distributed.all_gather", _UNEVEN, wrapper=exchanged_all_gather),
