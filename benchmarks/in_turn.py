@@ -13,12 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 
 @dataclass(frozen=True)
 class Step:
-    """A side's step: wall time from the word that it may begin, and what the side says of it."""
+    """A side's step, and what the side says of it.
+
+    ``seconds`` of the wall, from the word that it may begin; ``processor``: seconds that its ranks
+    together were at work, to which other work beside them adds little.
+    """
 
     seconds: float
+    processor: float
     loss: float
     tokens: int = 0  # where somebody asks
 
@@ -47,7 +54,7 @@ class Side:
         )
         os.close(write)
         self._done = os.fdopen(read)
-        self._since = time.perf_counter()
+        self._since, self._worked = time.perf_counter(), 0.0
 
     def step(self) -> Step:
         """The step under way, at its end; the side rests behind it."""
@@ -55,7 +62,9 @@ class Side:
         if not line:
             raise RuntimeError("A side ended too early; its messages stand above.")
         # By this clock: a side's own time between two reports has the other one's step in it.
-        return Step(time.perf_counter() - self._since, *json.loads(line))
+        seconds, before = time.perf_counter() - self._since, self._worked
+        self._worked = _processor_seconds(self._process.pid)
+        return Step(seconds, self._worked - before, *json.loads(line))
 
     def go(self) -> None:
         """The next step may begin."""
@@ -68,6 +77,13 @@ class Side:
         """Wait for the process's end."""
         if self._process.wait():
             raise RuntimeError("A side failed; its messages stand above.")
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of a process and those that it has started, since they started."""
+    root = psutil.Process(pid)
+    times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def in_turn(sides: tuple[Side, Side], *, warmup: int, steps: int) -> list[tuple[Step, Step]]:

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from in_turn import Side, in_turn
+from in_turn import Side, Step, in_turn
 
 # A side: one level's ranks, which do a step for each line that they are sent.
 _SIDE = """
@@ -87,13 +87,15 @@ def _environment(checkout: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
 
 
-def _print_level(title: str, pairs: Iterable[tuple[float, float]]) -> None:
+def _print_level(title: str, pairs: Sequence[tuple[Step, Step]]) -> None:
     old, new = zip(*pairs, strict=True)
-    ratios = sorted(b / a for a, b in zip(old, new, strict=True))
+    ratios = sorted(b.seconds / a.seconds for a, b in pairs)
+    worked = sum(each.processor for each in new) / sum(each.processor for each in old)
     print(
-        f"{title}: old {median(old):.3f} s, new {median(new):.3f} s a step; new over old, step by "
-        f"step: {median(ratios):.3f} (middle half {ratios[len(ratios) // 4]:.3f} to "
-        f"{ratios[-len(ratios) // 4]:.3f}), fastest steps {min(new) / min(old):.3f}",
+        f"{title}: old {median(each.seconds for each in old):.3f} s, new "
+        f"{median(each.seconds for each in new):.3f} s a step; new over old, step by step: "
+        f"{median(ratios):.3f} (middle half {ratios[len(ratios) // 4]:.3f} to "
+        f"{ratios[-len(ratios) // 4]:.3f}), processor time {worked:.3f}",
         flush=True,
     )
 
@@ -109,7 +111,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="levels whose names begin so: 'TP2, uniform'")
     options = parser.parse_args()
     old, new = options.old.resolve(), options.new.resolve()
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    found: dict[str, list[tuple[Step, Step]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="loongplug-commits-") as name:
         root = Path(name)
         (root / "names").mkdir()
@@ -140,8 +142,7 @@ def main() -> None:
                 turned = number % 2 == 1
                 first, second = reversed(runs) if turned else runs
                 pairs = in_turn((first, second), warmup=_WARMUP, steps=options.steps)
-                seconds = [(a.seconds, b.seconds) for a, b in pairs]
-                found[shown] += [(b, a) if turned else (a, b) for a, b in seconds]
+                found[shown] += [(b, a) if turned else (a, b) for a, b in pairs]
                 _print_level(f"round {number + 1}: {shown}", found[shown])
 
 
