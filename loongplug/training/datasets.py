@@ -217,7 +217,7 @@ class DatasetProvider:
         if not decodes:
             # Megatron's first rank tells all others, chunk by chunk, what there is to do. Here is
             # one chunk, however many the decoder's ranks have.
-            for _ in range((args.virtual_pipeline_model_parallel_size or 1) - 1):
+            for _ in range((args.virtual_stages_of_decoder or 1) - 1):
                 todo = torch.empty(3, dtype=torch.long, device=current_platform().device)
                 dist.broadcast(todo, 0)
             self._chunks = [self._pieces(self.train, **training)]
@@ -246,7 +246,7 @@ class DatasetProvider:
         place = self._engine.encoders[name].place
         loaders = []
         for piece in place.made_by(rank):
-            ranks = piece.edge.encoder_ranks
+            ranks = place.given_media(rank)
             samples = None if self._args.packing else piece.samples
             units = EncoderUnits(
                 kinds=entry.media, loads=loaded_replicas([ranks], rank=rank), samples=samples

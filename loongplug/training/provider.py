@@ -22,6 +22,7 @@ from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
@@ -35,6 +36,7 @@ from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
 from loongplug.training.freezing import apply_freezing
+from loongplug.training.own_ranks import arguments_of_decoder
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -52,6 +54,7 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             entry=entry,
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
+            handed_on=payload_widths(encoder),
             seed=args.seed,
             micro_batch_size=args.micro_batch_size,
             ahead=ahead(
@@ -144,7 +147,9 @@ class ModelProvider:
         other) and before the optimizer copies them into its own shards.
         """
         if config is None:
-            config = core_transformer_config_from_args(get_args(), DecoderConfig)
+            args = get_args()
+            args = args if self.engine.decodes else arguments_of_decoder(args)
+            config = core_transformer_config_from_args(args, DecoderConfig)
         assert isinstance(config, DecoderConfig)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         chunk: MultimodalModel = self.family.load_builder(self.model)(
