@@ -9,14 +9,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.edge import Edges, Piece, Transport, pieces_of
+from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
-from loongplug.hetero.intervals import overlaps
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.placement import Edge, Placement
+from loongplug.hetero.placement import Edge, Piece, Placement
 from loongplug.hetero.policies import EncoderStep
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
@@ -45,20 +44,27 @@ class EncoderPlace:
 
     ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
     None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
-    no such edge: there ``pieces`` are what a microbatch of all decoder replicas is made of, and
-    ``transport`` are the groups of its edges; None on ranks at neither end.
+    no such edge: there ``pieces`` are what a microbatch of all decoder replicas is made of, in
+    training and in evaluation, and ``transport`` are the groups of its edges; None on ranks at
+    neither end.
     """
 
     state: ModuleState | None
     replica_group: dist.ProcessGroup | None
     edge: Edge | None = None
     exchange_group: dist.ProcessGroup | None = None
-    pieces: tuple[Piece, ...] = ()
+    pieces: Mapping[bool, tuple[Piece, ...]] | None = None  # by whether a step is of training
     transport: Transport | None = None
 
-    def made_by(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that ``rank`` encodes, in their order."""
-        return tuple(each for each in self.pieces if rank in each.edge.encoder_ranks)
+    def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` encodes, in their order; none where it encodes whole units."""
+        pieces = () if self.pieces is None else self.pieces[training]
+        return tuple(each for each in pieces if rank in each.edge.encoder_ranks)
+
+    def needed_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` decodes, in the order of their samples."""
+        pieces = () if self.pieces is None else self.pieces[training]
+        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
 
 
 class EncoderEngine:
@@ -72,7 +78,7 @@ class EncoderEngine:
         encoder_tp: int | None,
         taps: int,
         seed: int,
-        micro_batch_size: int,
+        micro_batch_sizes: Mapping[bool, int],
         ahead: int,
         sequence_parallel: bool,
         timeout_minutes: float,
@@ -83,13 +89,14 @@ class EncoderEngine:
 
         ``taps`` are how many features of a token it has for the decoder's first layers. ``ahead``
         are the forwards of the decoder's first chunk before its first backward.
+        ``micro_batch_sizes``: of a step of training (True) and of evaluation.
         """
         self._mode = mode
         self._entry = entry
         self._encoder_tp = encoder_tp or mode.encoder_tp
         self._taps = taps
         self._seed = seed
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_sizes = micro_batch_sizes
         self._ahead = ahead
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout_minutes
@@ -153,11 +160,8 @@ class EncoderEngine:
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge = place.edge
         replica = edge.replica_of(me) if edge else 0 if self.here else None
-        consumes = (
-            me in edge.consumers
-            if edge
-            else any(me in each.edge.decoder_ranks for each in place.pieces)
-        )
+        needed = place.needed_by(me, training=training)
+        consumes = me in edge.consumers if edge else bool(needed)
         return self._mode.policy(
             EncoderStep(
                 encoder_replicas=encoder_replicas,
@@ -168,7 +172,7 @@ class EncoderEngine:
                 trains=trains,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
                 on_host=self._mode.on_host,
-                pieces=max(1, len(place.made_by(me))),
+                pieces=max(1, len(place.made_by(me, training=training))),
                 warmup=self._ahead,
             )
         )
@@ -177,10 +181,10 @@ class EncoderEngine:
         """What does the plan of a step, one for the run. Collective like :attr:`place`."""
         if self._executor is None:
             assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
-            exchange = self._exchange()
             self._executor = Executor(
                 self.plan,
-                exchange,
+                self._exchange(training=True),
+                evaluating=self._exchange(training=False),
                 entry=self._entry,
                 taps=self._taps,
                 outside_schedule=self._mode.outside_schedule,
@@ -191,14 +195,22 @@ class EncoderEngine:
 
     def alone(self) -> Schedule:
         """The schedule of one of its own ranks."""
-        return self.executor().instead(len(self.place.made_by(dist.get_rank())))
+        rank = dist.get_rank()
+        return self.executor().instead(
+            {each: len(self.place.made_by(rank, training=each)) for each in (True, False)}
+        )
 
-    def _exchange(self) -> Exchange | Edges:
+    def _exchange(self, *, training: bool) -> Exchange | Edges:
         place, device = self.place, current_platform().device
-        if place.edge is None:
+        if place.pieces is not None:
             return Edges(
-                place.pieces, place.transport, window=2, device=device, recorder=self.recorder
+                place.pieces[training],
+                place.transport,
+                window=2,
+                device=device,
+                recorder=self.recorder,
             )
+        assert place.edge is not None
         return Exchange(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
     def _build_groups(self) -> EncoderPlace:
@@ -261,12 +273,14 @@ class EncoderEngine:
     def _apart(self, placement: Placement, state: ModuleState | None) -> EncoderPlace:
         """On ranks of its own. Collective over all ranks."""
         name, rank = self._entry.name, dist.get_rank()
-        encoder, decoder = placement.entry(name).layout, decoder_layout()
-        slot = overlaps(
-            encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=self._micro_batch_size
-        )
-        edges = placement.apart_edges(name, micro_batch_size=self._micro_batch_size)
-        ranks = sorted({*encoder.ranks, *(r for each in edges for r in each.decoder_ranks)})
+        encoder = placement.entry(name).layout
+        pieces = {
+            training: placement.pieces(name, micro_batch_size=size)
+            for training, size in self._micro_batch_sizes.items()
+        }
+        # Every decoder replica needs its samples, whatever their number.
+        consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
+        ranks = sorted({*encoder.ranks, *consumers})
         groups = [
             create_exchange_group(
                 f"{name}_{direction}",
@@ -293,7 +307,7 @@ class EncoderEngine:
         return EncoderPlace(
             state=state,
             replica_group=replica,
-            pieces=pieces_of(edges, slot),
+            pieces=pieces,
             transport=transport,
         )
 

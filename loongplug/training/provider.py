@@ -53,7 +53,10 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
             seed=args.seed,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_sizes={
+                True: args.micro_batch_size,
+                False: args.eval_micro_batch_size or args.micro_batch_size,
+            },
             ahead=ahead(
                 pipeline=args.pipeline_model_parallel_size,
                 virtual=args.virtual_pipeline_model_parallel_size is not None,

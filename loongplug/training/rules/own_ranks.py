@@ -146,42 +146,6 @@ def own_ranks_modes(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="the decoder's ranks would not hear of a sample that an encoder's rank leaves out",
-    cure="drop the flag, and see by `loongplug data check` which samples are bad",
-)
-def own_ranks_bad_samples(args: Namespace, model: Any) -> str | None:
-    """`--bad-sample skip` with a `rank_offset`"""
-    if args.bad_sample == "fatal" or not lying_apart(model):
-        return None
-    return f"--bad-sample {args.bad_sample} with a rank_offset"
-
-
-@rule(
-    reason="a run answers by its decoder's ranks, which have no encoder",
-    cure="drop the flag, and evaluate the export by `loongplug eval`",
-)
-def own_ranks_answers(args: Namespace, model: Any) -> str | None:
-    """`--eval-generate` with a `rank_offset`"""
-    if args.eval_generate is None or not lying_apart(model):
-        return None
-    return f"--eval-generate {args.eval_generate} with a rank_offset"
-
-
-@rule(
-    reason="who encodes which samples of a microbatch is the same in training and evaluation",
-    cure="drop --eval-micro-batch-size",
-)
-def own_ranks_evaluation(args: Namespace, model: Any) -> str | None:
-    """an `--eval-micro-batch-size` that differs from `--micro-batch-size`, with `--eval-iters`
-    and a `rank_offset`
-    """
-    size = args.eval_micro_batch_size
-    if size in (None, args.micro_batch_size) or not args.eval_iters or not lying_apart(model):
-        return None
-    return f"--eval-micro-batch-size {size} with --micro-batch-size {args.micro_batch_size}"
-
-
-@rule(
     reason="transformers computes the whole encoder on each rank",
     cure="leave tensor_model_parallel_size away, and give a data_parallel_size",
 )

@@ -13,7 +13,6 @@ FLAGS = (
     *("enable_encoder_hetero_dp", "enable_full_hetero_dp", "use_vit_dp_balance"),
     *("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state"),
 )
-EVALUATED = {"valid_data_path": [__file__], "eval_iters": 1}  # any file that is there
 
 # Changes to the arguments, with the encoder apart: refused and valid. Where it lies with the
 # decoder, these rules have nothing to say to any of them.
@@ -27,12 +26,6 @@ OWN_RANKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{}],
     ),
     "own-ranks-modes": ([{name: True} for name in FLAGS], [{}]),
-    "own-ranks-bad-samples": ([{"bad_sample": "skip"}], [{"bad_sample": "fatal"}]),
-    "own-ranks-answers": ([{"eval_generate": 4, **EVALUATED}], [EVALUATED]),
-    "own-ranks-evaluation": (
-        [{"eval_micro_batch_size": 1, **EVALUATED}],
-        [{"eval_micro_batch_size": 2, **EVALUATED}, {"eval_micro_batch_size": 1}],
-    ),
     "encoder-state": (
         [{"log_params_norm": True}, {"num_distributed_optimizer_instances": 2}],
         [{}],
