@@ -219,9 +219,6 @@ class EncoderEngine:
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
             return self._apart(placement, state)
-        assert rank in decoder.ranks, "rules refuse an encoder that lies where the decoder lies"
-        edge = placement.edge(name, rank=rank)
-        mine = edge.replica_of(rank)
         exchange_group = None
         if self._mode.around_schedule:
             exchange_group = create_exchange_group(
@@ -231,6 +228,10 @@ class EncoderEngine:
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
+        if rank not in decoder.ranks:  # another encoder's own
+            return EncoderPlace(state=None, replica_group=None)
+        edge = placement.edge(name, rank=rank)
+        mine = edge.replica_of(rank)
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
         together = None
         if mine is not None:
@@ -252,6 +253,8 @@ class EncoderEngine:
         """The state that the encoder trains in. Collective over all ranks."""
         name, encoder = self._entry.name, placement.entry(self._entry.name).layout
         if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp) and not placement.is_apart(name):
+            if dist.get_rank() not in decoder.ranks:
+                return None
             return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
         if not is_adopted():  # the first encoder with a state of its own
             adopt_parallel_state()
@@ -374,7 +377,9 @@ class Engine:
     def attach(self, chunk: MultimodalModel) -> None:
         """Have a chunk ask these engines for features, where its forward does not make them."""
         chunk.feature_sources = {
-            name: each.executor() for name, each in self.encoders.items() if each.steps
+            name: each.executor()
+            for name, each in self.encoders.items()
+            if each.steps and (self.decodes or each.here)
         }
 
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:

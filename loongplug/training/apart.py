@@ -78,7 +78,8 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         gloo=args.use_gloo_process_groups,
         initialize=partial(_initialize, args, decoder),
     )
-    if engine.own is not None:
+    if TEXT_DECODER in engine.states:  # asked for the first time, it makes those of all encoders
+        assert engine.own is not None
         rest_in(engine.own, dp=decoder.dp)
 
 

@@ -58,20 +58,6 @@ def own_ranks_replicas(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="encoders in several places are not supported yet",
-    cure="give all encoders a rank_offset, or none",
-)
-def own_ranks_of_all(args: Namespace, model: Any) -> str | None:
-    """some encoders with a `rank_offset` and others without"""
-    own = lying_apart(model)
-    beside = [f"model.{model.keys[name]}" for name in model.encoders if name not in own]
-    if not own or not beside:
-        return None
-    given = ", ".join(f"model.{model.keys[name]}.rank_offset" for name in own)
-    return f"{given} given, and none of {', '.join(beside)}"
-
-
-@rule(
     reason="each rank holds one module, and none is without",
     cure="change a rank_offset, or an encoder's tensor_model_parallel_size or data_parallel_size",
 )
@@ -130,7 +116,8 @@ def _layouts(model: Any) -> dict[str, Layout]:
 @rule(
     refuses=f"a `rank_offset` with the encoder's `mode`, or with {_SPREADING.in_docs}",
     reason="these are about encoders on the decoder's ranks",
-    cure="drop them, or leave rank_offset away",
+    cure="drop them, or leave rank_offset away; an encoder beside another's own ranks can have a "
+    "mode",
 )
 def own_ranks_modes(args: Namespace, model: Any) -> str | None:
     own = lying_apart(model)

@@ -68,9 +68,13 @@ OWN_RANKS_OVERRIDES: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int
 
 # The same of a model that sees and hears.
 OWN_RANKS_OMNI: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int, list[str]]]]] = {
-    "own-ranks-of-all": (
-        [(9, ["image_encoder.rank_offset=8"]), (9, ["audio_encoder.rank_offset=8"])],
-        [(10, ["image_encoder.rank_offset=9", "audio_encoder.rank_offset=8"])],
+    "own-ranks-modes": (
+        [(9, ["image_encoder.rank_offset=8", "image_encoder.mode='full_hetero_dp'"])],
+        [
+            (9, ["image_encoder.rank_offset=8"]),
+            (9, ["audio_encoder.rank_offset=8", "image_encoder.mode='full_hetero_dp'"]),
+            (10, ["image_encoder.rank_offset=9", "audio_encoder.rank_offset=8"]),
+        ],
     ),
     "own-ranks-placement": (
         [
