@@ -38,7 +38,7 @@ from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.answers import Asked
 from loongplug.training.decoder_data import DecoderData, speaks_for_replica
-from loongplug.training.delivery import replica_group
+from loongplug.training.delivery import group_of_all, replica_group
 from loongplug.training.encoder_data import EncoderData
 from loongplug.training.packing_place import note_packing_place, packing_place
 from loongplug.training.question_source import (
@@ -240,7 +240,7 @@ class DatasetProvider:
         news = None
         if self.bad_samples.skips:
             # Encoders on ranks of their own tell whom they encode for.
-            news = dist.new_group(backend="gloo") if self._engine.apart else replica_group()
+            news = group_of_all() if self._engine.apart else replica_group()
         return made(
             args=self._args,
             model=self._model,

@@ -155,3 +155,10 @@ def replica_group() -> dist.ProcessGroup | None:
     )
     assert isinstance(group, dist.ProcessGroup), "every rank is in a replica"
     return group
+
+
+def group_of_all() -> dist.ProcessGroup:
+    """A gloo group of all ranks. Collective: the default group."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group
