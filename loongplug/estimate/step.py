@@ -17,7 +17,7 @@ from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.datasets import assignment_of
+from loongplug.training.decoder_data import assignment_of
 
 _INPUT_BYTES = 4  # float32, as it comes
 _FIRST_MAPS = ("patch_embed", "conv1")

@@ -35,8 +35,8 @@ from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
+from loongplug.training.apart import arguments_of_decoder
 from loongplug.training.freezing import apply_freezing
-from loongplug.training.own_ranks import arguments_of_decoder
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -56,7 +56,10 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             taps=len(encoder.taps()),
             handed_on=payload_widths(encoder),
             seed=args.seed,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_sizes={
+                True: args.micro_batch_size,
+                False: args.eval_micro_batch_size or args.micro_batch_size,
+            },
             ahead=ahead(
                 pipeline=args.pipeline_model_parallel_size,
                 virtual=args.virtual_pipeline_model_parallel_size is not None,
