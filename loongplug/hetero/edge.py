@@ -15,6 +15,8 @@ from loongplug.hetero.placement import ApartEdge
 from loongplug.hetero.routes import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
+WINDOW = 2  # microbatches whose features a decoder's rank receives ahead
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:

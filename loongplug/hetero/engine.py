@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.edge import Edges, Piece, Transport, pieces_of
+from loongplug.hetero.edge import WINDOW, Edges, Piece, Transport, pieces_of
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
@@ -197,7 +197,7 @@ class EncoderEngine:
         place, device = self.place, current_platform().device
         if place.edge is None:
             return Edges(
-                place.pieces, place.transport, window=2, device=device, recorder=self.recorder
+                place.pieces, place.transport, window=WINDOW, device=device, recorder=self.recorder
             )
         return Exchange(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
