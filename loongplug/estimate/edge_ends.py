@@ -67,10 +67,11 @@ class DecoderEnd:
                 ledger.add(FEATURE_GRADIENTS, self.consumed[unit])
             case ScatterGradients(units=range(start=unit)):
                 ledger.work("exchange of gradients", 0)
-                # The encoder's rank has posted its receives long before.
-                ledger.take(FEATURE_GRADIENTS, self._sent)
-                self._sent = self.received[unit]
-                ledger.take(FEATURE_GRADIENTS, self.consumed[unit] - self._sent)
+                sent = self.received[unit]
+                ledger.take(FEATURE_GRADIENTS, self.consumed[unit] - sent)
+                if sent:  # the encoder's rank has posted its receives long before
+                    ledger.take(FEATURE_GRADIENTS, self._sent)
+                    self._sent = sent
             case _:
                 raise AssertionError(f"not of a rank that decodes: {operation}")
 
@@ -114,22 +115,23 @@ class EncoderEnd:
             case Encode(unit=unit):
                 self.encoded.encode(ledger, unit)
             case GatherFeatures(units=range(start=unit)):
-                if not self.leads:
+                self._made = unit + 1
+                if not self.leads or not features(unit):  # who has no rows sends nothing
                     ledger.take(FEATURES, features(unit))
                     return
                 ledger.work("exchange of features", features(unit) if self.copies else 0)
                 while self._sent and self._sent[0] < self._arrived:
                     ledger.take(FEATURES, features(self._sent.popleft()))
                 self._sent.append(unit)
-                self._made = unit + 1
                 if self.trains:  # a receive is posted
                     ledger.add(FEATURE_GRADIENTS, features(unit))
             case ScatterGradients(units=range(start=unit)):
                 if not self.leads:
                     ledger.add(FEATURE_GRADIENTS, features(unit))
                 ledger.work("exchange of gradients", features(unit))  # whole, beside what came
-                # The decoder is as far ahead of its backwards as this rank, and receives earlier.
-                self._arrived = max(self._arrived, self._made)
+                # The decoder is as far ahead of its backwards as this rank but for one microbatch,
+                # and receives earlier.
+                self._arrived = self._made + (WINDOW - 1) * self.pieces
             case EncoderBackward(unit=unit):
                 self.encoded.go_back(ledger, unit)
             case _:

@@ -122,6 +122,8 @@ class _Watch:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 put(GRADIENTS, buffer.grad_data)
         for each in self.optimizer.chained_optimizers:
+            if each.optimizer is None:  # nothing trains
+                continue
             for group in each.optimizer.param_groups:
                 for parameter in group["params"]:
                     put(OPTIMIZER, parameter)
@@ -183,13 +185,19 @@ class _Watch:
 
     def _follow_edges(self) -> None:
         """What comes to a rank by an edge; one that encodes alone has no passes of a schedule's."""
-        receive, tape = Edges._irecv, self.tape
+        receive, send, tape = Edges._irecv, Edges._isend, self.tape
+
+        def sent(edges: Edges, *args: Any, **kwargs: Any) -> None:
+            # Only who waits for a send hears from gloo that it is done; NCCL says so at once.
+            while edges._sending:
+                edges._sending.popleft().work.wait()
+            send(edges, *args, **kwargs)
 
         def received(edges: Edges, *args: Any, back: bool) -> Any:
             with tape.region(FEATURE_GRADIENTS if back else FEATURES):
                 return receive(edges, *args, back=back)
 
-        Edges._irecv = received
+        Edges._irecv, Edges._isend = received, sent
         around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
         if not self.decodes:
             around(EncoderOfStep, "payload", behind=self._sample)
