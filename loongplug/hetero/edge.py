@@ -14,6 +14,8 @@ from loongplug.hetero.placement import Piece
 from loongplug.hetero.routes import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
+WINDOW = 2  # microbatches whose features a decoder's rank receives ahead
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.edge import Edges, Transport
+from loongplug.hetero.edge import WINDOW, Edges, Transport
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
@@ -248,7 +248,7 @@ class EncoderEngine:
         if before is None and behind is None:
             return None
         return StageLinks(
-            before=before, behind=behind, window=2, device=device, recorder=self.recorder
+            before=before, behind=behind, window=WINDOW, device=device, recorder=self.recorder
         )
 
     def _exchange(self, *, training: bool) -> Exchange | Edges:
@@ -257,7 +257,7 @@ class EncoderEngine:
             return Edges(
                 place.pieces[training],
                 place.transport,
-                window=2,
+                window=WINDOW,
                 device=device,
                 recorder=self.recorder,
             )

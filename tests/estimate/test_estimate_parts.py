@@ -208,7 +208,7 @@ def test_the_optimizer_is_torch_s_unless_another_is_asked_for(flags, stepping):
 
 @pytest.mark.parametrize("host", [0, 3_000_000])
 def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
-    args = Namespace(model_name="tiny", world_size=1)
+    args = Namespace(model_name="tiny", ranks=1)
     parts = {"weights": 2_000_000}
     found = RankMemory(
         stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host
