@@ -16,6 +16,7 @@ from typing import Any, Self
 Choose = Callable[[Sequence[Any]], Any]  # one of them
 
 MEDIA = ("some", "many", "uneven", "lone", "none")  # tokens of samples
+_MOST_TP = 4  # each of which divides the length of a sequence
 _STEPS = ((True,), (True, True), (True, False, True))  # whether each trains
 
 
@@ -112,7 +113,9 @@ def _worlds(most: int, encoders: int) -> list[tuple[tuple[int, ...], tuple[tuple
     """TP, PP and DP of a decoder with TP and DP of so many encoders, that fit ``most`` ranks."""
     numbers = range(1, most)
     sizes = [each for each in product(numbers, repeat=2) if prod(each) < most]
-    decoders = [each for each in product(numbers, repeat=3) if prod(each) < most]
+    decoders = [
+        each for each in product(numbers, repeat=3) if prod(each) < most and each[0] <= _MOST_TP
+    ]
     return [
         (decoder, own)
         for decoder in decoders

@@ -15,7 +15,7 @@ from parity.saving_cells import TRAINED, TrainedCell, one_word
 
 DEEPSTACK, EXPERTS, TWO = "qwen3_vl_tiny", "qwen3_vl_moe_tiny", "qwen2_5_omni_tiny"
 # The published tables have LLaVA; deepstack's features are more to send.
-PUBLISHED_MODELS = {"A7": "llava_tiny", "A8": DEEPSTACK}
+PUBLISHED_MODELS = ("llava_tiny", DEEPSTACK)
 _FEWEST = 2  # microbatches of a step, in one replica of the decoder
 # Which media rows keep, by the kinds of media: all their own, or those that are named.
 ROWS = ("whole", "text", "text first", "images", "sounds")
@@ -112,7 +112,7 @@ def placed(sizes: str, *, model: str = DEEPSTACK, **options: Any) -> PlacementCe
 def placement_cells() -> list[PlacementCell]:
     """All of them, those of the published tables first."""
     return [
-        *_published(),
+        *(cell for model in PUBLISHED_MODELS for cell in _published(model)),
         *_replicas(),
         *_pipelines(),
         *_experts(),
@@ -121,12 +121,10 @@ def placement_cells() -> list[PlacementCell]:
     ]
 
 
-def _published() -> list[PlacementCell]:
+def _published(model: str) -> list[PlacementCell]:
     """Four ranks for each module: the decoder frozen (A7), or all trained (A8)."""
-    model = PUBLISHED_MODELS
-    frozen = {"model": model["A7"], "trained": "all but the decoder", "table": "A7"}
-    trained = {"model": model["A8"], "micro_batch": 2, "table": "A8"}
-    return [placed(each, **frozen) for each in A7] + [placed(each, **trained) for each in A8]
+    frozen = [placed(each, model=model, trained="all but the decoder", table="A7") for each in A7]
+    return frozen + [placed(each, model=model, micro_batch=2, table="A8") for each in A8]
 
 
 def _replicas() -> list[PlacementCell]:
@@ -161,7 +159,7 @@ def _pipelines() -> list[PlacementCell]:
 
 def _experts() -> list[PlacementCell]:
     """Decoders with experts."""
-    split = {"model": EXPERTS, "sequence_parallel": True}
+    split: dict[str, Any] = {"model": EXPERTS, "sequence_parallel": True}
     return [
         placed("1/1/1|1/1/1", model=EXPERTS),
         placed("1/1/2|1/1/1", model=EXPERTS, ep=2),
@@ -202,6 +200,7 @@ def _media() -> list[PlacementCell]:
         placed("1/1/1|1/1/1|1/1/1", model=TWO),
         placed("1/2/1|1/1/2|2/1/1", model=TWO, micro_batch=2),
         placed("1/2/1|1/1/1|1/1/1", model=TWO, vpp=2),
+        placed("2/2/1|2/1/1|1/1/2", model=TWO, micro_batch=2, recompute="both"),
         placed("2/1/1|2/1/1|1/1/2", model=TWO, micro_batch=2, sequence_parallel=True),
         placed("1/1/2|1/1/3|1/1/1", model=TWO, micro_batch=3, optimizer="overlapped"),
         placed("1/1/1|1/1/2|1/1/1", model=TWO, micro_batch=2, rows="images"),
