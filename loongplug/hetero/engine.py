@@ -100,7 +100,6 @@ class EncoderEngine:
         sequence_parallel: bool,
         timeout_minutes: float,
         nccl_config_path: str | None = None,
-        recorder: Recorder = NOTHING,
     ) -> None:
         """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
 
@@ -120,7 +119,7 @@ class EncoderEngine:
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout_minutes
         self._nccl_config_path = nccl_config_path
-        self.recorder = recorder
+        self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
         self._place: EncoderPlace | None = None
         self._executor: Executor | None = None
@@ -401,9 +400,13 @@ class EncoderEngine:
 class Engine:
     """The engines of a run's encoders, in the entries' order; the same on every rank."""
 
-    def __init__(self, encoders: Mapping[str, EncoderEngine], *, recorder: Recorder) -> None:
+    def __init__(self, encoders: Mapping[str, EncoderEngine]) -> None:
         self.encoders = encoders
-        self.recorder = recorder
+
+    def report_to(self, recorder: Recorder) -> None:
+        """Have exchanges report there, from the first step on."""
+        for each in self.encoders.values():
+            each.recorder = recorder
 
     @property
     def states(self) -> dict[str, ModuleState | None]:

@@ -29,7 +29,6 @@ from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
-from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.module_state import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
@@ -44,7 +43,7 @@ def backend_of(args: Namespace) -> Backend:
     return "te" if args.transformer_impl == "transformer_engine" else pick_backend()
 
 
-def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> Engine:
+def engine_of(args: Namespace, model: Any) -> Engine:
     """The engine that the flags and the encoders' YAML ask for."""
 
     def of_encoder(entry: Entry) -> EncoderEngine:
@@ -68,11 +67,10 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
-            recorder=recorder,
         )
 
     found = {entry.name: of_encoder(entry) for entry in encoders(model.entries())}
-    return Engine(found, recorder=recorder)
+    return Engine(found)
 
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:
