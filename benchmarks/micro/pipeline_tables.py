@@ -1,6 +1,7 @@
 """Tables of ``loongplug bench pipeline``: which mode wins when, and two published schedules."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +20,7 @@ from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.partition.clock import StageTime, step_time
 
 _TP: Final = 2
-_UNIT: Final = 10.0  # ms of a decoder stage's forward; its backward takes twice as long
+_UNIT: Final = 40.0  # ms of a decoder stage's forward; its backward takes twice as long
 _LAYERS: Final = 4  # of a decoder stage, where layers are split evenly
 _ALIKE: Final = 1.03  # modes whose steps are no further apart win together
 _TUNED: Final = "uniform tuned"
@@ -92,23 +93,36 @@ SETTINGS: Final = tuple(
 def modes_table(*, steps: int, json_path: Path | None) -> None:
     """Every mode in every setting: times what a step takes if all ranks have the same to do.
 
-    Each setting is printed, and written, when it is done.
+    Settings of one number of stages are printed, and written, when they are done.
     """
     names = list(SETTINGS[0].cases())
     print("| PP | microbatches | encoder |", " | ".join([*names, "fastest"]), "|")
-    print("| ---: | ---: | ---: |", " | ".join(["---:"] * len(names) + ["---"]), "|")
+    print("| ---: | ---: | ---: |", " | ".join(["---:"] * len(names) + ["---"]), "|", flush=True)
     done: list[tuple[str, CaseFigures]] = []
-    for setting in SETTINGS:
-        cases = setting.cases()
-        figures = dict(zip(names, measure(list(cases.values()), steps=steps), strict=True))
-        shown = [
-            *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
-            *map(_cell, figures.values()),
-            ", ".join(fastest({name: each.median for name, each in figures.items()})),
+    for pp in sorted({setting.pp for setting in SETTINGS}):
+        named = [
+            (setting, name, case)
+            for setting in SETTINGS
+            if setting.pp == pp
+            for name, case in setting.cases().items()
         ]
-        print("|", " | ".join(shown), "|", flush=True)
-        done += [(f"{setting} {name}", each) for name, each in figures.items()]
+        figures = measure([case for _, _, case in named], steps=steps)
+        by_setting: defaultdict[Setting, dict[str, CaseFigures]] = defaultdict(dict)
+        for (setting, name, _), each in zip(named, figures, strict=True):
+            by_setting[setting][name] = each
+            done.append((f"{setting} {name}", each))
+        for setting, found in by_setting.items():
+            print(_row(setting, found), flush=True)
         _write(json_path, done)
+
+
+def _row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
+    shown = [
+        *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
+        *map(_cell, found.values()),
+        ", ".join(fastest({name: each.median for name, each in found.items()})),
+    ]
+    return f"| {' | '.join(shown)} |"
 
 
 def fastest(steps: Mapping[str, float]) -> list[str]:

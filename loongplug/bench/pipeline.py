@@ -5,7 +5,8 @@ schedule makes of the times that were given.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from loongplug.bench.pipeline_figures import CaseFigures
     from loongplug.bench.pipeline_work import Case
 
-_RUN_SECONDS = 900.0
 _WIDTH = 120  # columns of a picture in text
 
 
@@ -76,7 +76,7 @@ def bench_pipeline(
 
 
 def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
-    """Each case in ranks of its own, one behind the other, with a bar of all steps.
+    """Each case in its turn, with a bar of all steps; those of one place in the same ranks.
 
     The process has done :func:`~loongplug.verify.runs.preload` for the CPU, and so its ranks have.
 
@@ -85,6 +85,10 @@ def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
     """
     from loongplug.bench.pipeline_ranks import EMPTY_STEPS
 
+    together: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for number, case in enumerate(cases):
+        together[case.place].append(number)
+    found: dict[int, CaseFigures] = {}
     with threadless_bars() as progress:
         task = progress.add_task("pipeline", total=len(cases) * (EMPTY_STEPS + steps))
 
@@ -92,23 +96,29 @@ def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
             progress.advance(task)
             progress.refresh()
 
-        return [_measured(each, steps=steps, on_step=stepped) for each in cases]
+        for numbers in together.values():
+            figures = _measured([cases[each] for each in numbers], steps=steps, on_step=stepped)
+            found |= zip(numbers, figures, strict=True)
+    return [found[number] for number in range(len(cases))]
 
 
-def _measured(case: "Case", *, steps: int, on_step: Callable[[], None]) -> "CaseFigures":
+def _measured(
+    cases: "Sequence[Case]", *, steps: int, on_step: Callable[[], None]
+) -> "list[CaseFigures]":
     from loongplug.bench.pipeline_figures import case_figures
     from loongplug.bench.pipeline_ranks import live
 
     with tempfile.TemporaryDirectory(prefix="loongplug-pipeline-") as name:
         folder = Path(name)
         ranks = run_ranks(
-            partial(live, case=case, steps=steps, folder=folder),
-            case.ranks,
+            partial(live, cases=cases, steps=steps, folder=folder),
+            cases[0].ranks,
             folder=folder / "ranks",
             on_event=lambda line: on_step(),
-            timeout=_RUN_SECONDS,
         )
-    return case_figures(case, ranks)
+    return [
+        case_figures(case, [rank[number] for rank in ranks]) for number, case in enumerate(cases)
+    ]
 
 
 def draw(found: "Sequence[CaseFigures]", pictures: Path) -> None:

@@ -3,7 +3,7 @@
 What ranks send one another is as small as can be. Nothing is reduced or updated behind a step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.observe.recorder import TraceRecorder
 from loongplug.observe.trace_file import TraceEvent
-from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks
+from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, rest_in
 from loongplug.partition.clock import StageTime
 from loongplug.verify.ranks import OnEvent, join
 
@@ -45,17 +45,35 @@ class RankFigures:
     work: tuple[float, ...]
 
 
-def live(rank: int, tell: OnEvent, *, case: Case, steps: int, folder: Path) -> RankFigures:
-    """The life of a rank: empty steps, then ``steps`` of the case."""
+def live(
+    rank: int, tell: OnEvent, *, cases: Sequence[Case], steps: int, folder: Path
+) -> list[RankFigures]:
+    """The life of a rank: of each of ``cases``, which have one place, empty steps and ``steps``."""
     join(rank, folder=folder, device="cpu", minutes=_MINUTES)
     events: list[TraceEvent] = []
     recorder = TraceRecorder(events.extend)
-    pace = Pace(recorder)
-    engine = _engine(case, recorder=recorder)
-    _make_groups(case, engine)
+    engine = _engine(cases[0], recorder=recorder)
+    _make_groups(cases[0], engine)
+    found = []
+    for case in cases:
+        assert case.place == cases[0].place, (case, cases[0])
+        pace = Pace(recorder)
+        for step in _steps(case, engine, pace=pace, recorder=recorder, count=EMPTY_STEPS + steps):
+            if rank == 0:
+                tell(f"step {step}")
+        found.append(RankFigures(place=_place(engine), events=tuple(events), work=tuple(pace.work)))
+        events.clear()
+    dist.barrier()  # a rank that ends early closes its sockets while others still use them
+    return found
+
+
+def _steps(
+    case: Case, engine: Engine, *, pace: Pace, recorder: TraceRecorder, count: int
+) -> Iterator[int]:
+    """Do so many, and give each one's number behind it."""
     chunks = _chunks(case, engine, pace=pace)
     schedule = engine.schedules(get_forward_backward_func)()
-    for step in range(1, EMPTY_STEPS + steps + 1):
+    for step in range(1, count + 1):
         pace.next_step(sleeps=step > EMPTY_STEPS)
         data = [iter(list(_microbatches(case, engine))) for _ in chunks]
         dist.barrier()
@@ -68,10 +86,7 @@ def live(rank: int, tell: OnEvent, *, case: Case, steps: int, folder: Path) -> R
                 seq_length=TOKENS,
                 micro_batch_size=case.samples,
             )
-        if rank == 0:
-            tell(f"step {step}")
-    dist.barrier()  # a rank that ends early closes its sockets while others still use them
-    return RankFigures(place=_place(engine), events=tuple(events), work=tuple(pace.work))
+        yield step
 
 
 def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
@@ -103,10 +118,12 @@ def _make_groups(case: Case, engine: Engine) -> None:
         create_gloo_process_groups=False,
         local_world_size=decoder.world_size,
     )
-    if engine.apart:
-        adopt_own_ranks(TEXT_DECODER, decoder, gloo=False, initialize=initialize)
-    else:
+    if not engine.apart:
         initialize()
+        return
+    adopt_own_ranks(TEXT_DECODER, decoder, gloo=False, initialize=initialize)
+    if engine.own is not None:
+        rest_in(engine.own, dp=decoder.dp)
 
 
 def _chunks(case: Case, engine: Engine, *, pace: Pace) -> list[PacedChunk]:

@@ -1,7 +1,7 @@
 """What ``loongplug bench pipeline`` runs: times of stages and encoders, in a mode. Pure."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import isfinite, lcm
 from typing import Any, Final
@@ -91,6 +91,12 @@ class Case:
     def samples(self) -> int:
         """Of a microbatch: as few as give each encoder replica on ranks of its own one."""
         return lcm(*(each.replicas for each in self.encoders)) if self.apart else 1
+
+    @property
+    def place(self) -> Hashable:
+        """Cases of one place can be run in the same process groups, one behind the other."""
+        encoders = [(e.name, e.tp, e.replicas, e.time.backward > 0) for e in self.encoders]
+        return self.mode, self.tp, len(self.stages), self.chunks, tuple(encoders)
 
     def mode_of(self, encoder: PacedEncoder) -> Mode:
         """The product's, for one of the case's encoders."""

@@ -219,27 +219,29 @@ def counted(figures: CaseFigures, phase: str) -> list[int]:
     return [sum(each.phase == phase for each in trace.events) for trace in figures.shown]
 
 
-SLOW = StageTime(forward=30, backward=60)
+SLOW = StageTime(forward=60, backward=120)  # beside which a busy machine's delays are small
 
 
-def slow(mode: str, **options) -> Case:
+def slow(mode: str) -> Case:
     encoder = PacedEncoder(name="eyes", time=SLOW)
-    return Case(mode=mode, stages=(SLOW, SLOW), encoders=(encoder,), microbatches=4, **options)
+    return Case(mode=mode, stages=(SLOW, SLOW), encoders=(encoder,), microbatches=4)
 
 
-def test_two_ranks_take_as_long_as_the_clock_says(tmp_path, capsys):
+def test_two_ranks_take_as_long_as_the_clock_says():
     preload("cpu")
     uniform, separated = measure([slow("uniform"), slow("full_hetero_dp")], steps=2)
     for each in (uniform, separated):
-        assert min(each.step) == pytest.approx(predicted(each.case), rel=0.08)
-        assert min(each.step) >= predicted(each.case) * 0.99
-        assert each.empty < 0.3 * each.median
+        clock = predicted(each.case)
+        assert 0.99 * clock <= min(each.step) <= 1.15 * clock
         assert counted(each, "forward") == counted(each, "backward") == [4, 4]
+    # The modes are further from each other than from the clock.
+    assert predicted(uniform.case) >= 1.17 * predicted(separated.case)
     assert counted(uniform, "encoder_backward") == [4, 0]
     assert counted(separated, "encoder_backward") == [2, 2]
-    assert uniform.work == (4 * 180, 4 * 90)
-    assert separated.work == (540, 540)
-    assert uniform.bubbles[1] == pytest.approx(1 - 360 / 810, abs=0.05)
+    assert uniform.work == (4 * 360, 4 * 180)
+    assert separated.work == (1080, 1080)
+    assert uniform.bubbles[0] + 0.3 < uniform.bubbles[1]
+    assert separated.bubbles[0] == pytest.approx(separated.bubbles[1], abs=0.1)
 
 
 @pytest.mark.sweep
@@ -254,6 +256,4 @@ def test_every_mode_does_all_work(mode, chunks):
     )
     (found,) = measure([here], steps=1)
     assert sum(found.work) == pytest.approx(4 * (4 * 30 + 30 + 10))
-    clock = predicted(here)
-    if clock is not None:
-        assert found.median == pytest.approx(clock, rel=0.25)
+    assert found.median >= 0.99 * (predicted(here) or max(found.work))

@@ -22,7 +22,7 @@ def test_modes_have_the_same_work_on_as_many_ranks(setting):
     assert len(cases) == 5
     for case in cases.values():
         assert case.ranks == 2 * setting.pp
-        assert work(case) == pytest.approx(2 * setting.pp * 30 / (1 - setting.share))
+        assert work(case) == pytest.approx(2 * setting.pp * 120 / (1 - setting.share))
         assert case.microbatches == setting.microbatches
 
 
