@@ -26,6 +26,7 @@ class Pace:
     def next_step(self, *, sleeps: bool) -> None:
         """A step begins; without ``sleeps`` all work takes no time."""
         self._sleeps = sleeps
+        self._late = 0.0
         self.work.append(0.0)
 
     def sleep(self, milliseconds: float, *, encoder: bool, backward: bool, **details: Any) -> None:

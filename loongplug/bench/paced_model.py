@@ -89,8 +89,13 @@ class PacedChunk(nn.Module):
         else:
             assert self._input is not None
             hidden = self._input * self.weight
-        numbers = {"microbatch": microbatch.number, "chunk": self.vp_stage or 0}
-        return slept(hidden, self._pace, self._time, **numbers)
+        return slept(
+            hidden,
+            self._pace,
+            self._time,
+            microbatch=microbatch.number,
+            chunk=self.vp_stage or 0,
+        )
 
     def _features(self, encoder: PacedEncoder, microbatch: Microbatch) -> Features:
         source = self.feature_sources.get(encoder.name)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -69,7 +70,8 @@ class CaseFigures:
 def case_figures(case: Case, ranks: Sequence[RankFigures]) -> CaseFigures:
     """Of what the case's ranks say, in their order."""
     steps = range(EMPTY_STEPS + 1, len(ranks[0].work) + 1)
-    windows = {step: _window(ranks, step) for step in (EMPTY_STEPS, *steps)}
+    events = {step: [_events(each, step) for each in ranks] for step in (EMPTY_STEPS, *steps)}
+    windows = {step: _window(chain(*of_ranks)) for step, of_ranks in events.items()}
     took = {step: (end - start) / 1e6 for step, (start, end) in windows.items()}
     shown = sorted(steps, key=lambda step: took[step])[len(steps) // 2]
     return CaseFigures(
@@ -78,8 +80,8 @@ def case_figures(case: Case, ranks: Sequence[RankFigures]) -> CaseFigures:
         empty=took[EMPTY_STEPS],
         work=tuple(each.work[-1] for each in ranks),
         bubbles=tuple(
-            median(shares(windows[step], _events(each, step)).bubble for step in steps)
-            for each in ranks
+            median(shares(windows[step], events[step][rank]).bubble for step in steps)
+            for rank in range(len(ranks))
         ),
         predicted=predicted(case),
         shown=tuple(
@@ -88,7 +90,7 @@ def case_figures(case: Case, ranks: Sequence[RankFigures]) -> CaseFigures:
                 world_size=len(ranks),
                 device="cpu",
                 place=each.place,
-                events=tuple(_events(each, shown)),
+                events=tuple(events[shown][number]),
                 cut_off=False,
             )
             for number, each in enumerate(ranks)
@@ -100,21 +102,20 @@ def _events(rank: RankFigures, step: int) -> list[TraceEvent]:
     return [event for event in rank.events if event.step == step]
 
 
-def _window(ranks: Sequence[RankFigures], step: int) -> Interval:
-    """From when the first rank begins to when the last one ends."""
-    whole = [event for each in ranks for event in _events(each, step) if event.phase == "step"]
+def _window(events: Iterable[TraceEvent]) -> Interval:
+    """Of the events of all ranks in a step: from when the first begins to when the last ends."""
+    whole = [event for event in events if event.phase == "step"]
     return min(event.start for event in whole), max(event.end for event in whole)
+
+
+def _window_of(traces: Sequence[RankTrace]) -> Interval:
+    return _window(event for trace in traces for event in trace.events)
 
 
 def shown_shares(figures: CaseFigures) -> dict[int, Shares]:
     """Of the shown step, by rank, in the window that is all ranks'."""
-    window = _shown_window(figures.shown)
+    window = _window_of(figures.shown)
     return {trace.rank: shares(window, trace.events) for trace in figures.shown}
-
-
-def _shown_window(traces: Sequence[RankTrace]) -> Interval:
-    whole = [event for trace in traces for event in trace.events if event.phase == "step"]
-    return min(event.start for event in whole), max(event.end for event in whole)
 
 
 def timeline(traces: Sequence[RankTrace], *, width: int) -> list[str]:
@@ -122,7 +123,7 @@ def timeline(traces: Sequence[RankTrace], *, width: int) -> list[str]:
 
     ``LETTERS`` say what; a column that is mostly no work has a dot.
     """
-    start, end = _shown_window(traces)
+    start, end = _window_of(traces)
     edges = [start + (end - start) * column // width for column in range(width + 1)]
     lines = []
     for trace in traces:

@@ -7,13 +7,14 @@ from math import isfinite, lcm
 from typing import Any, Final
 
 from loongplug.hetero.modes import NAMED, Mode, mode_of
-from loongplug.models.entries import Entry, Role
+from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
 from loongplug.partition.clock import StageTime
 
 OWN_RANKS: Final = "own_ranks"  # the mode that rank_offset asks for, which has no name in a YAML
 MODES: Final = (*NAMED, OWN_RANKS)
+_DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Case:
     virtual stages, a rank's time is divided among its own evenly.
 
     Raises:
-        ValueError: the mode is unknown, or a number is too small for it.
+        ValueError: the mode is unknown, a number is too small for it, or two encoders have a name.
     """
 
     mode: str
@@ -56,6 +57,7 @@ class Case:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"--mode {self.mode}: expected one of {', '.join(MODES)}.")
+        checked([*(each.entry for each in self.encoders), _DECODER])
         numbers = {
             "--microbatches": self.microbatches,
             "--tp": self.tp,
@@ -135,7 +137,12 @@ def parse_encoder(text: str) -> PacedEncoder:
     """
     name, equals, rest = text.partition("=")
     times, _, replicas = rest.partition("x")
-    if not name or not equals or not (replicas or "1").isdecimal() or replicas == "0":
+    if (
+        not name.isidentifier()
+        or not equals
+        or not (replicas or "1").isdecimal()
+        or replicas == "0"
+    ):
         raise ValueError(f"--encoder {text}: expected NAME=FORWARD/BACKWARD, or with xREPLICAS.")
     time = _parse_time(times, flag="--encoder")
     return PacedEncoder(name=name, time=time, replicas=int(replicas or 1))

@@ -65,7 +65,7 @@ def test_what_are_no_times_is_one_sentence(text):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["6/12", "=6/12", "eyes", "eyes=6/12x0", "eyes=6/12xtwo"])
+@pytest.mark.parametrize("text", ["6/12", "=6/12", "e.1=6/12", "eyes", "eyes=6/12x0"])
 def test_what_is_no_encoder_is_one_sentence(text):
     with pytest.raises(ValueError, match=r"expected NAME=FORWARD/BACKWARD|the milliseconds"):
         parse_encoder(text)
@@ -76,6 +76,7 @@ def test_what_is_no_encoder_is_one_sentence(text):
     ("options", "said"),
     [
         ({"mode": "fast"}, "--mode fast: expected one of uniform, "),
+        ({"mode": "uniform", "encoders": [SEEING, SEEING]}, "two modules of the model are called"),
         ({"mode": "uniform", "microbatches": 0}, "--microbatches is 0"),
         ({"mode": "uniform", "tp": 0}, "--tp is 0"),
         ({"mode": "uniform", "chunks": 0}, "--virtual-stages is 0"),
