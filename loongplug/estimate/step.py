@@ -234,7 +234,7 @@ class Step:
     def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
         """Of an encoder on ranks of its own."""
         engine, args = self._rank.engine.encoders[encoder], self._args
-        needed = [each for each in engine.place.pieces if rank in each.edge.decoder_ranks]
+        needed = engine.place.needed_by(rank, training=True)
         encoded, count = self._encoded(encoder), len(self._microbatches)
         consumed = received = [0] * count
         if needed:

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
+from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
@@ -29,8 +30,7 @@ class EncoderOfStep:
 
     def states(self, unit: Unit) -> int:
         """How many of them the encoder's layers have for a unit."""
-        architecture: Any = self._model.modules_of(self._entry)[self._entry.name].architecture
-        return sum(map(architecture.states, unit.grids))
+        return sum(map(self._architecture.states, unit.grids))
 
     def payload(self, unit: Unit | None, *, states: Tensor | None = None) -> Tensor:
         """What this rank makes of a unit as it travels, [rows, width]; None stands for no media.
@@ -46,10 +46,15 @@ class EncoderOfStep:
         if states is None:
             assert unit.media is not None, "the unit was loaded somewhere else"
             return unit.media
-        hidden: Any = self._model.modules_of(self._entry)[self._entry.name].config.hidden_size
         grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
         states.requires_grad_(self.trains_before)
-        return HandedOn.unpacked(states, grids=grids, hidden=hidden)
+        return HandedOn.unpacked(states, grids=grids, hidden=self._architecture.hidden_size)
+
+    @property
+    def _architecture(self) -> EncoderArchitecture:
+        encoder: Any = self._model.modules_of(self._entry)[self._entry.name]
+        architecture: EncoderArchitecture = encoder.architecture
+        return architecture
 
     def backward(self, payload: Tensor | GradientEdge, gradient: Tensor, *, more: bool) -> None:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""

@@ -147,7 +147,7 @@ def _ranks(count: int) -> str:
 def _layouts(model: Any) -> dict[str, Layout]:
     """Of the encoders that lie apart; empty where another rule refuses a number."""
     own = lying_apart(model)
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         name: {
             "tp": each.tensor_model_parallel_size or 1,
             "pp": each.pipeline_model_parallel_size,
