@@ -92,6 +92,21 @@ def test_damaged_images_are_left_out_where_the_decoder_trains(evaluated, alone, 
     assert metrics["valid_loss"] == pytest.approx(metrics_alone["valid_loss"], rel=2e-5)
 
 
+def test_damaged_images_in_packs(evaluated, tmp_path):
+    """A pack has several samples, and one replica of the encoder makes all of it."""
+    packed = (
+        *("--packing", "--packing-look-ahead", "4", "--seq-length", "160"),
+        *("--micro-batch-size", "1", "--global-batch-size", "4"),
+    )
+    (tmp_path / "alone").mkdir()
+    expected, metrics_alone = run(evaluated, *packed, ranks=1, folder=tmp_path / "alone")
+    layout = (*packed, *lies(2, dp=2))
+    steps, metrics = run(evaluated, *layout, ranks=4, folder=tmp_path)
+    assert same(steps, expected), (steps, expected)
+    assert metrics["bad_samples"] == metrics_alone["bad_samples"]
+    assert metrics["bad_samples"]["pixels"] > 1
+
+
 def test_a_decoder_that_does_not_hear_trains_on_damaged_images(evaluated, alone):
     steps = train(evaluated, *lies(1), ranks=2, function=deaf_steps)
     assert not same(steps, alone[0])
