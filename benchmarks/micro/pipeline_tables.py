@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from loongplug.partition.clock import StageTime, step_time
 
 _TP: Final = 2
 _UNIT: Final = 40.0  # ms of a decoder stage's forward; its backward takes twice as long
+_SLOT: Final = 400.0  # ms of a step for each microbatch in the table of modes, whatever the mode
 _LAYERS: Final = 4  # of a decoder stage, where layers are split evenly
 _ALIKE: Final = 1.03  # modes whose steps are no further apart win together
 _TUNED: Final = "uniform tuned"
@@ -48,7 +49,8 @@ class Setting:
         }
         for mode in ("encoder_hetero_dp", "full_hetero_dp"):
             found[mode] = self._case(mode, stages=even.stages)
-        return found | {OWN_RANKS: min(map(self._apart, range(1, self.pp)), key=_clocked)}
+        found[OWN_RANKS] = min(map(self._apart, range(1, self.pp)), key=_clocked)
+        return {name: _slowed(case) for name, case in found.items()}
 
     def _split(self, first: int) -> Case:
         """The first stage has so many layers, and the others share what is left."""
@@ -76,6 +78,20 @@ class Setting:
 
 def _stage(times: float) -> StageTime:
     return StageTime(forward=times * _UNIT, backward=times * 2 * _UNIT)
+
+
+def _slowed(case: Case) -> Case:
+    """The case with all times in one proportion, such that ranks that wake late cost all alike."""
+    times = _SLOT * case.microbatches / _clocked(case)
+    return replace(
+        case,
+        stages=tuple(_times(each, times) for each in case.stages),
+        encoders=tuple(replace(each, time=_times(each.time, times)) for each in case.encoders),
+    )
+
+
+def _times(time: StageTime, factor: float) -> StageTime:
+    return StageTime(forward=time.forward * factor, backward=time.backward * factor)
 
 
 def _clocked(case: Case) -> float:
@@ -120,15 +136,15 @@ def _row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
     shown = [
         *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
         *map(_cell, found.values()),
-        ", ".join(fastest({name: each.median for name, each in found.items()})),
+        ", ".join(fastest({name: each.over_even for name, each in found.items()})),
     ]
     return f"| {' | '.join(shown)} |"
 
 
-def fastest(steps: Mapping[str, float]) -> list[str]:
-    """Those whose step is no more than 3 % longer than the shortest."""
-    least = min(steps.values())
-    return [name for name, step in steps.items() if step <= least * _ALIKE]
+def fastest(found: Mapping[str, float]) -> list[str]:
+    """Those of which the figure is no more than 3 % above the least."""
+    least = min(found.values())
+    return [name for name, each in found.items() if each <= least * _ALIKE]
 
 
 def _cell(figures: CaseFigures) -> str:

@@ -2,9 +2,11 @@
 
 import json
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from loongplug.bench.pipeline import bench_pipeline, measure
 from loongplug.bench.pipeline_clock import predicted
@@ -24,6 +26,7 @@ from loongplug.bench.pipeline_work import (
     parse_encoder,
     parse_stages,
 )
+from loongplug.cli import app
 from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.observe.trace_file import TraceEvent
 from loongplug.partition.clock import StageTime, step_time
@@ -213,6 +216,32 @@ def test_no_steps_are_refused():
             json_path=None,
             pictures=None,
         )
+
+
+@pytest.mark.quick
+def test_options_reach_the_measurement(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "loongplug.bench.pipeline.bench_pipeline", lambda **options: calls.append(options)
+    )
+    line = "bench pipeline --mode uniform --mode own_ranks --decoder 1/2,3/4 --encoder e=5/6x2"
+    more = "--pp 2 --tp 3 --virtual-stages 4 --microbatches 8 --steps 9 --json j --pictures p"
+    found = CliRunner().invoke(app, [*line.split(), *more.split()])
+    assert found.exit_code == 0, found.output
+    assert calls == [
+        {
+            "modes": ["uniform", "own_ranks"],
+            "decoder": "1/2,3/4",
+            "encoders": ["e=5/6x2"],
+            "pp": 2,
+            "tp": 3,
+            "chunks": 4,
+            "microbatches": 8,
+            "steps": 9,
+            "json_path": Path("j"),
+            "pictures": Path("p"),
+        }
+    ]
 
 
 def counted(figures: CaseFigures, phase: str) -> list[int]:
