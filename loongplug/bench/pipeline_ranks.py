@@ -56,7 +56,7 @@ def live(
     _make_groups(cases[0], engine)
     found = []
     for case in cases:
-        assert case.place == cases[0].place, (case, cases[0])
+        assert case.site == cases[0].site, (case, cases[0])
         pace = Pace(recorder)
         for step in _steps(case, engine, pace=pace, recorder=recorder, count=EMPTY_STEPS + steps):
             if rank == 0:
