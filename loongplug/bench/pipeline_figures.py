@@ -89,7 +89,7 @@ def case_figures(case: Case, ranks: Sequence[RankFigures]) -> CaseFigures:
                 rank=number,
                 world_size=len(ranks),
                 device="cpu",
-                place=each.site,
+                place=each.place,
                 events=tuple(events[shown][number]),
                 cut_off=False,
             )
