@@ -1,6 +1,6 @@
 """Does the operations of a step's plan, around and within Megatron's own schedule."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -72,11 +72,13 @@ class Executor:
         taps: int,
         outside_schedule: bool,
         platform: Platform,
+        evaluating: Exchange | Edges | None = None,
         links: StageLinks | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
 
+        ``evaluating``: what steps of an evaluation exchange by, where that is not ``exchange``.
         ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: it works before and behind the schedule
         alone, in every step and on every rank. ``links`` are to the encoder's other stages, None
@@ -84,6 +86,7 @@ class Executor:
         """
         self._planned = planned
         self._exchange = exchange
+        self._evaluating = evaluating
         self._entry = entry
         self._taps = taps
         self._outside_schedule = outside_schedule
@@ -141,10 +144,11 @@ class Executor:
 
         return forward_backward
 
-    def instead(self, microbatch_pieces: int) -> Schedule:
+    def instead(self, microbatch_pieces: Mapping[bool, int]) -> Schedule:
         """The schedule of a rank that encodes and does not decode.
 
-        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator.
+        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator,
+        by whether the step is one of training.
         """
 
         def forward_backward(
@@ -158,7 +162,7 @@ class Executor:
         ) -> list[Any]:
             chunks = model if isinstance(model, list) else [model]
             pieces = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            count = num_microbatches * microbatch_pieces
+            count = num_microbatches * microbatch_pieces[not forward_only]
             with self._recorder.span("data", "the step's microbatches"):
                 microbatches: list[Microbatch] = [next(pieces) for _ in range(count)]
             self.begin(chunks[0], microbatches, training=not forward_only)
@@ -188,10 +192,16 @@ class Executor:
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
         spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
+        exchange = self._exchange if training or self._evaluating is None else self._evaluating
         self._step = _Step(
-            plan=plan, encoder=encoder, model=model, microbatches=microbatches, spec=spec
+            plan=plan,
+            encoder=encoder,
+            exchange=exchange,
+            model=model,
+            microbatches=microbatches,
+            spec=spec,
         )
-        self._exchange.begin(spec, trains=encoder.trains)
+        exchange.begin(spec, trains=encoder.trains)
         if self._links is not None:
             rows = [encoder.states(each.units[self._entry.name]) for each in microbatches]
             self._links.begin(rows, dtype=spec.dtype, comes_back=encoder.trains)
@@ -223,7 +233,7 @@ class Executor:
     def end(self) -> None:
         """The schedule has ended, without an error."""
         self._do(END)
-        self._exchange.drain()
+        self._now.exchange.drain()
         if self._links is not None:
             self._links.drain()
         self._now.assert_done()
@@ -312,7 +322,7 @@ class Executor:
     def _gather(self, units: range, *, to_host: bool) -> None:
         step = self._now
         own = [unit for unit in units if unit in step.payloads]
-        arrived = self._exchange.gather_variable_shape_embeddings(
+        arrived = step.exchange.gather_variable_shape_embeddings(
             {unit - units.start: step.payloads.pop(unit) for unit in own}, step.spec.part(units)
         )
         if not to_host:
@@ -329,10 +339,10 @@ class Executor:
 
     def _scatter(self, units: range) -> None:
         step = self._now
-        if self._exchange.consumes:
+        if step.exchange.consumes:
             missing = [unit for unit in units if unit not in step.gradients]
             assert not missing, f"no gradient came for units {missing}"
-        found = self._exchange.scatter_variable_shape_embeddings(
+        found = step.exchange.scatter_variable_shape_embeddings(
             {
                 unit - units.start: step.gradients.pop(unit)
                 for unit in units
@@ -387,6 +397,7 @@ class _Step:
 
     plan: StepPlan
     encoder: EncoderOfStep
+    exchange: Exchange | Edges
     model: MultimodalModel
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all units

@@ -294,6 +294,11 @@ def layout_of(name: str) -> Layout:
     return PARALLEL_STATES[name].layout
 
 
+def has_state(name: str) -> bool:
+    """Whether there is a state of this name, on every rank; not for what shares the decoder's."""
+    return name in PARALLEL_STATES
+
+
 def decoder_layout() -> Layout:
     """The decoder's layout, on every rank; errors as :func:`~.live_layout.live_layout`."""
     return layout_of(TEXT_DECODER) if is_adopted() else live_layout()

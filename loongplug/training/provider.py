@@ -29,14 +29,13 @@ from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
-from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.module_state import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
+from loongplug.training.apart import arguments_of_decoder
 from loongplug.training.freezing import apply_freezing
-from loongplug.training.own_ranks import arguments_of_decoder
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -44,7 +43,7 @@ def backend_of(args: Namespace) -> Backend:
     return "te" if args.transformer_impl == "transformer_engine" else pick_backend()
 
 
-def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> Engine:
+def engine_of(args: Namespace, model: Any) -> Engine:
     """The engine that the flags and the encoders' YAML ask for."""
 
     def of_encoder(entry: Entry) -> EncoderEngine:
@@ -56,7 +55,10 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             taps=len(encoder.taps()),
             handed_on=payload_widths(encoder),
             seed=args.seed,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_sizes={
+                True: args.micro_batch_size,
+                False: args.eval_micro_batch_size or args.micro_batch_size,
+            },
             ahead=ahead(
                 pipeline=args.pipeline_model_parallel_size,
                 virtual=args.virtual_pipeline_model_parallel_size is not None,
@@ -65,11 +67,10 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
-            recorder=recorder,
         )
 
     found = {entry.name: of_encoder(entry) for entry in encoders(model.entries())}
-    return Engine(found, recorder=recorder)
+    return Engine(found)
 
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:

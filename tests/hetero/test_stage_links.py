@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.hetero.edge import pieces_of
 from loongplug.hetero.engine import EncoderPlace
-from loongplug.hetero.intervals import overlaps
-from loongplug.hetero.placement import own_ranks
+from loongplug.hetero.placement import one_apart
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
@@ -86,14 +84,15 @@ def test_boundaries_have_the_ranks_of_both_stages() -> None:
 def test_all_stages_of_a_replica_have_the_same_pieces_and_the_first_is_given_media() -> None:
     entry = Entry(name="eyes", role=Role.ENCODER, into="text")
     sizes = {"tp": 2, "pp": 2, "dp": 3, "rank_offset": 2}
-    placement = own_ranks(Layout(dp=2), entry=entry, **sizes)
-    slot = overlaps(encoders=3, decoders=2, micro_batch_size=3)
-    pieces = pieces_of(placement.apart_edges("eyes", micro_batch_size=3), slot)
+    placement = one_apart(Layout(dp=2), entry=entry, **sizes)
+    pieces = placement.pieces("eyes", micro_batch_size=3)
     layout = placement.entry("eyes").layout
-    place = EncoderPlace(state=None, replica_group=None, layout=layout, pieces=pieces)
+    place = EncoderPlace(state=None, replica_group=None, layout=layout, pieces={True: pieces})
     for rank in layout.ranks:
         at = layout.coordinates(rank)
-        assert [each.edge.encoder for each in place.made_by(rank)] == [at.dp] * (1 + (at.dp == 1))
+        assert [each.edge.encoder for each in place.made_by(rank, training=True)] == [at.dp] * (
+            1 + (at.dp == 1)
+        )
         assert place.given_media(rank) == (2 + 2 * at.dp, 3 + 2 * at.dp)
     assert {rank for each in pieces for rank in each.edge.encoder_ranks} == set(range(8, 14))
-    assert place.made_by(0) == ()
+    assert place.made_by(0, training=True) == ()

@@ -101,20 +101,6 @@ def own_ranks_layers(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="encoders in several places are not supported yet",
-    cure="give all encoders a rank_offset, or none",
-)
-def own_ranks_of_all(args: Namespace, model: Any) -> str | None:
-    """some encoders with a `rank_offset` and others without"""
-    own = lying_apart(model)
-    beside = [f"model.{model.keys[name]}" for name in model.encoders if name not in own]
-    if not own or not beside:
-        return None
-    given = ", ".join(f"model.{model.keys[name]}.rank_offset" for name in own)
-    return f"{given} given, and none of {', '.join(beside)}"
-
-
-@rule(
     reason="each rank holds one module, and none is without",
     cure="change a rank_offset, or an encoder's parallel sizes",
 )
@@ -178,7 +164,8 @@ def _layouts(model: Any) -> dict[str, Layout]:
 @rule(
     refuses=f"a `rank_offset` with the encoder's `mode`, or with {_SPREADING.in_docs}",
     reason="these are about encoders on the decoder's ranks",
-    cure="drop them, or leave rank_offset away",
+    cure="drop them, or leave rank_offset away; an encoder beside another's own ranks can have a "
+    "mode",
 )
 def own_ranks_modes(args: Namespace, model: Any) -> str | None:
     own = lying_apart(model)
@@ -191,42 +178,6 @@ def own_ranks_modes(args: Namespace, model: Any) -> str | None:
     ]
     given = ", ".join(filter(None, (*modes, _SPREADING.said(args))))
     return f"{given} with a rank_offset" if given else None
-
-
-@rule(
-    reason="the decoder's ranks would not hear of a sample that an encoder's rank leaves out",
-    cure="drop the flag, and see by `loongplug data check` which samples are bad",
-)
-def own_ranks_bad_samples(args: Namespace, model: Any) -> str | None:
-    """`--bad-sample skip` with a `rank_offset`"""
-    if args.bad_sample == "fatal" or not lying_apart(model):
-        return None
-    return f"--bad-sample {args.bad_sample} with a rank_offset"
-
-
-@rule(
-    reason="a run answers by its decoder's ranks, which have no encoder",
-    cure="drop the flag, and evaluate the export by `loongplug eval`",
-)
-def own_ranks_answers(args: Namespace, model: Any) -> str | None:
-    """`--eval-generate` with a `rank_offset`"""
-    if args.eval_generate is None or not lying_apart(model):
-        return None
-    return f"--eval-generate {args.eval_generate} with a rank_offset"
-
-
-@rule(
-    reason="who encodes which samples of a microbatch is the same in training and evaluation",
-    cure="drop --eval-micro-batch-size",
-)
-def own_ranks_evaluation(args: Namespace, model: Any) -> str | None:
-    """an `--eval-micro-batch-size` that differs from `--micro-batch-size`, with `--eval-iters`
-    and a `rank_offset`
-    """
-    size = args.eval_micro_batch_size
-    if size in (None, args.micro_batch_size) or not args.eval_iters or not lying_apart(model):
-        return None
-    return f"--eval-micro-batch-size {size} with --micro-batch-size {args.micro_batch_size}"
 
 
 @rule(

@@ -80,7 +80,8 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         initialize=partial(_initialize, args, decoder),
     )
     args.virtual_stages_of_decoder = args.virtual_pipeline_model_parallel_size
-    if engine.own is not None:
+    if TEXT_DECODER in engine.states:  # asked for the first time, it makes those of all encoders
+        assert engine.own is not None
         rest_in(engine.own, dp=decoder.dp)
         # Megatron would make as many chunks of an encoder that has stages.
         args.virtual_pipeline_model_parallel_size = None
