@@ -32,6 +32,10 @@ LAYOUTS = {
     "two-decoders": (3, lies(2)),
     "stages-encoder-tp2": (4, (*PP2, *lies(2, tp=2))),
     "tp2-split-two-encoders": (4, (*TP2, "--sequence-parallel", *lies(2, dp=2))),
+    "two-encoders-of-two-stages": (
+        5,
+        (*lies(1, dp=2), "model.image_encoder.pipeline_model_parallel_size=2"),
+    ),
 }
 
 
