@@ -83,7 +83,12 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
     Heterogeneous TP is the uniform mode with another encoder size.
     """
     if encoder is not None and encoder.rank_offset is not None:
-        place = partial(one_apart, dp=encoder.data_parallel_size, rank_offset=encoder.rank_offset)
+        place = partial(
+            one_apart,
+            dp=encoder.data_parallel_size,
+            pp=encoder.pipeline_model_parallel_size,
+            rank_offset=encoder.rank_offset,
+        )
         return replace(APART, place=place)
     if encoder is not None and encoder.mode is not None:
         found = NAMED.get(encoder.mode, UNIFORM)  # a rule refuses other names

@@ -243,9 +243,11 @@ def all_apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> 
     return Placement(entries=entries)
 
 
-def one_apart(decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int) -> Placement:
-    """The encoder has ``tp`` x ``dp`` ranks of its own, from ``rank_offset`` on."""
-    layout = Layout(tp=tp, dp=dp, first_rank=rank_offset)
+def one_apart(
+    decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int, pp: int = 1
+) -> Placement:
+    """The encoder has ``tp`` x ``dp`` x ``pp`` ranks of its own, from ``rank_offset`` on."""
+    layout = Layout(tp=tp, pp=pp, dp=dp, first_rank=rank_offset)
     return _of_two(entry, layout, decoder, same_units=False)
 
 

@@ -1,7 +1,7 @@
 """The data of a rank that decodes, and of encoders that lie with the decoder."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import TextNeeds
 from loongplug.data.source import Assignment, EncoderUnits, StepSource
+from loongplug.hetero.engine import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
-from loongplug.hetero.placement import Piece
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
@@ -89,17 +89,20 @@ class DecoderData(RankData):
                     news=news,
                 )
             elif news is not None:
-                assert place.pieces is not None, "it lies somewhere"
-                found[name] = self._elsewhere(place.pieces[training], news)
+                found[name] = self._elsewhere(place, news, training=training)
         return found
 
-    def _elsewhere(self, pieces: Iterable[Piece], news: News) -> LoadedElsewhere:
-        """Of the ``pieces`` of all decoder replicas, those of this rank's."""
+    def _elsewhere(self, place: EncoderPlace, news: News, *, training: bool) -> LoadedElsewhere:
+        """Of the pieces of all decoder replicas, those of this rank's."""
+        assert place.pieces is not None, "the encoder has ranks of its own"
         replica = parallel_state.get_data_parallel_rank()
         return LoadedElsewhere(
             pieces=[
-                (each.edge.encoder_ranks[0], samples_of(each, packed=self.args.packing))
-                for each in pieces
+                (
+                    place.given_media(each.edge.encoder_ranks[0])[0],
+                    samples_of(each, packed=self.args.packing),
+                )
+                for each in place.pieces[training]
                 if each.edge.decoder == replica
             ],
             news=news,

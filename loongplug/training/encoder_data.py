@@ -60,6 +60,11 @@ class EncoderData(RankData):
 
         return _InTurn([loader(each) for each in self._pieces(training=training)])
 
+    @property
+    def _loading(self) -> tuple[int, ...]:
+        """The ranks of this replica's first stage, which alone needs media."""
+        return self.engine.encoders[self._entry.name].place.given_media(dist.get_rank())
+
     def _pieces(self, *, training: bool) -> tuple[Piece, ...]:
         place = self.engine.encoders[self._entry.name].place
         return place.made_by(dist.get_rank(), training=training)
@@ -67,7 +72,7 @@ class EncoderData(RankData):
     def _source(self, source_of: SourceOf, piece: Piece, samples: range | None) -> StepSource:
         units = EncoderUnits(
             kinds=self._entry.media,
-            loads=loaded_replicas([piece.edge.encoder_ranks], rank=dist.get_rank()),
+            loads=loaded_replicas([self._loading], rank=dist.get_rank()),
             samples=samples,
         )
         return source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units})
@@ -76,7 +81,7 @@ class EncoderData(RankData):
         name = self._entry.name
         hearer = piece.edge.decoder_ranks[0]
         return ReplicaDelivery(
-            [piece.edge.encoder_ranks],
+            [self._loading],
             self.engine.encoders[name].place.replica_group,
             row_values=self.model.encoder(name).row_values,
             device=current_platform().device,

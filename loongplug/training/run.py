@@ -340,7 +340,7 @@ def _told_what_was_built(
 @contextmanager
 def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Report exchanges of features and switches between parallel states to ``recorder``."""
-    engine.recorder = recorder
+    engine.report_to(recorder)
     if recorder is not NOTHING:
         PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
     try:

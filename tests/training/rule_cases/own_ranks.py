@@ -9,6 +9,7 @@ from rule_cases.kinds import LAYOUT
 
 PLACED = {**LAYOUT, "ranks": 10}
 APART = ("image_encoder.rank_offset=8", "image_encoder.data_parallel_size=2")
+STAGES = ("image_encoder.rank_offset=8", "image_encoder.pipeline_model_parallel_size=2")
 FLAGS = (
     *("enable_encoder_hetero_dp", "enable_full_hetero_dp", "use_vit_dp_balance"),
     *("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state"),
@@ -50,6 +51,23 @@ OWN_RANKS_OVERRIDES: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int
     "own-ranks-replicas": (
         [(8, ["image_encoder.data_parallel_size=2"])],
         [(8, ["image_encoder.data_parallel_size=1"])],
+    ),
+    "own-ranks-pipeline": (
+        [
+            (8, ["image_encoder.pipeline_model_parallel_size=2"]),
+            (8, ["image_encoder.stage_layers=[2]"]),
+        ],
+        [(10, [*STAGES]), (10, [*STAGES, "image_encoder.stage_layers=[1,2]"])],
+    ),
+    "own-ranks-layers": (
+        [
+            (12, [APART[0], "image_encoder.pipeline_model_parallel_size=4"]),
+            (10, [*STAGES, "image_encoder.stage_layers=[1,1]"]),
+            (10, [*STAGES, "image_encoder.stage_layers=[3,0]"]),
+            (10, [*STAGES, "image_encoder.stage_layers=[3]"]),
+            (10, [*APART, "image_encoder.stage_layers=[1,2]"]),
+        ],
+        [(11, [APART[0], "image_encoder.pipeline_model_parallel_size=3"])],
     ),
     "own-ranks-modes": ([(10, [*APART, "image_encoder.mode='uniform'"])], [(10, [*APART])]),
     "encoder-sizes": (
