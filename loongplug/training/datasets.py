@@ -156,7 +156,9 @@ class DatasetProvider:
         length = -(-(longest + MAX_NEW_TOKENS) // tp) * tp
         rows = args.eval_micro_batch_size
         multiple = 1
-        if args.virtual_pipeline_model_parallel_size is not None:
+        decodes = self._engine.decodes
+        virtual = "virtual_pipeline_model_parallel_size" if decodes else "virtual_stages_of_decoder"
+        if getattr(args, virtual) is not None:
             # The interleaved schedule runs them in groups.
             multiple = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
         questions = partial(
@@ -171,7 +173,7 @@ class DatasetProvider:
         )
         data = self._data
         stream = data.stream(questions, channel=2, tells=False, seq_length=length, packed=False)
-        dp_rank = parallel_state.get_data_parallel_rank() if self._engine.decodes else None
+        dp_rank = parallel_state.get_data_parallel_rank() if decodes else None
         return Asked(
             chunk=stream.chunk,
             pieces=data.pieces(training=False),
