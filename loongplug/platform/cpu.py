@@ -8,6 +8,7 @@ torch itself decides by it (fused optimizers, pinned memory, autocast).
 Tensors keep torch's own dispatch: a global ``TorchFunctionMode`` would tax every operation.
 """
 
+import ctypes
 import functools
 import os
 import re
@@ -35,6 +36,8 @@ from loongplug.platform.gloo import (
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _HOST = torch.device("cpu")
+# Numbers of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class HostStream:
@@ -265,6 +268,7 @@ class CpuPlatform(Platform):
         # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
+        _keep_freed_memory()
         self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 
@@ -310,6 +314,20 @@ class CpuPlatform(Platform):
         """Undo the CPU layer."""
         super().deactivate()
         _set_dynamo_disabled(self._dynamo_before)
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what tensors of a step free for those of the next one.
+
+    As it starts, glibc takes tensors above some 100 KiB to 32 MiB from the kernel and gives them
+    back, by a threshold that wanders, and the kernel clears each page anew: up to a tenth of a
+    small model's step. Larger ones still go back. Other C libraries are left as they are, and it
+    stays so for the process, since nobody can ask what was set before.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _set_dynamo_disabled(disabled: str | None) -> str | None:

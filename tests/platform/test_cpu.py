@@ -1,6 +1,8 @@
 """The CPU table against the installed torch, row by row, and what its rows have to do."""
 
 import importlib
+import platform
+import resource
 import time
 from typing import Any
 
@@ -22,8 +24,7 @@ def _value(row: Replacement) -> Any:
 @pytest.fixture
 def originals() -> Any:
     """Each target's value without the table; the table is applied again afterwards."""
-    platform = current_platform()
-    table: ReplacementTable = platform._tables["cpu"]  # type: ignore[attr-defined]
+    table: ReplacementTable = current_platform()._tables["cpu"]  # type: ignore[attr-defined]
     table.undo()
     found = {row.target: _value(row) for row in CPU_ROWS}
     table.apply()
@@ -210,6 +211,21 @@ def test_peak_memory_rises_and_is_reset() -> None:
     assert platform.peak_memory_bytes() > high - 1e6  # the kernel's counts are not exact
     platform.reset_peak_memory()
     assert platform.peak_memory_bytes() < high - 150e6
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own settings")
+@pytest.mark.parametrize("mib", [4, 20])
+def test_what_a_step_frees_is_there_for_the_next_one(mib: int) -> None:
+    def step() -> None:
+        for each in [torch.ones(mib << 18) for _ in range(4)]:
+            each.add_(1)
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < mib << 8  # as many pages as one of the 40 tensors has
 
 
 def test_no_mode_taxes_every_operation() -> None:
