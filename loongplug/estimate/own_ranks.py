@@ -10,7 +10,7 @@ from loongplug.hetero.intervals import Overlap, made_by, overlaps
 from loongplug.hetero.modes import mode_of
 from loongplug.models.entries import encoders
 from loongplug.parallel.layout import Layout
-from loongplug.training.own_ranks import decoder_layout_of
+from loongplug.training.apart import decoder_layout_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class OwnStep:
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunk as this process's."""
-        made = self._engine.place.made_by(rank)
+        made = self._engine.place.made_by(rank, training=True)
         end = EncoderEnd(
             plan=self._engine.plan(
                 encoder_replicas=(0,) * len(self._encoded.units),

@@ -23,7 +23,7 @@ from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.datasets import assignment_of
+from loongplug.training.decoder_data import assignment_of
 
 _NO_COSTS = UnitCosts(blank=Cost(), blank_rows=0, largest=Cost(), largest_rows=0)
 
@@ -234,7 +234,7 @@ class Step:
     def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
         """Of an encoder on ranks of its own."""
         engine, args = self._rank.engine.encoders[encoder], self._args
-        needed = [each for each in engine.place.pieces if rank in each.edge.decoder_ranks]
+        needed = engine.place.needed_by(rank, training=True)
         encoded, count = self._encoded(encoder), len(self._microbatches)
         consumed = received = [0] * count
         if needed:

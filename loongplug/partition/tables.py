@@ -31,8 +31,9 @@ def print_found(found: Found) -> None:
     for name in found.around:
         print(f"{name} works on all stages before and behind the schedule: it is in no stage")
     for name in found.apart:
-        sizes = " + ".join(map(str, found.kept.sizes(name)))
-        print(f"{name}: {sizes} layers")
+        sizes = found.kept.sizes(name)
+        override = f"model.{found.parsed.model.keys[name]}.stage_layers={[*sizes]}"
+        print(f"{name}: {' + '.join(map(str, sizes))} layers ({override.replace(' ', '')})")
     if found.flags:
         instead = f" (in the place of {', '.join(found.replaced)})" if found.replaced else ""
         print(f"flags: {shlex.join(found.flags)}{instead}")

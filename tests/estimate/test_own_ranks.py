@@ -219,7 +219,9 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
     assert [(each.decoder, each.samples) for each in own.made] == decoders
     with as_rank(parsed, own.rank(0)) as here:
         place = here.engine.encoders["image_encoder"].place
-        pieces = [(each.edge.decoder, each.samples) for each in place.made_by(own.rank(0))]
+        pieces = [
+            (each.edge.decoder, each.samples) for each in place.made_by(own.rank(0), training=True)
+        ]
         assert pieces == decoders
         assert not here.engine.decodes
         assert not hasattr(here.chunks[0], "text_decoder")
