@@ -96,6 +96,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "two-encoders-dp2": (2, (SHARDED,)),
+    "two-encoders-one-own-rank": (2, ("model.audio_encoder.rank_offset=1", SHARDED)),
     "two-encoders-full-tp2-pp2": (4, (FULL, TP, "2", PP, "2", SHARDED, *OFFLOAD)),
     "two-encoders-full-and-uniform-pp2": (
         2,
@@ -191,7 +192,7 @@ def holds_what_was_estimated(flags, name, table):
     ranks, more = (CASES | TWO_ENCODERS | OWN_RANKS)[name]
     run = [*flags, *more, "--train-iters", "2"]
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
-    apart = DP in more or FULL in more or name in OWN_RANKS
+    apart = DP in more or FULL in more or any("rank_offset" in each for each in more)
     found = run_ranks(measure, ranks, flags=run, apart=apart, timeout=180.0)
     for stage in stages:
         real, most = found[stage.rank], dict(stage.most)
