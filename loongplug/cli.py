@@ -273,7 +273,7 @@ def estimate(
 @app.command("partition", context_settings=HANDS_ON)
 def partition(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Processes of the decoder, on all machines.")],
+    ranks: Annotated[int, typer.Option(help="Processes, but for those of --encoder-stages.")],
     visual_tokens: Annotated[
         int | None, typer.Option(help="Of each sample, in one image; else as the data have.")
     ] = None,

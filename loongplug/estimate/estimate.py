@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.estimate.ledger import Ledger
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.own_ranks import own_ranks_of, require_one_stage
 from loongplug.estimate.own_step import OwnStep
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
@@ -74,8 +74,12 @@ def estimate(
     optimizer works, which the machine decides; ``on_stage`` is told which of how many stages comes
     next. No collectives; there must be no process group. Makes no tensor with memory that grows
     with the model.
+
+    Raises:
+        ValueError: an encoder on ranks of its own has several pipeline stages.
     """
     own = own_ranks_of(parsed.args, parsed.model)
+    require_one_stage(own, parsed.model)
     stages = parsed.args.pipeline_model_parallel_size
     of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
     every = stages + len(of_encoders)

@@ -26,7 +26,7 @@ def partition(
         ValueError: the flags or the options cannot be used, or there is nothing to split.
     """
     if ranks < 1:
-        raise ValueError(f"--ranks is {ranks}: expected how many the decoder will have, 1 or more")
+        raise ValueError(f"--ranks is {ranks}: expected how many the run will have, 1 or more")
     activate("cpu")  # Megatron, which comes with what is below, asks for the device
     with quiet(), TemporaryDirectory(prefix="loongplug-partition-") as folder:
         from loongplug.partition.found import find

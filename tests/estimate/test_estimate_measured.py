@@ -65,6 +65,7 @@ BF16_GRADIENTS = "--grad-reduce-in-bf16"
 FROZEN = "+model.image_encoder.freeze=True"
 # What encoders keep on the host for grids that they have met counts as theirs on the CPU.
 HOST_TABLES = 30_000
+STEP_COUNTERS = 256  # Adam has one of 4 bytes for each tensor
 COLUMNS = {
     "weights, gradients, optimizer state": (WEIGHTS, GRADIENTS, OPTIMIZER),
     "encoder activations": (ENCODER,),
@@ -95,6 +96,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "two-encoders-dp2": (2, (SHARDED,)),
+    "two-encoders-one-own-rank": (2, ("model.audio_encoder.rank_offset=1", SHARDED)),
     "two-encoders-full-tp2-pp2": (4, (FULL, TP, "2", PP, "2", SHARDED, *OFFLOAD)),
     "two-encoders-full-and-uniform-pp2": (
         2,
@@ -152,7 +154,7 @@ def row(name, stage, real):
         )
         for parts in COLUMNS.values()
     )
-    return f"| {name} | {stage.stage} | " + " | ".join(cells) + " |"
+    return f"| {name} | {stage.place.removeprefix('stage ')} | " + " | ".join(cells) + " |"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,21 +185,22 @@ def test_a_step_with_the_encoder_on_ranks_of_its_own_holds_what_was_estimated(fl
     *decoder, encoder = stages
     assert all(ENCODER not in each.most and INPUT not in each.most for each in decoder)
     assert DECODER not in encoder.most
-    _, more = OWN_RANKS[name]
-    assert (FEATURE_GRADIENTS in encoder.most) == ("model.image_projector.freeze=true" not in more)
+    assert (FEATURE_GRADIENTS in encoder.most) != name.endswith("all-frozen")
 
 
 def holds_what_was_estimated(flags, name, table):
     ranks, more = (CASES | TWO_ENCODERS | OWN_RANKS)[name]
     run = [*flags, *more, "--train-iters", "2"]
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
-    apart = DP in more or FULL in more or name in OWN_RANKS
+    apart = DP in more or FULL in more or any("rank_offset" in each for each in more)
     found = run_ranks(measure, ranks, flags=run, apart=apart, timeout=180.0)
     for stage in stages:
         real, most = found[stage.rank], dict(stage.most)
         table.append(row(name, stage, real))
         for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
-            assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
+            assert most.get(part, 0) == pytest.approx(
+                real.state[part], rel=1e-3, abs=STEP_COUNTERS
+            ), (stage, part)
         # What stages send each other is among what the real decoder's passes made.
         most[DECODER] = most.get(DECODER, 0) + most.pop(PIPELINE, 0)
         for part in (ENCODER, DECODER, INPUT):
@@ -209,7 +212,7 @@ def holds_what_was_estimated(flags, name, table):
         elif stage.stage == 0:  # later ones have features before the schedule only
             assert most.get(FEATURES, 0) == pytest.approx(real.most.get(FEATURES, 0), rel=0.1)
         # Looked at before each pass, when the last one's is not there yet.
-        assert real.most[FEATURE_GRADIENTS] <= most.get(FEATURE_GRADIENTS, 0)
+        assert real.most.get(FEATURE_GRADIENTS, 0) <= most.get(FEATURE_GRADIENTS, 0)
         assert stage.total == pytest.approx(real.total, rel=0.1), (stage, real)
         assert stage.step == pytest.approx(real.step, rel=0.1), (stage, real)
         kept = sum(real.state.values())

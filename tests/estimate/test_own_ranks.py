@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +12,7 @@ from loongplug.estimate.edge_ends import DecoderEnd, EncoderEnd
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
-from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.own_ranks import own_ranks_of, require_one_stage
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
@@ -233,6 +234,16 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
         assert [(each.grids, each.tokens) for each in units[::2]] == [
             (each.grids, each.tokens) for each in first
         ]
+
+
+def test_stages_of_an_encoder_are_refused_in_a_sentence(flags):
+    parsed = parsed_for([*flags, "model.image_encoder.rank_offset=1"], ranks=2)
+    (own,) = own_ranks_of(parsed.args, parsed.model)
+    require_one_stage([own], parsed.model)
+    two = replace(own, layout=replace(own.layout, pp=2))
+    assert [two.rank(stage) for stage in range(2)] == [1, 2]
+    with pytest.raises(ValueError, match=r"^model\.image_encoder has 2 pipeline stages, and only"):
+        require_one_stage([two], parsed.model)
 
 
 RUN = [
