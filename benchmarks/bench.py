@@ -199,5 +199,23 @@ def bench_memory(
         )
 
 
+@bench.command("pipeline")
+def bench_pipeline(
+    table: Annotated[str, typer.Argument(help="modes, published or figure-4a.")],
+    steps: Steps = 3,
+    json_path: Json = None,
+) -> None:
+    """Make a table of modes or of published schedules, with stages that sleep."""
+    with user_errors():
+        from loongplug.verify.runs import preload
+
+        preload("cpu")  # what is below brings Megatron
+        from micro.pipeline_tables import TABLES
+
+        if table not in TABLES:
+            raise ValueError(f"{table}: expected one of {', '.join(TABLES)}.")
+        TABLES[table](steps=steps, json_path=json_path)
+
+
 if __name__ == "__main__":
     bench()

@@ -105,6 +105,9 @@ class Model(nn.Module):
         rows = torch.zeros(0, PIXELS) if media is None else media.rows
         return Features(embeddings=self.get_submodule(entry.name)(rows), deepstack=())
 
+    def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
+        return self.encode(entry, media).packed()
+
 
 class Wires:
     """An exchange of one rank: what arrives are views of one piece of memory."""

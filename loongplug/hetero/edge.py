@@ -1,7 +1,7 @@
 """Features from an encoder on ranks of its own to the decoder, and their gradients back."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,27 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
-from loongplug.hetero.intervals import Overlap
-from loongplug.hetero.placement import ApartEdge
+from loongplug.hetero.placement import Piece
 from loongplug.hetero.routes import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one encoder replica makes of one decoder replica's microbatch: these samples' rows."""
-
-    edge: ApartEdge
-    samples: range
-
-
-def pieces_of(edges: Iterable[ApartEdge], slot: Iterable[Overlap]) -> tuple[Piece, ...]:
-    """Edges between replicas with what goes over them; both in one order."""
-    found = []
-    for edge, overlap in zip(edges, slot, strict=True):
-        assert (edge.encoder, edge.decoder) == (overlap.encoder, overlap.decoder)
-        found.append(Piece(edge=edge, samples=overlap.samples))
-    return tuple(found)
+WINDOW = 2  # microbatches whose features a decoder's rank receives ahead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.entries import Entry
-from loongplug.models.features import Features
 
 WIDTH, LENGTH = 2, 12
 _COUNTS = {"some": (0, 0, 1, 3, LENGTH), "many": (5, LENGTH), "uneven": (0, LENGTH), "none": (0,)}
@@ -98,12 +97,12 @@ class Chunk(nn.Module):
     def trains(self, entry: Entry) -> bool:
         return self.weight.requires_grad
 
-    def encode(self, entry: Entry, media: MediaInput | None) -> Features:
+    def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
         rows = torch.zeros(0, WIDTH) if media is None else media.rows
         made = rows * self.weight
         if made.requires_grad:
             made.register_hook(lambda gradient: self._gradient_came(gradient, rows))
-        return Features(embeddings=made, deepstack=())
+        return made
 
     def _gradient_came(self, gradient: Tensor, rows: Tensor) -> None:
         assert torch.equal(gradient, gradients_of(rows)), "a gradient is another unit's"

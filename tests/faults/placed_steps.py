@@ -26,13 +26,12 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.edge import Edges, Piece, Transport, pieces_of
+from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
-from loongplug.hetero.intervals import overlaps
 from loongplug.hetero.operations import StepPlan
 from loongplug.hetero.pipeline_graph import ahead
-from loongplug.hetero.placement import own_ranks
+from loongplug.hetero.placement import Piece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
@@ -82,7 +81,7 @@ class _Encoder:
         return [each for each in self.pieces if dist.get_rank() in each.edge.encoder_ranks]
 
     def alone(self) -> Any:
-        return self.executor.instead(len(self.made))
+        return self.executor.instead(dict.fromkeys((True, False), len(self.made)))
 
 
 class _World:
@@ -135,11 +134,11 @@ class _World:
         entry = Entry(name=f"encoder {number}", role=Role.ENCODER, into="text_decoder")
         draw, decoder = self.draw, self.decoder
         layout = Layout(tp=drawn.tp, dp=drawn.dp, first_rank=offset)
-        placement = own_ranks(decoder, entry=entry, tp=drawn.tp, dp=drawn.dp, rank_offset=offset)
-        edges = placement.apart_edges(entry.name, micro_batch_size=draw.micro_batch)
-        slot = overlaps(encoders=drawn.dp, decoders=draw.dp, micro_batch_size=draw.micro_batch)
-        pieces = pieces_of(edges, slot)
-        ranks = sorted({*layout.ranks, *(each for edge in edges for each in edge.decoder_ranks)})
+        placement = one_apart(decoder, entry=entry, tp=drawn.tp, dp=drawn.dp, rank_offset=offset)
+        pieces = placement.pieces(entry.name, micro_batch_size=draw.micro_batch)
+        ranks = sorted(
+            {*layout.ranks, *(rank for each in pieces for rank in each.edge.decoder_ranks)}
+        )
         there, back = groups.of("there", ranks), groups.of("back", ranks)
         alike = [] if drawn.tp == 1 else layout.groups("tp")
         if draw.tp > 1 and not draw.sequence_parallel:

@@ -38,10 +38,10 @@ class Row:
 
 
 def _row(aware: tuple[float, ...], unaware: tuple[float, ...], stages: tuple[int, int]) -> Row:
-    both = [
+    first, second = (
         Timed(encoder=(a, b), decoder=(c, d), rate=rate) for a, b, c, d, rate in (aware, unaware)
-    ]
-    return Row(*both, stages=stages)
+    )
+    return Row(aware=first, unaware=second, stages=stages)
 
 
 TABLE_3 = {

@@ -1,0 +1,269 @@
+"""Tables of ``loongplug bench pipeline``: which mode wins when, and two published schedules."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+from published_partitions import MICROBATCHES, TABLE_3, Row, Timed
+from rich.table import Table
+
+from loongplug.bench.pipeline import measure
+from loongplug.bench.pipeline_clock import predicted
+from loongplug.bench.pipeline_figures import CaseFigures, print_cases
+from loongplug.bench.pipeline_work import OWN_RANKS, Case, PacedEncoder
+from loongplug.consoles import table_console
+from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.partition.clock import StageTime, step_time
+
+_TP: Final = 2
+_UNIT: Final = 40.0  # ms of a decoder stage's forward; its backward takes twice as long
+_SLOT: Final = 400.0  # ms of a step for each microbatch in the table of modes, whatever the mode
+_LAYERS: Final = 4  # of a decoder stage, where layers are split evenly
+_ALIKE: Final = 1.03  # modes whose steps are no further apart win together
+_TUNED: Final = "uniform tuned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """``share`` is the encoder's of all work; the decoder has ``pp`` stages of TP2."""
+
+    pp: int
+    microbatches: int
+    share: float
+
+    @property
+    def encoder(self) -> StageTime:
+        """Of a microbatch's media on one rank."""
+        return _stage(self.share / (1 - self.share) * _TP * self.pp)
+
+    def cases(self) -> dict[str, Case]:
+        """Of all modes on as many ranks, by name."""
+        even = self._case("uniform", stages=(_stage(1.0),) * self.pp)
+        found = {
+            "uniform": even,
+            _TUNED: min(map(self._split, range(1, _LAYERS + 1)), key=_clocked),
+        }
+        for mode in ("encoder_hetero_dp", "full_hetero_dp"):
+            found[mode] = self._case(mode, stages=even.stages)
+        found[OWN_RANKS] = min(map(self._apart, range(1, self.pp)), key=_clocked)
+        return {name: _slowed(case) for name, case in found.items()}
+
+    def _split(self, first: int) -> Case:
+        """The first stage has so many layers, and the others share what is left."""
+        left = (_LAYERS * self.pp - first) / (self.pp - 1)
+        stages = [_stage(first / _LAYERS), *[_stage(left / _LAYERS)] * (self.pp - 1)]
+        return self._case("uniform", stages=tuple(stages))
+
+    def _apart(self, without: int) -> Case:
+        """The encoder has the ranks of so many stages, and replicas of one rank each."""
+        stages = self.pp - without
+        return self._case(
+            OWN_RANKS, stages=(_stage(self.pp / stages),) * stages, replicas=_TP * without
+        )
+
+    def _case(self, mode: str, *, stages: tuple[StageTime, ...], replicas: int = 1) -> Case:
+        encoder = PacedEncoder(name="encoder", time=self.encoder, replicas=replicas)
+        return Case(
+            mode=mode,
+            stages=stages,
+            encoders=(encoder,),
+            microbatches=self.microbatches,
+            tp=_TP,
+        )
+
+
+def _stage(times: float) -> StageTime:
+    return StageTime(forward=times * _UNIT, backward=times * 2 * _UNIT)
+
+
+def _slowed(case: Case) -> Case:
+    """The case with all times in one proportion, such that ranks that wake late cost all alike."""
+    times = _SLOT * case.microbatches / _clocked(case)
+    return replace(
+        case,
+        stages=tuple(_times(each, times) for each in case.stages),
+        encoders=tuple(replace(each, time=_times(each.time, times)) for each in case.encoders),
+    )
+
+
+def _times(time: StageTime, factor: float) -> StageTime:
+    return StageTime(forward=time.forward * factor, backward=time.backward * factor)
+
+
+def _clocked(case: Case) -> float:
+    found = predicted(case)
+    assert found is not None, case
+    return found
+
+
+SETTINGS: Final = tuple(
+    Setting(pp=pp, microbatches=microbatches, share=share)
+    for pp, microbatches, share in product((2, 4, 8), (8, 32), (0.1, 0.3, 0.5))
+)
+
+
+def modes_table(*, steps: int, json_path: Path | None) -> None:
+    """Every mode in every setting: times what a step takes if all ranks have the same to do.
+
+    Settings of one number of stages are printed, and written, when they are done.
+    """
+    names = list(SETTINGS[0].cases())
+    print("| PP | microbatches | encoder |", " | ".join([*names, "fastest"]), "|")
+    print("| ---: | ---: | ---: |", " | ".join(["---:"] * len(names) + ["---"]), "|", flush=True)
+    done: list[tuple[str, CaseFigures]] = []
+    for pp in sorted({setting.pp for setting in SETTINGS}):
+        named = [
+            (setting, name, case)
+            for setting in SETTINGS
+            if setting.pp == pp
+            for name, case in setting.cases().items()
+        ]
+        figures = measure([case for _, _, case in named], steps=steps)
+        by_setting: defaultdict[Setting, dict[str, CaseFigures]] = defaultdict(dict)
+        for (setting, name, _), each in zip(named, figures, strict=True):
+            by_setting[setting][name] = each
+            done.append((f"{setting} {name}", each))
+        for setting, found in by_setting.items():
+            print(_row(setting, found), flush=True)
+        _write(json_path, done)
+
+
+def _row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
+    shown = [
+        *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
+        *map(_cell, found.values()),
+        ", ".join(fastest({name: each.over_even for name, each in found.items()})),
+    ]
+    return f"| {' | '.join(shown)} |"
+
+
+def fastest(found: Mapping[str, float]) -> list[str]:
+    """Those of which the figure is no more than 3 % above the least."""
+    least = min(found.values())
+    return [name for name, each in found.items() if each <= least * _ALIKE]
+
+
+def _cell(figures: CaseFigures) -> str:
+    clock = "" if figures.over_predicted is None else f" ({figures.over_predicted:.3f})"
+    return f"{figures.over_even:.2f}{clock}"
+
+
+def published_table(*, steps: int, json_path: Path | None) -> None:
+    """Cornstarch's table 3: rates per GPU, the frozen-aware split over the other one.
+
+    The encoder's stages stand in a row before the decoder's: its ranks are a pipeline of 1F1B.
+    """
+    named = [
+        (f"{name} {split}", case)
+        for name, row in TABLE_3.items()
+        for split, case in zip(("aware", "unaware"), _splits(row), strict=True)
+    ]
+    found = dict(
+        zip((name for name, _ in named), measure([c for _, c in named], steps=steps), strict=True)
+    )
+    table = Table(
+        "model",
+        "ranks, aware and unaware",
+        "ms a step",
+        "measured gain",
+        "by the clock of 1F1B",
+        "published",
+        title="Cornstarch, table 3: rate per GPU of the frozen-aware split over the unaware one",
+    )
+    for name, row in TABLE_3.items():
+        aware, unaware = found[f"{name} aware"], found[f"{name} unaware"]
+        table.add_row(
+            name,
+            f"{aware.case.ranks}, {unaware.case.ranks}",
+            f"{aware.median:,.0f}, {unaware.median:,.0f}",
+            f"{_gain(aware, unaware, lambda each: each.median):.2f}",
+            f"{_gain(aware, unaware, lambda each: _row_time(each.case)):.2f}",
+            f"{row.aware.rate / row.unaware.rate:.2f}",
+        )
+    table_console(least=132).print(table)
+    _write(json_path, list(found.items()))
+
+
+def _splits(row: Row) -> tuple[Case, Case]:
+    def case(timed: Timed, stages: tuple[int, int]) -> Case:
+        encoder, decoder = (
+            StageTime(forward=times[0], backward=times[1])
+            for times in (timed.encoder, timed.decoder)
+        )
+        return Case(
+            mode="uniform",
+            stages=(encoder,) * stages[0] + (decoder,) * stages[1],
+            microbatches=MICROBATCHES,
+        )
+
+    return case(row.aware, row.stages), case(row.unaware, row.inferred())
+
+
+def _row_time(case: Case) -> float:
+    modules = [GraphModule(name="row", stages=len(case.stages))]
+    return step_time(modules, {"row": case.stages}, microbatches=case.microbatches)
+
+
+def _gain(aware: CaseFigures, unaware: CaseFigures, step: Callable[[CaseFigures], float]) -> float:
+    return step(unaware) * unaware.case.ranks / (step(aware) * aware.case.ranks)
+
+
+def figure_4a_table(*, steps: int, json_path: Path | None) -> None:
+    """Six ranks of MIMO's figure 4(a), two encoders and a decoder of three stages.
+
+    There the first encoder has two stages, here two replicas. The other modes have the same work
+    on as many ranks.
+    """
+    unit = 2.0
+    encoders = (
+        PacedEncoder(name="encoder_1", time=_stage(2 * unit), replicas=2),
+        PacedEncoder(name="encoder_2", time=_stage(unit)),
+    )
+    cases = [
+        Case(
+            mode=OWN_RANKS,
+            stages=(_stage(unit),) * 3,
+            encoders=encoders,
+            microbatches=MICROBATCHES,
+        ),
+        *(
+            Case(
+                mode=mode,
+                stages=(_stage(unit / 2),) * 6,
+                encoders=encoders,
+                microbatches=MICROBATCHES,
+            )
+            for mode in ("uniform", "full_hetero_dp")
+        ),
+    ]
+    found = measure(cases, steps=steps)
+    print_cases(found, console=table_console(least=132))
+    _write(json_path, [(each.case.mode, each) for each in found])
+
+
+TABLES: Final[Mapping[str, Callable[..., None]]] = {
+    "modes": modes_table,
+    "published": published_table,
+    "figure-4a": figure_4a_table,
+}
+
+
+def _write(path: Path | None, found: Sequence[tuple[str, CaseFigures]]) -> None:
+    if path is None:
+        return
+    content = {
+        name: {
+            "step": each.step,
+            "empty": each.empty,
+            "predicted": each.predicted,
+            "over_busiest": each.over_busiest,
+            "over_even": each.over_even,
+            "bubbles": each.bubbles,
+        }
+        for name, each in found
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

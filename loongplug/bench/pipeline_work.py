@@ -1,0 +1,165 @@
+"""What ``loongplug bench pipeline`` runs: times of stages and encoders, in a mode. Pure."""
+
+from argparse import Namespace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import isfinite, lcm
+from typing import Any, Final
+
+from loongplug.hetero.modes import NAMED, Mode, mode_of
+from loongplug.models.entries import Entry, Role, checked
+from loongplug.parallel.layout import Layout
+from loongplug.parallel.states import TEXT_DECODER
+from loongplug.partition.clock import StageTime
+
+OWN_RANKS: Final = "own_ranks"  # the mode that rank_offset asks for, which has no name in a YAML
+MODES: Final = (*NAMED, OWN_RANKS)
+_DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedEncoder:
+    """An encoder that sleeps: ``time`` is what one rank takes for a microbatch's media, in ms.
+
+    ``tp`` ranks share that evenly; None for as many as the mode has where a YAML says nothing.
+    ``replicas`` count where it has ranks of its own: each takes its share of every microbatch.
+    """
+
+    name: str
+    time: StageTime
+    tp: int | None = None
+    replicas: int = 1
+
+    @property
+    def entry(self) -> Entry:
+        """As the product's modules know it."""
+        return Entry(name=self.name, role=Role.ENCODER, media=("image",), into=TEXT_DECODER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step: its mode, by one of ``MODES``, and times in ms of a microbatch.
+
+    ``stages`` are the decoder's, by stage, of each of the ``tp`` ranks of one; with ``chunks``
+    virtual stages, a rank's time is divided among its own evenly.
+
+    Raises:
+        ValueError: the mode is unknown, a number is too small for it, or two encoders have a name.
+    """
+
+    mode: str
+    stages: tuple[StageTime, ...]
+    encoders: tuple[PacedEncoder, ...] = ()
+    microbatches: int
+    tp: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"--mode {self.mode}: expected one of {', '.join(MODES)}.")
+        checked([*(each.entry for each in self.encoders), _DECODER])
+        numbers = {
+            "--microbatches": self.microbatches,
+            "--tp": self.tp,
+            "--virtual-stages": self.chunks,
+            "--pp": len(self.stages),
+        }
+        for flag, number in numbers.items():
+            if number < 1:
+                raise ValueError(f"{flag} is {number}: expected at least 1.")
+        if self.chunks > 1 and (len(self.stages) == 1 or self.microbatches % len(self.stages)):
+            raise ValueError(
+                f"--virtual-stages {self.chunks} at --pp {len(self.stages)} and --microbatches "
+                f"{self.microbatches}: expected two stages or more, and a multiple of their number."
+            )
+
+    @property
+    def decoder(self) -> Layout:
+        """On the first ranks."""
+        return Layout(tp=self.tp, pp=len(self.stages))
+
+    @property
+    def apart(self) -> bool:
+        """Whether encoders have ranks of their own, behind the decoder's and one another's."""
+        return self.mode == OWN_RANKS
+
+    @property
+    def ranks(self) -> int:
+        """Processes, most of which sleep at any time."""
+        own = sum(self.encoder_tp(each) * each.replicas for each in self.encoders)
+        return self.decoder.world_size + (own if self.apart else 0)
+
+    @property
+    def samples(self) -> int:
+        """Of a microbatch: as few as give each encoder replica on ranks of its own one."""
+        return lcm(*(each.replicas for each in self.encoders)) if self.apart else 1
+
+    @property
+    def site(self) -> Hashable:
+        """Cases of one site can be run in the same process groups, one behind the other."""
+        encoders = [(e.name, e.tp, e.replicas, e.time.backward > 0) for e in self.encoders]
+        return self.mode, self.tp, len(self.stages), self.chunks, tuple(encoders)
+
+    def mode_of(self, encoder: PacedEncoder) -> Mode:
+        """The product's, for one of the case's encoders."""
+        if not self.apart:
+            return NAMED[self.mode]
+        before = self.encoders[: self.encoders.index(encoder)]
+        offset = self.decoder.world_size + sum((each.tp or 1) * each.replicas for each in before)
+        yaml: Any = Namespace(
+            rank_offset=offset,
+            data_parallel_size=encoder.replicas,
+            pipeline_model_parallel_size=1,
+        )
+        return mode_of(Namespace(), yaml)
+
+    def encoder_tp(self, encoder: PacedEncoder) -> int:
+        """How many ranks share a unit of it."""
+        return encoder.tp or self.mode_of(encoder).encoder_tp or self.tp
+
+
+def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:
+    """From "10/20" for all stages, or "10/20,5/10" with one for each.
+
+    Raises:
+        ValueError: that is not what ``text`` is.
+    """
+    found = [_parse_time(each, flag="--decoder") for each in text.split(",")]
+    if len(found) not in (1, pp):
+        raise ValueError(
+            f"--decoder {text} has the times of {len(found)} stages: expected one for all, or one "
+            f"for each of the {pp}."
+        )
+    return tuple(found * pp if len(found) == 1 else found)
+
+
+def parse_encoder(text: str) -> PacedEncoder:
+    """From "NAME=10/20", or "NAME=10/20x2" with two replicas on ranks of their own.
+
+    Raises:
+        ValueError: that is not what ``text`` is.
+    """
+    name, equals, rest = text.partition("=")
+    times, _, replicas = rest.partition("x")
+    if (
+        not name.isidentifier()
+        or not equals
+        or not (replicas or "1").isdecimal()
+        or replicas == "0"
+    ):
+        raise ValueError(f"--encoder {text}: expected NAME=FORWARD/BACKWARD, or with xREPLICAS.")
+    time = _parse_time(times, flag="--encoder")
+    return PacedEncoder(name=name, time=time, replicas=int(replicas or 1))
+
+
+def _parse_time(text: str, *, flag: str) -> StageTime:
+    parts: Sequence[str] = text.split("/")
+    try:
+        forward, backward = map(float, parts)
+    except ValueError:
+        forward = backward = -1.0
+    if not (0 <= forward < 60_000 and 0 <= backward < 60_000 and isfinite(forward + backward)):
+        raise ValueError(
+            f"{flag} {text}: expected the milliseconds of a forward and of a backward, as 10/20."
+        )
+    return StageTime(forward=forward, backward=backward)

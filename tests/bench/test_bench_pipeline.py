@@ -1,0 +1,289 @@
+"""The bench with stages that sleep: arithmetic, picture, and steps as long as they shall be."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from loongplug.bench.pipeline import bench_pipeline, measure
+from loongplug.bench.pipeline_clock import predicted
+from loongplug.bench.pipeline_figures import (
+    CaseFigures,
+    case_figures,
+    print_cases,
+    timeline,
+    write_json,
+)
+from loongplug.bench.pipeline_ranks import RankFigures
+from loongplug.bench.pipeline_work import (
+    MODES,
+    OWN_RANKS,
+    Case,
+    PacedEncoder,
+    parse_encoder,
+    parse_stages,
+)
+from loongplug.cli import app
+from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.observe.trace_file import TraceEvent
+from loongplug.partition.clock import StageTime, step_time
+from loongplug.verify.runs import preload
+
+MS = 1_000_000
+STAGE = StageTime(forward=10, backward=20)
+SEEING = PacedEncoder(name="eyes", time=StageTime(forward=6, backward=12))
+
+
+def case(mode: str, *, pp: int = 2, encoders=(SEEING,), microbatches: int = 4, **options) -> Case:
+    return Case(
+        mode=mode,
+        stages=(STAGE,) * pp,
+        encoders=tuple(encoders),
+        microbatches=microbatches,
+        **options,
+    )
+
+
+def frozen(encoder: PacedEncoder) -> PacedEncoder:
+    return PacedEncoder(name=encoder.name, time=StageTime(forward=encoder.time.forward, backward=0))
+
+
+@pytest.mark.quick
+def test_options_are_times():
+    assert parse_stages("10/20", pp=3) == (STAGE,) * 3
+    assert parse_stages("10/20,1.5/0", pp=2) == (STAGE, StageTime(forward=1.5, backward=0))
+    assert parse_encoder("eyes=6/12") == SEEING
+    assert parse_encoder("eyes=6/12x3").replicas == 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["10", "10/20/30", "a/b", "-1/2", "nan/1", "inf/1", "", "1e9/1"])
+def test_what_are_no_times_is_one_sentence(text):
+    with pytest.raises(ValueError, match="expected the milliseconds") as caught:
+        parse_stages(text, pp=1)
+    assert str(caught.value).count(".") == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["6/12", "=6/12", "e.1=6/12", "eyes", "eyes=6/12x0"])
+def test_what_is_no_encoder_is_one_sentence(text):
+    with pytest.raises(ValueError, match=r"expected NAME=FORWARD/BACKWARD|the milliseconds"):
+        parse_encoder(text)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "fast"}, "--mode fast: expected one of uniform, "),
+        ({"mode": "uniform", "encoders": [SEEING, SEEING]}, "two modules of the model are called"),
+        ({"mode": "uniform", "microbatches": 0}, "--microbatches is 0"),
+        ({"mode": "uniform", "tp": 0}, "--tp is 0"),
+        ({"mode": "uniform", "chunks": 0}, "--virtual-stages is 0"),
+        ({"mode": "uniform", "pp": 1, "chunks": 2}, "expected two stages or more"),
+        ({"mode": "uniform", "microbatches": 3, "chunks": 2}, "a multiple of their number"),
+    ],
+)
+def test_cases_that_cannot_be_run(options, said):
+    with pytest.raises(ValueError, match=said):
+        case(**options)
+
+
+@pytest.mark.quick
+def test_ranks_of_its_own_lie_behind_one_another():
+    hearing = PacedEncoder(name="ears", time=STAGE, replicas=3)
+    seeing = PacedEncoder(name="eyes", time=STAGE, replicas=2, tp=2)
+    found = case(OWN_RANKS, tp=2, encoders=[seeing, hearing])
+    assert found.ranks == 4 + 4 + 3
+    assert found.samples == 6
+    offsets = [found.mode_of(each).place.keywords["rank_offset"] for each in (seeing, hearing)]
+    assert offsets == [4, 8]
+    assert case("full_hetero_dp", tp=2, encoders=[seeing, hearing]).ranks == 4
+
+
+@pytest.mark.quick
+def test_the_clock_agrees_with_steps_by_hand():
+    """1F1B of p equal stages takes (m + p - 1) times forward and backward."""
+    assert predicted(case("uniform", encoders=[])) == 5 * 30
+    # Stage 0: F0 0-16, F1 16-32, B0 46-78, and from there on no wait. Stage 1: F0 16-26, B0 26-46.
+    assert predicted(case("uniform")) == 4 * 48 + 14
+    # Half of the encoder: F0 0-13, F1 13-26, B0 43-69, F2 69-82, B1 82-108, F3 108-121, B2 121-147,
+    # B3 151-177, which stage 1 does from 121 to 151.
+    assert predicted(case("uniform", tp=2)) == 177
+    # Encoded at 0 and at 66, behind B0; the encoder's backward within B1 and B3.
+    assert predicted(case("encoder_hetero_dp", tp=2)) == 186
+    # Two units to each of two ranks, before the schedule and behind it.
+    assert predicted(case("full_hetero_dp")) == 5 * 30 + 2 * 18
+    assert predicted(case("full_hetero_dp", tp=2, microbatches=5)) == 6 * 30 + 2 * 18
+    # A stage more of half the time, where two replicas share each microbatch.
+    two = PacedEncoder(name="eyes", time=StageTime(forward=20, backward=40), replicas=2)
+    assert predicted(case(OWN_RANKS, encoders=[two])) == 6 * 30
+    assert predicted(case("uniform", chunks=2)) is None
+
+
+@pytest.mark.quick
+def test_the_clock_is_that_of_partition_where_no_send_waits_long():
+    """Of figure 4(a) of the MIMO paper with one stage each, and of stages that are unequal."""
+    pair = [PacedEncoder(name="eyes", time=STAGE), PacedEncoder(name="ears", time=STAGE)]
+    graph = [
+        *(GraphModule(name=each.name, stages=1, into="text") for each in pair),
+        GraphModule(name="text", stages=3),
+    ]
+    times = {"eyes": [STAGE], "ears": [STAGE], "text": [STAGE] * 3}
+    alone = case(OWN_RANKS, pp=3, encoders=pair, microbatches=24)
+    assert predicted(alone) == step_time(graph, times, microbatches=24) == (24 + 3) * 30
+    for slow_stage in range(4):
+        stages = [STAGE] * 4
+        stages[slow_stage] = StageTime(forward=17, backward=31)
+        row = Case(mode="uniform", stages=tuple(stages), microbatches=12)
+        free = step_time([GraphModule(name="row", stages=4)], {"row": stages}, microbatches=12)
+        assert free <= predicted(row) <= 1.03 * free
+
+
+def event(phase: str, start: int, end: int, step: int = 3) -> TraceEvent:
+    return TraceEvent(
+        phase=phase, name=phase, start=start * MS, end=end * MS, step=step, details={}
+    )
+
+
+def drawn() -> CaseFigures:
+    """Two empty steps, then one of 100 ms and one of 60, for two ranks."""
+    first = (
+        *(event("step", 0, 9, 1), event("step", 10, 12, 2), event("step", 100, 190)),
+        *(event("encoder_forward", 100, 120), event("forward", 120, 150)),
+        *(event("exchange", 110, 115), event("step", 300, 360, 4), event("forward", 300, 330, 4)),
+    )
+    second = (
+        *(event("step", 0, 9, 1), event("step", 10, 13, 2), event("step", 110, 200)),
+        *(event("backward", 160, 180), event("encoder_backward", 180, 200)),
+        *(event("step", 300, 350, 4), event("backward", 300, 345, 4)),
+    )
+    return case_figures(
+        case("uniform"),
+        [
+            RankFigures(place={"pp": 0}, events=first, work=(0, 0, 50, 30)),
+            RankFigures(place={"pp": 1}, events=second, work=(0, 0, 40, 20)),
+        ],
+    )
+
+
+@pytest.mark.quick
+def test_ratios_and_bubbles_are_of_the_window_of_all_ranks():
+    found = drawn()
+    assert found.step == (100, 60)
+    assert found.empty == 3
+    assert found.median == 80
+    assert found.work == (30, 20)
+    assert found.over_busiest == pytest.approx(80 / 30)
+    assert found.over_even == pytest.approx(80 / 25)
+    # An exchange is no work, though it be within an encoder's forward.
+    assert found.bubbles == pytest.approx(((0.55 + 0.5) / 2, (0.6 + 0.25) / 2))
+    assert found.over_predicted == pytest.approx(80 / 206)
+
+
+@pytest.mark.quick
+def test_a_picture_has_a_letter_for_what_took_most_of_a_column():
+    assert timeline(drawn().shown, width=10) == ["ffFFF.....", "......BBbb"]
+    assert timeline(drawn().shown, width=4) == ["fF..", "..Bb"]
+
+
+@pytest.mark.quick
+def test_tables_and_json_hold_every_case(tmp_path):
+    shown = StringIO()
+    print_cases([drawn()], console=Console(file=shown, width=132))
+    assert "80 (60 to 100)" in shown.getvalue()
+    write_json(tmp_path / "figures.json", [drawn()])
+    (content,) = json.loads((tmp_path / "figures.json").read_text())
+    assert content["case"]["encoders"][0]["time"] == {"forward": 6, "backward": 12}
+    assert content["bubbles"] == pytest.approx([0.525, 0.425])
+
+
+@pytest.mark.quick
+def test_no_steps_are_refused():
+    with pytest.raises(ValueError, match="--steps is 0"):
+        bench_pipeline(
+            modes=(),
+            decoder="1/1",
+            encoders=(),
+            pp=1,
+            tp=1,
+            chunks=1,
+            microbatches=1,
+            steps=0,
+            json_path=None,
+            pictures=None,
+        )
+
+
+@pytest.mark.quick
+def test_options_reach_the_measurement(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "loongplug.bench.pipeline.bench_pipeline", lambda **options: calls.append(options)
+    )
+    line = "bench pipeline --mode uniform --mode own_ranks --decoder 1/2,3/4 --encoder e=5/6x2"
+    more = "--pp 2 --tp 3 --virtual-stages 4 --microbatches 8 --steps 9 --json j --pictures p"
+    found = CliRunner().invoke(app, [*line.split(), *more.split()])
+    assert found.exit_code == 0, found.output
+    assert calls == [
+        {
+            "modes": ["uniform", "own_ranks"],
+            "decoder": "1/2,3/4",
+            "encoders": ["e=5/6x2"],
+            "pp": 2,
+            "tp": 3,
+            "chunks": 4,
+            "microbatches": 8,
+            "steps": 9,
+            "json_path": Path("j"),
+            "pictures": Path("p"),
+        }
+    ]
+
+
+def counted(figures: CaseFigures, phase: str) -> list[int]:
+    """How often each rank did something in the shown step."""
+    return [sum(each.phase == phase for each in trace.events) for trace in figures.shown]
+
+
+SLOW = StageTime(forward=60, backward=120)  # beside which a busy machine's delays are small
+
+
+def slow(mode: str) -> Case:
+    encoder = PacedEncoder(name="eyes", time=SLOW)
+    return Case(mode=mode, stages=(SLOW, SLOW), encoders=(encoder,), microbatches=4)
+
+
+def test_two_ranks_take_as_long_as_the_clock_says():
+    preload("cpu")
+    uniform, separated = measure([slow("uniform"), slow("full_hetero_dp")], steps=2)
+    for each in (uniform, separated):
+        clock = predicted(each.case)
+        assert 0.99 * clock <= min(each.step) <= 1.15 * clock
+        assert counted(each, "forward") == counted(each, "backward") == [4, 4]
+    # The modes are further from each other than from the clock.
+    assert predicted(uniform.case) >= 1.17 * predicted(separated.case)
+    assert counted(uniform, "encoder_backward") == [4, 0]
+    assert counted(separated, "encoder_backward") == [2, 2]
+    assert uniform.work == (4 * 360, 4 * 180)
+    assert separated.work == (1080, 1080)
+    assert uniform.bubbles[0] + 0.3 < uniform.bubbles[1]
+    assert separated.bubbles[0] == pytest.approx(separated.bubbles[1], abs=0.1)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_does_all_work(mode, chunks):
+    """Each unit is encoded once, or by all ranks that share it; nobody hangs."""
+    preload("cpu")
+    pair = PacedEncoder(name="eyes", time=STAGE, replicas=2)
+    here = case(
+        mode, tp=2, encoders=[pair, frozen(PacedEncoder(name="ears", time=STAGE))], chunks=chunks
+    )
+    (found,) = measure([here], steps=1)
+    assert sum(found.work) == pytest.approx(4 * (4 * 30 + 30 + 10))
+    assert found.median >= 0.99 * (predicted(here) or max(found.work))

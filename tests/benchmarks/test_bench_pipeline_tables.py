@@ -1,0 +1,48 @@
+"""Tables with stages that sleep: settings of equal work on equally many ranks."""
+
+import pytest
+from bench import bench
+from micro.pipeline_tables import SETTINGS, TABLES, Setting, fastest
+from typer.testing import CliRunner
+
+from loongplug.bench.pipeline_clock import predicted
+from loongplug.bench.pipeline_work import Case
+
+pytestmark = pytest.mark.quick
+
+
+def work(case: Case) -> float:
+    """Milliseconds of all ranks for a microbatch."""
+    decoder = sum(each.forward + each.backward for each in case.stages) * case.tp
+    return decoder + sum(each.time.forward + each.time.backward for each in case.encoders)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_modes_have_work_in_one_proportion_on_as_many_ranks(setting):
+    cases = setting.cases()
+    assert len(cases) == 5
+    for case in cases.values():
+        assert case.ranks == 2 * setting.pp
+        assert case.microbatches == setting.microbatches
+        (encoder,) = case.encoders
+        both = encoder.time.forward + encoder.time.backward
+        assert both / work(case) == pytest.approx(setting.share)
+        assert predicted(case) == pytest.approx(400 * case.microbatches)
+
+
+def test_what_is_chosen_is_the_best_by_the_clock():
+    cases = Setting(pp=4, microbatches=32, share=0.3).cases()
+    first, second, *_ = cases["uniform tuned"].stages
+    assert first.forward < 0.5 * second.forward
+    (encoder,) = cases["own_ranks"].encoders
+    assert (encoder.replicas, len(cases["own_ranks"].stages)) == (2, 3)
+
+
+def test_the_fastest_are_alike_within_3_percent():
+    assert fastest({"a": 102.0, "b": 100.0, "c": 104.0}) == ["a", "b"]
+
+
+def test_a_table_that_is_not_there_is_one_sentence():
+    found = CliRunner().invoke(bench, ["pipeline", "table-9"])
+    assert found.exit_code == 1
+    assert f"expected one of {', '.join(TABLES)}." in found.output
