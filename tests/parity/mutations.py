@@ -383,6 +383,9 @@ def _gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _replicas(placement: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    """Those of one model replica; an encoder on ranks of its own is in none."""
+    if placement.is_apart(name):
+        return ()
     replicas: tuple[tuple[int, ...], ...] = placement.edge(
         name, rank=placement.entry(name).layout.first_rank
     ).replicas
