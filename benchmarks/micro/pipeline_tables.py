@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from published_partitions import MICROBATCHES, TABLE_3, Row, Timed
-from rich.table import Table
 
 from loongplug.bench.pipeline import measure
 from loongplug.bench.pipeline_clock import predicted
 from loongplug.bench.pipeline_figures import CaseFigures, print_cases
 from loongplug.bench.pipeline_work import OWN_RANKS, Case, PacedEncoder
 from loongplug.consoles import table_console
-from loongplug.hetero.pipeline_graph import GraphModule
-from loongplug.partition.clock import StageTime, step_time
+from loongplug.partition.clock import StageTime
 
 _TP: Final = 2
 _UNIT: Final = 40.0  # ms of a decoder stage's forward; its backward takes twice as long
@@ -109,11 +107,13 @@ SETTINGS: Final = tuple(
 def modes_table(*, steps: int, json_path: Path | None) -> None:
     """Every mode in every setting: times what a step takes if all ranks have the same to do.
 
-    Settings of one number of stages are printed, and written, when they are done.
+    Settings of one number of stages are printed, and written, when they are done. What a machine
+    does beside only makes steps longer, so that the shortest one of each case stands for it.
     """
     names = list(SETTINGS[0].cases())
-    print("| PP | microbatches | encoder |", " | ".join([*names, "fastest"]), "|")
-    print("| ---: | ---: | ---: |", " | ".join(["---:"] * len(names) + ["---"]), "|", flush=True)
+    headings = ["PP", "microbatches", "encoder", *names, "fastest", "by the clock"]
+    print(f"| {' | '.join(headings)} |")
+    print(f"| {' | '.join(['---:'] * (3 + len(names)) + ['---'] * 2)} |", flush=True)
     done: list[tuple[str, CaseFigures]] = []
     for pp in sorted({setting.pp for setting in SETTINGS}):
         named = [
@@ -128,15 +128,18 @@ def modes_table(*, steps: int, json_path: Path | None) -> None:
             by_setting[setting][name] = each
             done.append((f"{setting} {name}", each))
         for setting, found in by_setting.items():
-            print(_row(setting, found), flush=True)
+            print(_mode_row(setting, found), flush=True)
         _write(json_path, done)
 
 
-def _row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
+def _mode_row(setting: Setting, found: Mapping[str, CaseFigures]) -> str:
+    even = {name: sum(each.work) / len(each.work) for name, each in found.items()}
+    measured = {name: min(each.step) / even[name] for name, each in found.items()}
+    clocked = {name: _clocked(each.case) / even[name] for name, each in found.items()}
     shown = [
         *(str(setting.pp), str(setting.microbatches), f"{setting.share:.0%}"),
-        *map(_cell, found.values()),
-        ", ".join(fastest({name: each.over_even for name, each in found.items()})),
+        *(f"{measured[name]:.2f} ({measured[name] / clocked[name]:.2f})" for name in found),
+        *(", ".join(fastest(each)) for each in (measured, clocked)),
     ]
     return f"| {' | '.join(shown)} |"
 
@@ -147,44 +150,33 @@ def fastest(found: Mapping[str, float]) -> list[str]:
     return [name for name, each in found.items() if each <= least * _ALIKE]
 
 
-def _cell(figures: CaseFigures) -> str:
-    clock = "" if figures.over_predicted is None else f" ({figures.over_predicted:.3f})"
-    return f"{figures.over_even:.2f}{clock}"
-
-
 def published_table(*, steps: int, json_path: Path | None) -> None:
     """Cornstarch's table 3: rates per GPU, the frozen-aware split over the other one.
 
-    The encoder's stages stand in a row before the decoder's: its ranks are a pipeline of 1F1B.
+    The encoder's stages stand in a row before the decoder's: its ranks are a pipeline of 1F1B. The
+    shortest of the steps counts, as in the table of modes.
     """
     named = [
         (f"{name} {split}", case)
         for name, row in TABLE_3.items()
         for split, case in zip(("aware", "unaware"), _splits(row), strict=True)
     ]
-    found = dict(
-        zip((name for name, _ in named), measure([c for _, c in named], steps=steps), strict=True)
-    )
-    table = Table(
-        "model",
-        "ranks, aware and unaware",
-        "ms a step",
-        "measured gain",
-        "by the clock of 1F1B",
-        "published",
-        title="Cornstarch, table 3: rate per GPU of the frozen-aware split over the unaware one",
-    )
+    figures = measure([case for _, case in named], steps=steps)
+    found = {name: each for (name, _), each in zip(named, figures, strict=True)}
+    print("| model | ranks | ms a step | over the clock | gain | by the clock | published |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, row in TABLE_3.items():
-        aware, unaware = found[f"{name} aware"], found[f"{name} unaware"]
-        table.add_row(
+        both = [found[f"{name} {split}"] for split in ("aware", "unaware")]
+        shown = [
             name,
-            f"{aware.case.ranks}, {unaware.case.ranks}",
-            f"{aware.median:,.0f}, {unaware.median:,.0f}",
-            f"{_gain(aware, unaware, lambda each: each.median):.2f}",
-            f"{_gain(aware, unaware, lambda each: _row_time(each.case)):.2f}",
+            ", ".join(str(each.case.ranks) for each in both),
+            ", ".join(f"{min(each.step):,.0f}" for each in both),
+            ", ".join(f"{min(each.step) / _clocked(each.case):.2f}" for each in both),
+            f"{_gain(both, lambda each: min(each.step)):.2f}",
+            f"{_gain(both, lambda each: _clocked(each.case)):.2f}",
             f"{row.aware.rate / row.unaware.rate:.2f}",
-        )
-    table_console(least=132).print(table)
+        ]
+        print(f"| {' | '.join(shown)} |")
     _write(json_path, list(found.items()))
 
 
@@ -203,13 +195,9 @@ def _splits(row: Row) -> tuple[Case, Case]:
     return case(row.aware, row.stages), case(row.unaware, row.inferred())
 
 
-def _row_time(case: Case) -> float:
-    modules = [GraphModule(name="row", stages=len(case.stages))]
-    return step_time(modules, {"row": case.stages}, microbatches=case.microbatches)
-
-
-def _gain(aware: CaseFigures, unaware: CaseFigures, step: Callable[[CaseFigures], float]) -> float:
-    return step(unaware) * unaware.case.ranks / (step(aware) * aware.case.ranks)
+def _gain(both: Sequence[CaseFigures], step: Callable[[CaseFigures], float]) -> float:
+    aware, unaware = (step(each) * each.case.ranks for each in both)
+    return unaware / aware
 
 
 def figure_4a_table(*, steps: int, json_path: Path | None) -> None:
