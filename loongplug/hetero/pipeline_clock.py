@@ -90,6 +90,15 @@ class Step:
         return cost.forward + cost.backward if self.trains else cost.forward
 
     @cached_property
+    def names(self) -> tuple[tuple[int, int], ...]:
+        """All pieces in order, by microbatch and place in it."""
+        return tuple(
+            (microbatch, piece)
+            for microbatch, pieces in enumerate(self.pieces)
+            for piece in range(len(pieces))
+        )
+
+    @cached_property
     def decoding(self) -> tuple[int, ...]:
         """What the decoder takes on each stage."""
         return tuple(sum(map(self.cost, passes)) for passes in self.passes)
@@ -143,8 +152,11 @@ class Times:
 def simulate(step: Step, plan: EncoderPlan) -> Times | None:
     """A step on the clock; None where ranks wait for one another for ever."""
     clock = _Clock(step, plan)
-    while any([clock.runs(stage) for stage in range(len(step.passes))]):
-        pass
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(len(step.passes)):
+            moved = clock.runs(stage) or moved
     return clock.read()
 
 

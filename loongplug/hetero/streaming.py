@@ -1,4 +1,4 @@
-"""Who encodes which piece when, so that encoders work while the decoder's pipeline would wait. Pure.
+"""Who encodes which piece when, so that encoders work while the decoder would wait. Pure.
 
 In full separation all ranks of a model replica encode before the decoder's schedule and go backward
 behind it, and the pipeline's bubble is wasted. :func:`streamed` puts encoder work into it: stages
@@ -43,41 +43,36 @@ _PLACED, _LEAST = 14_000, 6
 
 
 def streamed(step: Step) -> EncoderPlan:
-    """The fastest plan found by the clock: ``separated``'s where none is faster.
+    """The fastest plan found: :func:`separated`'s where none is faster by the clock.
 
     That is also where there is one stage, whose pipeline never waits.
     """
-    best, time = separated(step), None
-    fallback = simulate(step, best)
-    assert fallback is not None
+    best = separated(step)
+    times = simulate(step, best)
+    assert times is not None, "phases one behind the other"
     if len(step.passes) == 1 or not any(step.pieces):
         return best
-    tails = _tails(step)
-    size = sum(map(len, step.passes)) + (1 + step.trains) * sum(map(len, step.pieces))
-    tries = max(_LEAST, _PLACED // size)
-    waiting, tried = deque(_FIRST), set[_Habits]()
-    fastest = fallback.step
-    while waiting and len(tried) < tries:
+    fastest, tails = times.step, _tails(step)
+    placed = sum(map(len, step.passes)) + (1 + step.trains) * sum(map(len, step.pieces))
+    drafts: dict[_Habits, int] = {}  # and when they end
+    waiting = deque(_FIRST)
+    while waiting and len(drafts) < max(_LEAST, _PLACED // placed):
         habits = waiting.popleft()
-        if habits in tried:
-            continue
-        tried.add(habits)
         draft = _Draft(step, tails, habits)
         draft.fill()
-        if time is None or draft.ends < time:
-            time = draft.ends
-            closest = habits
-            if draft.ends < fastest:
-                best, fastest = draft.plan(), draft.ends
+        drafts[habits] = draft.ends
+        if draft.ends < fastest:
+            best, fastest = draft.plan(), draft.ends
         if not waiting:
-            waiting.extend(closest.neighbours())
+            closest = min(drafts, key=drafts.__getitem__)
+            waiting.extend(each for each in closest.neighbours() if each not in drafts)
     return best
 
 
 def separated(step: Step) -> EncoderPlan:
     """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
-    names = [(k, piece) for k, pieces in enumerate(step.pieces) for piece in range(len(pieces))]
-    costs = [step.encoding(microbatch, piece) for microbatch, piece in names]
+    names = step.names
+    costs = [step.encoding(*name) for name in names]
     work: list[list[EncoderWork]] = [[] for _ in step.replicas]
     owners = balanced(costs, len(step.replicas), threshold=0)
     for forward in (True, False) if step.trains else (True,):
@@ -136,11 +131,11 @@ class _Draft:
     def __init__(self, step: Step, tails: dict[DecoderPass, int], habits: _Habits) -> None:
         self._step, self._tails, self._urgent = step, tails, habits.urgent
         replicas = range(len(step.replicas))
-        costs = [cost for pieces in step.pieces for cost in pieces]
+        costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(replicas)
         piece = max(cost.backward if step.trains else cost.forward for cost in costs)
         self._target = max(tails.values()) + phase * habits.start // 16 + piece * habits.late // 4
-        encoding = [step.encoding(k, n) for k, each in enumerate(step.pieces) for n in range(len(each))]
+        encoding = [step.encoding(*name) for name in step.names]
         decoding = [step.decoding[stage] for stage in step.replicas]
         mean = -(-(sum(encoding) + sum(decoding)) // len(replicas))
         extra = max(encoding) * habits.extra // 2
@@ -150,9 +145,7 @@ class _Draft:
         self._ready = [False for _ in replicas]  # for the next pass
         self._next = [0 for _ in step.passes]
         self._ends: dict[DecoderPass, int] = {}
-        self._to_encode = deque(
-            (k, piece) for k, pieces in enumerate(step.pieces) for piece in range(len(pieces))
-        )
+        self._to_encode = deque(step.names)
         self._missing = [len(pieces) for pieces in step.pieces]
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
