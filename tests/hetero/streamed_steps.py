@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from simulated import Exchange, Move, Rank
 from hypothesis import strategies as st
+from simulated import Exchange, Move, Rank
 
 from loongplug.estimate.schedule import Pipeline, pieces
 from loongplug.hetero.pipeline_clock import (

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from streamed_steps import FORWARD, even, passes, steps
 from hypothesis import given
+from streamed_steps import FORWARD, even, passes, steps
 
 from loongplug.hetero.pipeline_clock import (
     EncoderPlan,

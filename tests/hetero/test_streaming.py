@@ -5,11 +5,11 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
-from simulated import finish
-from streamed_steps import Traffic, busiest, even, steps
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pace import times_slower
+from simulated import finish
+from streamed_steps import Traffic, busiest, even, steps
 
 from loongplug.hetero.pipeline_clock import (
     EncoderPlan,
