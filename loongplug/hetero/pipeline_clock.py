@@ -48,7 +48,8 @@ class Step:
 
     Args:
         pieces: of each microbatch, in the order of its rows; none for one without media.
-        replicas: the stage that each encoder replica lies on.
+        replicas: the stage that each encoder replica lies on; each stage has at least one. One
+            that is spread over several stages has no place here.
         passes: of each stage, in Megatron's order (``estimate/schedule.py``).
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
@@ -61,6 +62,14 @@ class Step:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     trains: bool = True
+
+    def __post_init__(self) -> None:
+        stages = len(self.passes)
+        assert {*self.replicas} == {*range(stages)}, f"{self.replicas} on {stages} stages"
+        assert len(self.forward) == len(self.backward)
+        assert len(self.forward) % stages == 0, f"{len(self.forward)} places on {stages} stages"
+        each = 2 * len(self.pieces) * len(self.forward) // stages
+        assert all(len(passes) == each for passes in self.passes), "not a step's passes"
 
     def cost(self, one: DecoderPass) -> int:
         """Of a pass."""

@@ -11,17 +11,10 @@ this order, and goes backward through them in this order; the first stage takes 
 gradients back in the order of its forwards and backwards of the first chunk, which is the same. So
 the sends and receives of a pair of ranks are in one order on both sides, in each direction.
 
-How an executor is to use a plan. ``Encode``, ``TakeFeatures``, ``KeepGradient`` and
-``EncoderBackward`` (:mod:`~loongplug.hetero.operations`) stay, with pieces in the place of units.
-In the place of the two collective operations come four of one piece each: its features are sent
-behind its ``Encode`` and received by the first stage before the forward that takes them; its
-gradient is sent behind the first stage's ``KeepGradient`` and received before ``EncoderBackward``.
-Nobody waits for a send, and the first stage posts receives ahead, as :mod:`~loongplug.hetero.edge`
-does. Work before a pass has to be done when what the last pass made has been sent and the next
-pass is not waited for yet. Megatron's ``forward_step_func`` is called behind that wait, so this
-moment lies in the pipeline's communicator, which schedules take as ``p2p_communicator``; work
-before the first pass and behind the last needs no such hook. A replica without a piece encodes a
-medium of no rows, as in ``separated``, so that every parameter has a gradient.
+Work before a pass belongs where the last pass's output has been sent, the next pass's receive is
+posted, and nobody waits for it yet. That is in the pipeline's communicator: ``forward_step_func``
+is called behind the wait. Nobody waits for the sends of features and gradients of features. A
+replica without a piece has no work here, and still has to give every parameter a gradient.
 """
 
 from collections import deque
@@ -117,6 +110,9 @@ _FIRST = (
     _Habits(start=2, late=1, urgent=True, extra=0),
     _Habits(start=10, late=4, urgent=False, extra=1),
     _Habits(start=4, late=2, urgent=False, extra=1),
+    _Habits(start=2, late=6, urgent=False, extra=1),
+    _Habits(start=10, late=8, urgent=False, extra=1),
+    _Habits(start=0, late=3, urgent=False, extra=3),
 )
 
 

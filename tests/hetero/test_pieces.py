@@ -48,23 +48,20 @@ def test_as_many_pieces_as_asked_for() -> None:
     )
 
 
-def of_replicas(grids: list[Grid], *, count: int, replicas: int) -> float:
-    """The slowest replica over the mean, of one microbatch."""
-    work = EncoderWork.of(compose_model(model_name="qwen3_vl_8b").config.image_encoder)
-    costs = work.of_units([[grid] for grid in grids])
-    of_pieces = [sum(costs[run.start : run.stop]) for run in cut(costs, count)]
-    owners = plan(of_pieces, replicas, threshold=0)
-    return 1 + imbalance(of_pieces, owners, replicas=replicas)
-
-
 def test_one_microbatch_of_32_images_on_four_replicas() -> None:
     """Whole microbatches leave three of four without work."""
+    work = EncoderWork.of(compose_model(model_name="qwen3_vl_8b").config.image_encoder)
+
+    def slowest_over_mean(grids: list[Grid], count: int) -> float:
+        costs = work.of_units([[grid] for grid in grids])
+        of_pieces = [sum(costs[run.start : run.stop]) for run in cut(costs, count)]
+        owners = plan(of_pieces, 4, threshold=0)
+        return 1 + imbalance(of_pieces, owners, replicas=4)
+
     alike = [(1, 32, 32)] * 32
-    assert of_replicas(alike, count=1, replicas=4) == 4
-    assert of_replicas(alike, count=4, replicas=4) == 1
-    slowest = []
+    assert slowest_over_mean(alike, 1) == 4
+    assert slowest_over_mean(alike, 4) == 1
     for seed in range(20):
         draw = Random(seed)
         sizes = [(1, draw.randrange(16, 65, 2), draw.randrange(16, 65, 2)) for _ in range(32)]
-        slowest.append(of_replicas(sizes, count=16, replicas=4))
-    assert max(slowest) <= 1.10
+        assert slowest_over_mean(sizes, 16) <= 1.10
