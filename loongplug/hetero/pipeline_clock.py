@@ -1,0 +1,268 @@
+"""A clock of one step of full separation: the decoder's passes and the encoders' work. Pure.
+
+Costs and times are integers of one unit, such as counted operations. What is sent arrives at once,
+and nobody waits for who receives it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class DecoderPass(NamedTuple):
+    """A microbatch's way through one stage or virtual chunk of the decoder.
+
+    ``place`` is where it stands on the microbatch's whole way forward, from 0 on: with several
+    chunks to a rank, chunk x stages + stage.
+    """
+
+    forward: bool
+    place: int
+    microbatch: int
+
+
+class PieceCost(NamedTuple):
+    """What one encoder replica takes for a piece; the backward of a frozen encoder takes 0."""
+
+    forward: int
+    backward: int
+
+
+class EncoderWork(NamedTuple):
+    """A piece's forward or backward, and before which of its stage's passes it is done.
+
+    ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
+    are stands for behind the last. What earlier passes made has been sent then, and what the next
+    one takes is not waited for yet. ``piece`` numbers those of the microbatch.
+    """
+
+    before: int
+    forward: bool
+    microbatch: int
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a model replica, by costs.
+
+    Args:
+        pieces: of each microbatch, in the order of its rows; none for one without media.
+        replicas: the stage that each encoder replica lies on; each stage has at least one. One
+            that is spread over several stages has no place here.
+        passes: of each stage, in Megatron's order (``estimate/schedule.py``).
+        forward: what a microbatch's forward takes, by place.
+        backward: the same of its backward.
+        trains: the encoders have a backward.
+    """
+
+    pieces: tuple[tuple[PieceCost, ...], ...]
+    replicas: tuple[int, ...]
+    passes: tuple[tuple[DecoderPass, ...], ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    trains: bool = True
+
+    def __post_init__(self) -> None:
+        stages = len(self.passes)
+        assert {*self.replicas} == {*range(stages)}, f"{self.replicas} on {stages} stages"
+        assert len(self.forward) == len(self.backward)
+        assert len(self.forward) % stages == 0, f"{len(self.forward)} places on {stages} stages"
+        each = 2 * len(self.pieces) * len(self.forward) // stages
+        assert all(len(passes) == each for passes in self.passes), "not a step's passes"
+
+    def cost(self, one: DecoderPass) -> int:
+        """Of a pass."""
+        return (self.forward if one.forward else self.backward)[one.place]
+
+    def before(self, one: DecoderPass) -> DecoderPass | None:
+        """What it waits for, but for features; None for the first of all."""
+        forward, place, microbatch = one
+        if forward:
+            return DecoderPass(True, place - 1, microbatch) if place else None
+        if place == len(self.forward) - 1:
+            return DecoderPass(True, place, microbatch)
+        return DecoderPass(False, place + 1, microbatch)
+
+    def behind(self, one: DecoderPass) -> DecoderPass | None:
+        """What waits for it, but for an encoder's backward; None for the last of all."""
+        forward, place, microbatch = one
+        if not forward:
+            return DecoderPass(False, place - 1, microbatch) if place else None
+        if place == len(self.forward) - 1:
+            return DecoderPass(False, place, microbatch)
+        return DecoderPass(True, place + 1, microbatch)
+
+    def encoding(self, microbatch: int, piece: int) -> int:
+        """What a piece takes forward and, where encoders train, backward."""
+        cost = self.pieces[microbatch][piece]
+        return cost.forward + cost.backward if self.trains else cost.forward
+
+    @cached_property
+    def names(self) -> tuple[tuple[int, int], ...]:
+        """All pieces in order, by microbatch and place in it."""
+        return tuple(
+            (microbatch, piece)
+            for microbatch, pieces in enumerate(self.pieces)
+            for piece in range(len(pieces))
+        )
+
+    @cached_property
+    def decoding(self) -> tuple[int, ...]:
+        """What the decoder takes on each stage."""
+        return tuple(sum(map(self.cost, passes)) for passes in self.passes)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """The replicas on each stage."""
+        return tuple(
+            tuple(number for number, at in enumerate(self.replicas) if at == stage)
+            for stage in range(len(self.passes))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderPlan:
+    """What each encoder replica of a model replica does in a step, in its order.
+
+    Where it is not ``streamed``, the decoder's schedule begins when all pieces are encoded, and
+    backwards begin when it is through: both exchanges are of all ranks at once.
+    """
+
+    work: tuple[tuple[EncoderWork, ...], ...]
+    streamed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """A step on the clock.
+
+    ``idle`` is what is left of it on each replica's ranks beside their work. ``encoded`` has when
+    each piece's features are there, by microbatch and piece, and ``used`` when the decoder is
+    through with a microbatch's.
+    """
+
+    step: int
+    idle: tuple[int, ...]
+    encoded: dict[tuple[int, int], int]
+    used: dict[int, int]
+
+    def features_held(self) -> int:
+        """How many pieces' features there are at most at one time, wherever they lie."""
+        moments = [(at, 1) for at in self.encoded.values()]
+        moments += [(self.used[microbatch], -1) for microbatch, _ in self.encoded]
+        now = most = 0
+        for _, change in sorted(moments):
+            now += change
+            most = max(most, now)
+        return most
+
+
+def simulate(step: Step, plan: EncoderPlan) -> Times | None:
+    """A step on the clock; None where ranks wait for one another for ever."""
+    clock = _Clock(step, plan)
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(len(step.passes)):
+            moved = clock.runs(stage) or moved
+    return clock.read()
+
+
+class _Clock:
+    """How far each stage and each replica has come."""
+
+    def __init__(self, step: Step, plan: EncoderPlan) -> None:
+        self._step, self._plan = step, plan
+        stages, replicas = range(len(step.passes)), range(len(step.replicas))
+        self._next_pass = [0 for _ in stages]
+        self._next_work = [0 for _ in replicas]
+        self._free = [0 for _ in stages]  # when its last pass ended
+        self._busy = [0 for _ in replicas]
+        self._at = [0 for _ in replicas]  # when the replica's ranks are free
+        self._ends: dict[DecoderPass, int] = {}
+        self._encoded: dict[tuple[int, int], int] = {}
+        self._missing = [len(each) for each in step.pieces]
+        self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
+
+    def runs(self, stage: int) -> bool:
+        """Go on as far as it can; whether it went on at all."""
+        passes, moved = self._step.passes[stage], False
+        while True:
+            here = self._next_pass[stage]
+            # All, not any: each goes on as far as it can.
+            steps = [self._works(replica, here) for replica in self._step.lanes[stage]]
+            moved = moved or any(went for went, _ in steps)
+            if not all(through for _, through in steps) or here == len(passes):
+                return moved
+            ready = self._ready(passes[here])
+            if ready is None:
+                return moved
+            self._decodes(stage, passes[here], ready)
+            moved = True
+
+    def read(self) -> Times | None:
+        """When all is done."""
+        step, plan = self._step, self._plan
+        done = all(n == len(each) for n, each in zip(self._next_pass, step.passes, strict=True))
+        done &= all(n == len(each) for n, each in zip(self._next_work, plan.work, strict=True))
+        if not done:
+            return None
+        ends = max([*self._free, *self._at])
+        return Times(
+            step=ends,
+            idle=tuple(
+                ends - busy - step.decoding[stage]
+                for busy, stage in zip(self._busy, step.replicas, strict=True)
+            ),
+            encoded=self._encoded,
+            used={one.microbatch: end for one, end in self._ends.items() if one[:2] == (True, 0)},
+        )
+
+    def _works(self, replica: int, here: int) -> tuple[bool, bool]:
+        """A replica's work before the pass ``here``: whether it did any, and whether all."""
+        work, moved = self._plan.work[replica], False
+        while self._next_work[replica] < len(work):
+            one = work[self._next_work[replica]]
+            if one.before > here:
+                break
+            begins = self._begins(one)
+            if begins is None:
+                return moved, False
+            cost = self._step.pieces[one.microbatch][one.piece]
+            takes = cost.forward if one.forward else cost.backward
+            end = max(begins, self._at[replica]) + takes
+            self._at[replica] = end
+            self._busy[replica] += takes
+            self._next_work[replica] += 1
+            moved = True
+            if one.forward:
+                self._encoded[one.microbatch, one.piece] = end
+                self._missing[one.microbatch] -= 1
+                self._features[one.microbatch] = max(self._features[one.microbatch], end)
+        return moved, True
+
+    def _begins(self, one: EncoderWork) -> int | None:
+        """From when on its input is there; None for not yet known."""
+        if one.forward:
+            return 0
+        last = one.microbatch if self._plan.streamed else len(self._step.pieces) - 1
+        return self._ends.get(DecoderPass(forward=False, place=0, microbatch=last))
+
+    def _ready(self, one: DecoderPass) -> int | None:
+        before = self._step.before(one)
+        if before is not None:
+            ready = self._ends.get(before)
+        else:
+            ready = None if self._missing[one.microbatch] else self._features[one.microbatch]
+        if self._plan.streamed or ready is None:
+            return ready
+        return None if any(self._missing) else max(ready, *self._features)
+
+    def _decodes(self, stage: int, one: DecoderPass, ready: int) -> None:
+        lanes = self._step.lanes[stage]
+        begins = max(ready, self._free[stage], *(self._at[replica] for replica in lanes))
+        self._ends[one] = self._free[stage] = begins + self._step.cost(one)
+        for replica in lanes:
+            self._at[replica] = self._free[stage]
+        self._next_pass[stage] += 1

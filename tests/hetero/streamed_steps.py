@@ -1,0 +1,174 @@
+"""Steps for plans of full separation, and all that their ranks send and receive."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from simulated import Exchange, Move, Rank
+
+from loongplug.estimate.schedule import Pipeline, pieces
+from loongplug.hetero.pipeline_clock import (
+    DecoderPass,
+    EncoderPlan,
+    EncoderWork,
+    PieceCost,
+    Step,
+)
+
+FORWARD = 2016  # of a microbatch on a stage; shares of 10 to 50 % in up to 8 pieces are integers
+
+
+def passes(
+    stages: int, microbatches: int, *, chunks: int = 1
+) -> tuple[tuple[DecoderPass, ...], ...]:
+    """Megatron's order on each stage."""
+    found = []
+    for stage in range(stages):
+        pipeline = Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages)
+        found.append(
+            tuple(
+                DecoderPass(forward, one.chunk * stages + stage, one.microbatch)
+                for each in pieces(pipeline, microbatches)
+                for forward, one in ((True, each.forward), (False, each.backward))
+                if one is not None
+            )
+        )
+    return tuple(found)
+
+
+def even(
+    stages: int,
+    *,
+    percent: int,
+    microbatches: int = 16,
+    count: int = 4,
+    chunks: int = 1,
+    lanes: int = 1,
+    trains: bool = True,
+) -> Step:
+    """All alike, backward twice the forward; encoders have ``percent`` of all work.
+
+    Each microbatch has ``count`` pieces, each stage ``lanes`` encoder replicas. Of a frozen encoder
+    the backward is left out of that.
+    """
+    encoding = FORWARD * stages * lanes * percent // (100 - percent)
+    piece = PieceCost(encoding // count, 2 * encoding // count)
+    return Step(
+        pieces=((piece,) * count,) * microbatches,
+        replicas=tuple(stage for stage in range(stages) for _ in range(lanes)),
+        passes=passes(stages, microbatches, chunks=chunks),
+        forward=(FORWARD // chunks,) * (stages * chunks),
+        backward=(2 * FORWARD // chunks,) * (stages * chunks),
+        trains=trains,
+    )
+
+
+def busiest(step: Step) -> int:
+    """What each replica's ranks work where all have the same: no step is shorter."""
+    decoding = sum(step.decoding[stage] for stage in step.replicas)
+    encoding = sum(step.encoding(*name) for name in step.names)
+    return -(-(decoding + encoding) // len(step.replicas))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Any that there can be, with costs that differ."""
+    stages, lanes = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    chunks = draw(st.integers(1, 2)) if stages > 1 else 1
+    microbatches = draw(st.integers(1, 7))
+    if chunks > 1:
+        microbatches = stages * draw(st.integers(1, 3))
+    costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
+    times = st.lists(st.integers(1, 30), min_size=stages * chunks, max_size=stages * chunks)
+    return Step(
+        pieces=tuple(tuple(draw(st.lists(costs, max_size=4))) for _ in range(microbatches)),
+        replicas=tuple(stage for stage in range(stages) for _ in range(lanes)),
+        passes=passes(stages, microbatches, chunks=chunks),
+        forward=tuple(draw(times)),
+        backward=tuple(draw(times)),
+        trains=draw(st.booleans()),
+    )
+
+
+@dataclass
+class Traffic:
+    """What ranks send and receive: in which order, and the programs of all ranks.
+
+    ``pieces`` has, by direction, source, target and end, which pieces pass in turn. A replica is
+    one rank; those of one stage are in one tensor parallel group, which does a pass together.
+    """
+
+    step: Step
+    plan: EncoderPlan
+    programs: dict[Rank, list[Exchange]] = field(default_factory=dict)
+    pieces: defaultdict[tuple[str, int, int, bool], list[tuple[int, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def __post_init__(self) -> None:
+        self._owners = {
+            (one.microbatch, one.piece): replica
+            for replica, work in enumerate(self.plan.work)
+            for one in work
+            if one.forward
+        }
+        for replica in range(len(self.step.replicas)):
+            self.programs["replica", replica] = self._program(replica)
+
+    def _program(self, replica: int) -> list[Exchange]:
+        stage = self.step.replicas[replica]
+        program: list[Exchange] = []
+        work = list(self.plan.work[replica])
+        for number, one in enumerate(self.step.passes[stage]):
+            while work and work[0].before <= number:
+                program.append(self._encoder(replica, work.pop(0)))
+            program += self._decoder(replica, one)
+        program += [self._encoder(replica, one) for one in work]
+        return program
+
+    def _encoder(self, replica: int, one: EncoderWork) -> Exchange:
+        name = (one.microbatch, one.piece)
+        if one.forward:
+            return self._pieces("features", replica, [(each, name) for each in self.step.lanes[0]])
+        first = self.step.lanes[0][0]
+        return self._pieces("gradients", replica, [(first, name)], sends=False)
+
+    def _decoder(self, replica: int, one: DecoderPass) -> list[Exchange]:
+        lanes = self.step.lanes[self.step.replicas[replica]]
+        others = [each for each in lanes if each != replica]
+        ready = tuple(_move("ready", replica, other) for other in others)
+        all_ready = tuple(_move("ready", other, replica, sends=False) for other in others)
+        takes: list[Move] = []
+        gives: list[Move] = []
+        before, behind = self.step.before(one), self.step.behind(one)
+        if before is not None and (other := self._peer(replica, before)) != replica:
+            takes.append(_move(f"{before.forward} {before.place}", other, replica, sends=False))
+        if behind is not None and (other := self._peer(replica, behind)) != replica:
+            gives.append(_move(f"{one.forward} {one.place}", replica, other))
+        names = [(one.microbatch, n) for n in range(len(self.step.pieces[one.microbatch]))]
+        owned = [(self._owners[name], name) for name in names]
+        if one[:2] == (True, 0):
+            takes += self._pieces("features", replica, owned, sends=False)
+        elif one[:2] == (False, 0) and self.step.trains and replica == self.step.lanes[0][0]:
+            gives += self._pieces("gradients", replica, owned)
+        return [tuple(takes), ready, all_ready, tuple(gives)]
+
+    def _peer(self, replica: int, one: DecoderPass) -> int:
+        """Of its place in the tensor parallel group, on the stage of a pass."""
+        step = self.step
+        place = step.lanes[step.replicas[replica]].index(replica)
+        return step.lanes[one.place % len(step.passes)][place]
+
+    def _pieces(
+        self, what: str, rank: int, others: list[tuple[int, tuple[int, int]]], *, sends: bool = True
+    ) -> Exchange:
+        moves = []
+        for other, name in others:
+            source, target = (rank, other) if sends else (other, rank)
+            self.pieces[what, source, target, sends].append(name)
+            moves.append(_move(what, source, target, sends=sends))
+        return tuple(moves)
+
+
+def _move(what: str, source: int, target: int, *, sends: bool = True) -> Move:
+    return Move(sends=sends, source=("replica", source), target=("replica", target), what=what)

@@ -1,0 +1,130 @@
+"""The clock of full separation: by hand, by formulas, and against the partition's clock."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from streamed_steps import FORWARD, even, passes, steps
+
+from loongplug.hetero.pipeline_clock import (
+    EncoderPlan,
+    EncoderWork,
+    PieceCost,
+    Step,
+    simulate,
+)
+from loongplug.hetero.pipeline_graph import GraphModule
+from loongplug.hetero.streaming import separated
+from loongplug.partition.clock import StageTime, step_time
+
+pytestmark = pytest.mark.quick
+
+# Two stages, two microbatches of one piece each, a replica on each stage.
+SMALL = Step(
+    pieces=((PieceCost(3, 5),),) * 2,
+    replicas=(0, 1),
+    passes=passes(2, 2),
+    forward=(1, 1),
+    backward=(2, 2),
+)
+
+
+def work(*each: tuple[int, bool, int]) -> tuple[EncoderWork, ...]:
+    return tuple(EncoderWork(before, forward, unit, 0) for before, forward, unit in each)
+
+
+def test_by_hand() -> None:
+    # Stage 0: encodes 0 0-3, F0 3-4, F1 4-5, B0 7-9, encodes back 0 9-14, B1 14-16.
+    # Stage 1: encodes 1 0-3, F0 4-5, B0 5-7, F1 7-8, B1 8-10, waits for B1, encodes back 1 16-21.
+    plan = EncoderPlan(
+        work=(work((0, True, 0), (3, False, 0)), work((0, True, 1), (4, False, 1))), streamed=True
+    )
+    times = simulate(SMALL, plan)
+    assert times is not None
+    assert times.step == 21
+    assert times.idle == (21 - 14, 21 - 14)
+    assert times.encoded == {(0, 0): 3, (1, 0): 3}
+    assert times.used == {0: 4, 1: 5}
+    assert times.features_held() == 2
+    frozen = simulate(
+        replace(SMALL, trains=False),
+        EncoderPlan(work=(work((0, True, 0)), work((0, True, 1))), streamed=True),
+    )
+    assert frozen is not None
+    assert frozen.step == 3 + 9
+
+
+def test_separated_waits_for_all() -> None:
+    """Both encode, 3; the decoder, 9; both go backward, 5."""
+    times = simulate(SMALL, separated(SMALL))
+    assert times is not None
+    assert times.step == 3 + 9 + 5
+    assert times.idle == (3, 3)
+
+
+def test_two_replicas_on_a_stage() -> None:
+    """A pass waits for both, and they work side by side."""
+    step = replace(SMALL, replicas=(0, 0, 1, 1), trains=False)
+    plan = EncoderPlan(work=(work((0, True, 0)), work((0, True, 1)), (), ()), streamed=True)
+    times = simulate(step, plan)
+    assert times is not None
+    assert times.step == 3 + 9
+    one_by_one = replace(plan, work=(work((0, True, 0), (0, True, 1)), (), (), ()))
+    slower = simulate(step, one_by_one)
+    assert slower is not None
+    assert slower.step == 6 + 9
+
+
+@pytest.mark.parametrize(
+    "circle",
+    [
+        (work((4, True, 0)), work((0, True, 1))),  # its features are taken before
+        (work((0, True, 0), (2, False, 0)), work((0, True, 1))),  # its gradient comes after
+        (work((0, True, 0)), work((0, True, 1), (1, False, 0))),
+    ],
+)
+def test_ranks_that_wait_in_a_circle_are_found(circle: tuple[tuple[EncoderWork, ...], ...]) -> None:
+    assert simulate(SMALL, EncoderPlan(work=circle, streamed=True)) is None
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [3, 16])
+def test_separated_by_formula(stages: int, microbatches: int) -> None:
+    """The decoder's schedule with its bubble, and the encoders' work beside it."""
+    step = even(stages, percent=50, microbatches=microbatches, count=8)
+    times = simulate(step, separated(step))
+    assert times is not None
+    decoder = (microbatches + stages - 1) * 3 * FORWARD
+    assert times.step == decoder + microbatches * 3 * FORWARD
+
+
+def test_interleaving_divides_the_bubble() -> None:
+    step = even(4, percent=50, chunks=2)
+    times = simulate(step, separated(step))
+    assert times is not None
+    bubble = 3 * 3 * FORWARD // 2
+    assert set(times.idle) == {bubble}
+
+
+@given(steps().filter(lambda step: len(step.forward) == len(step.passes)))
+def test_the_decoder_alone(step: Step) -> None:
+    """As the partition's clock has it."""
+    microbatches = len(step.pieces)
+    alone = replace(step, pieces=((),) * microbatches)
+    times = simulate(alone, EncoderPlan(work=((),) * len(step.replicas), streamed=True))
+    assert times is not None
+    stages = [
+        StageTime(forward=forward, backward=backward)
+        for forward, backward in zip(step.forward, step.backward, strict=True)
+    ]
+    decoder = GraphModule(name="decoder", stages=len(stages))
+    assert times.step == step_time([decoder], {"decoder": stages}, microbatches=microbatches)
+
+
+@given(steps())
+def test_idle_is_what_is_not_work(step: Step) -> None:
+    times = simulate(step, separated(step))
+    assert times is not None
+    all_work = sum(step.encoding(*name) for name in step.names)
+    all_work += sum(step.decoding[stage] for stage in step.replicas)
+    assert sum(times.idle) == times.step * len(step.replicas) - all_work

@@ -1,0 +1,232 @@
+"""Plans that fill the pipeline's bubble: sound for every step, and how much faster they are."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pace import times_slower
+from simulated import finish
+from streamed_steps import Traffic, busiest, even, steps
+
+from loongplug.hetero.pipeline_clock import (
+    EncoderPlan,
+    EncoderWork,
+    PieceCost,
+    Step,
+    Times,
+    simulate,
+)
+from loongplug.hetero.streaming import separated, streamed
+
+pytestmark = pytest.mark.quick
+
+
+def check(step: Step, plan: EncoderPlan) -> Times:
+    """Every piece once, one order at both ends, and nobody waits for ever."""
+    for forward in (True, False):
+        works = [
+            [(one.microbatch, one.piece) for one in work if one.forward is forward]
+            for work in plan.work
+        ]
+        done = sorted(name for each in works for name in each)
+        assert done == ([*step.names] if forward or step.trains else [])
+        # Of one replica, in one order: the graphs of the first are free first.
+        assert all(each == sorted(each) for each in works)
+    owners = [{one[2:] for one in work if one.forward} for work in plan.work]
+    for owned, work in zip(owners, plan.work, strict=True):
+        assert owned >= {one[2:] for one in work}, "a piece goes back where it was encoded"
+        assert [one.before for one in work] == sorted(one.before for one in work)
+    traffic = Traffic(step, plan)
+    for (what, source, target, sends), names in traffic.pieces.items():
+        assert names == traffic.pieces.get((what, source, target, not sends)), (
+            what,
+            source,
+            target,
+        )
+    assert finish(traffic.programs)
+    times = simulate(step, plan)
+    assert times is not None
+    return times
+
+
+@given(steps())
+@settings(deadline=None)
+def test_every_plan_is_sound_and_none_is_slower(step: Step) -> None:
+    times, before = check(step, streamed(step)), simulate(step, separated(step))
+    assert before is not None
+    assert times.step <= before.step
+    assert times.features_held() <= before.features_held() == len(step.names)
+    assert times.step >= busiest(step)
+
+
+def with_work(plan: EncoderPlan, replica: int, work: Iterable[EncoderWork]) -> EncoderPlan:
+    return replace(plan, work=(*plan.work[:replica], tuple(work), *plan.work[replica + 1 :]))
+
+
+@pytest.mark.not_quick
+@given(steps(), st.data())
+@settings(deadline=None)
+def test_a_fault_in_a_plan_is_found(step: Step, data: st.DataObject) -> None:
+    """Two pieces of one replica change places, or work on one is forgotten."""
+    plan = streamed(step)
+    found = [
+        (replica, first, second)
+        for replica, work in enumerate(plan.work)
+        for second in range(len(work))
+        for first in range(second)
+        if work[first].forward is work[second].forward
+    ]
+    assume(found and plan.streamed)
+    replica, first, second = data.draw(st.sampled_from(found))
+    work = [*plan.work[replica]]
+    one, other = work[first], work[second]
+    work[first] = one._replace(microbatch=other.microbatch, piece=other.piece)
+    work[second] = other._replace(microbatch=one.microbatch, piece=one.piece)
+    for faulty in (work, [each for each in plan.work[replica] if each != one]):
+        with pytest.raises(AssertionError):
+            check(step, with_work(plan, replica, faulty))
+
+
+def test_work_that_comes_too_late_or_too_early_is_found() -> None:
+    step = even(4, percent=30)
+    plan = streamed(step)
+    for forward in (True, False):
+        replica, number = next(
+            (replica, number)
+            for replica, work in enumerate(plan.work)
+            for number, one in enumerate(work)
+            if one.forward is forward
+        )
+        one = plan.work[replica][number]
+        moved = one._replace(before=len(step.passes[replica]) if forward else 0)
+        rest = [each for each in plan.work[replica] if each != one]
+        work = (*rest, moved) if forward else (moved, *rest)
+        circle = with_work(plan, replica, work)
+        assert not finish(Traffic(step, circle).programs)
+        assert simulate(step, circle) is None
+
+
+def ratio(step: Step) -> tuple[float, float]:
+    """The step over the busiest rank's work: separated and streamed."""
+    before, times = simulate(step, separated(step)), simulate(step, streamed(step))
+    assert before is not None
+    assert times is not None
+    assert times.step <= before.step
+    assert times.features_held() <= before.features_held()
+    return before.step / busiest(step), times.step / busiest(step)
+
+
+@pytest.mark.parametrize(
+    ("stages", "percent", "most"),
+    [
+        *((2, percent, 1.02) for percent in (10, 20, 30, 40, 50)),
+        (4, 30, 1.04),
+        (4, 50, 1.04),
+        (8, 30, 1.13),
+        (8, 50, 1.10),
+    ],
+)
+def test_close_to_the_busiest_ranks_work(stages: int, percent: int, most: float) -> None:
+    before, now = ratio(even(stages, percent=percent))
+    assert now <= most < before
+
+
+def test_little_encoding_in_a_long_pipeline() -> None:
+    """All of it lies in the bubble but one piece before and one behind: the least there can be."""
+    step = even(8, percent=20)
+    before, now = ratio(step)
+    assert before / now >= 1.12
+    times = simulate(step, streamed(step))
+    assert times is not None
+    piece = step.pieces[0][0]
+    decoder = (16 + 8 - 1) * (step.forward[0] + step.backward[0])
+    assert times.step == decoder + piece.forward + piece.backward
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 16, pytest.param(32, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_nowhere_slower(stages: int, microbatches: int, count: int) -> None:
+    """And faster wherever a microbatch is more than one piece, which may be too large to fit."""
+    for percent in (10, 20, 30, 40, 50):
+        step = even(stages, percent=percent, microbatches=microbatches, count=count)
+        before, now = ratio(step)
+        assert now <= before
+        if count > 1:
+            assert now < before
+
+
+def test_a_frozen_encoder_has_only_forwards() -> None:
+    step = even(8, percent=20, trains=False)
+    plan = streamed(step)
+    check(step, plan)
+    before, now = ratio(step)
+    assert plan.streamed
+    assert before / now > 1.04
+
+
+def test_interleaved_stages() -> None:
+    """Their bubble is half as long, and is put to use, too."""
+    step = even(4, percent=30, chunks=2)
+    check(step, streamed(step))
+    before, now = ratio(step)
+    assert now < 1.03 < before
+
+
+def test_several_replicas_on_a_stage() -> None:
+    """As with an encoder of tensor parallel size 1 beside a decoder's of 2."""
+    step = even(4, percent=50, lanes=2)
+    check(step, streamed(step))
+    before, now = ratio(step)
+    assert now < 1.07 < before
+
+
+def test_uneven_microbatches() -> None:
+    """One without media, and one with ten times as many."""
+    step = even(4, percent=50)
+    large = tuple(PieceCost(10 * each.forward, 10 * each.backward) for each in step.pieces[0])
+    for place in (0, 7, 15):
+        pieces = [*step.pieces]
+        pieces[place], pieces[(place + 3) % 16] = large, ()
+        uneven = replace(step, pieces=tuple(pieces))
+        check(uneven, streamed(uneven))
+        before, now = ratio(uneven)
+        assert now < before
+
+
+def test_fewer_microbatches_than_stages() -> None:
+    step = even(8, percent=50, microbatches=3)
+    check(step, streamed(step))
+    before, now = ratio(step)
+    assert now < before
+
+
+def test_where_nothing_waits_it_is_separated() -> None:
+    """One stage has no bubble; without media there is nothing to put there."""
+    for step in (
+        even(1, percent=50),
+        replace(even(4, percent=50), pieces=((),) * 16),
+    ):
+        assert streamed(step) == separated(step)
+        assert not streamed(step).streamed
+
+
+def test_planning_takes_little_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 64 microbatches in 8 pieces each on 8 stages: about 0.1 s, of a step of many."""
+    step = even(8, percent=50, microbatches=64, count=8)
+
+    def plainly() -> None:
+        queue: list[tuple[int, int]] = []
+        for number in range(20_000):
+            heappush(queue, (number * 7919 % 20_000, number))
+        while queue:
+            heappop(queue)
+
+    slower = times_slower(lambda: streamed(step), plainly, turns=3)
+    with capsys.disabled():
+        print(f"\na plan of 512 pieces on 8 stages: {slower:.1f} times plain work")
+    assert slower < 20
