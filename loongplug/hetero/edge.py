@@ -136,6 +136,7 @@ class Edges:
         assert not self._receiving, f"nobody took units {list(self._receiving)}"
 
     def _send(self, payload: Tensor, units: ExchangeSpec) -> None:
+        assert payload.dtype == units.dtype, f"{payload.dtype} where {units.dtype} is received"
         unit = units.first
         piece = self._made[unit % len(self._made)]
         messages = self._messages(piece, units, whole=range(len(units.row_tokens[0])))

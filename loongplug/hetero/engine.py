@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.parallel.connections import connect
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.states import (
@@ -65,7 +67,7 @@ class EncoderPlace:
     def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
 
-        None where it encodes whole units.
+        There are none where it encodes whole units.
         """
         if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
             return ()
@@ -345,6 +347,15 @@ class EncoderEngine:
             )
             for direction in ("features", "gradients")
         ]
+        pairs = sorted(
+            {
+                (sender, receiver)
+                for each in chain(*pieces.values())
+                for sender in each.edge.feature_senders
+                for receiver in each.edge.feature_receivers(sharded=self._sequence_parallel)
+            }
+        )
+        self._connect(groups, pairs)
         transport = replica = None
         if state is not None:
             replica = together = state.groups.tp
@@ -374,7 +385,7 @@ class EncoderEngine:
         name, rank = self._entry.name, dist.get_rank()
         links: dict[int, StageLink] = {}  # by the boundary between two stages
         for boundary, ranks in enumerate(boundaries(encoder)):
-            there, back = (
+            there, back = groups = [
                 create_exchange_group(
                     f"{name}_{direction}_{boundary}",
                     [ranks],
@@ -383,7 +394,9 @@ class EncoderEngine:
                     nccl_config_path=self._nccl_config_path,
                 )
                 for direction in ("states", "gradients")
-            )
+            ]
+            pipelines = encoder.groups("pp")
+            self._connect(groups, [(each[boundary], each[boundary + 1]) for each in pipelines])
             if there is None or back is None:
                 continue
             own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
@@ -395,6 +408,15 @@ class EncoderEngine:
             )
         stage = encoder.coordinates(rank).pp if rank in encoder.ranks else 0
         return links.get(stage - 1), links.get(stage)
+
+    def _connect(
+        self, groups: Sequence[dist.ProcessGroup | None], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Both groups' connections: what goes there from the first of each pair, and back."""
+        there, back = groups
+        device = current_platform().device
+        connect(there, pairs, device=device)
+        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
 
 
 class Engine:

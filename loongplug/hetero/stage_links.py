@@ -87,6 +87,7 @@ class StageLinks:
         link, rows = self._behind, self._rows[unit]
         assert link is not None
         assert payload.shape == (rows, link.width), (unit, payload.shape, rows, link)
+        assert payload.dtype == self._dtype, f"{payload.dtype} where {self._dtype} is received"
         if rows:
             self._send(payload.detach(), link.peer, group=link.there)
         if self._comes_back:

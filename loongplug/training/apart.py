@@ -79,6 +79,8 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         gloo=args.use_gloo_process_groups,
         initialize=partial(_initialize, args, decoder),
     )
+    # A timer's barrier is over the world, and only the decoder's schedule has such timers.
+    args.barrier_with_L1_time = False
     args.virtual_stages_of_decoder = args.virtual_pipeline_model_parallel_size
     if TEXT_DECODER in engine.states:  # asked for the first time, it makes those of all encoders
         assert engine.own is not None

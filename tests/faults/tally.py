@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 # So many draws come to everything that there is.
-ENOUGH = 200
+ENOUGH = 300
 WRONG = "wrong"
 ENDS = (WHOLE, TERMINATED, FAILED, WRONG)
 
