@@ -43,7 +43,7 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.stage_links import StageLinks, StageUnit
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
@@ -203,8 +203,11 @@ class Executor:
         )
         exchange.begin(spec, trains=encoder.trains)
         if self._links is not None:
-            rows = [encoder.states(each.units[self._entry.name]) for each in microbatches]
-            self._links.begin(rows, dtype=spec.dtype, comes_back=encoder.trains)
+            units = [
+                StageUnit(rows=encoder.states(each.units[self._entry.name]), microbatch=each.number)
+                for each in microbatches
+            ]
+            self._links.begin(units, dtype=spec.dtype, comes_back=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,14 @@ class StageLink:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageUnit:
+    """A unit of a step: so many ``rows`` of states, of which microbatch of the step."""
+
+    rows: int
+    microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Moving:
     """A message under way, and what must not change until it is done, [rows, width]."""
 
@@ -59,52 +67,50 @@ class StageLinks:
         self._window = window
         self._device = device
         self._recorder = recorder
-        self._rows: tuple[int, ...] = ()  # of each unit of the step
+        self._units: tuple[StageUnit, ...] = ()  # of the step
         self._dtype = torch.float32
         self._comes_back = False
         self._sending: deque[_Moving] = deque()
         self._states: dict[int, _Moving | None] = {}  # by unit; None where there are no rows
         self._gradients: dict[int, _Moving | None] = {}
 
-    def begin(self, rows: Sequence[int], *, dtype: torch.dtype, comes_back: bool) -> None:
-        """A step of units with so many ``rows`` begins, of ``dtype``.
+    def begin(self, units: Sequence[StageUnit], *, dtype: torch.dtype, comes_back: bool) -> None:
+        """A step of these units begins, whose states are of ``dtype``.
 
         ``comes_back``: gradients of what is handed on do.
         """
         assert not self._states, "the last step has not ended"
-        self._rows, self._dtype, self._comes_back = tuple(rows), dtype, comes_back
-        for unit in range(min(self._window, len(rows))):
+        self._units, self._dtype, self._comes_back = tuple(units), dtype, comes_back
+        for unit in range(min(self._window, len(units))):
             self._post(unit)
 
     def take(self, unit: int) -> Tensor:
         """What the stage before has made of a unit, [rows, width]. Each unit once, in order."""
         self._post(unit + self._window)
-        assert self._before is not None
-        return self._arrived(self._states.pop(unit), width=self._before.width, what="states")
+        return self._arrived(unit, self._states.pop(unit), self._before, what="states")
 
     def hand_on(self, unit: int, payload: Tensor) -> None:
         """``payload`` [rows, width] of a unit, to the next stage."""
-        link, rows = self._behind, self._rows[unit]
+        link, rows = self._behind, self._units[unit].rows
         assert link is not None
         assert payload.shape == (rows, link.width), (unit, payload.shape, rows, link)
         assert payload.dtype == self._dtype, f"{payload.dtype} where {self._dtype} is received"
         if rows:
-            self._send(payload.detach(), link.peer, group=link.there)
+            self._send(unit, payload.detach(), link.peer, what="states", group=link.there)
         if self._comes_back:
             self._gradients[unit] = self._receive(unit, link, group=link.back)
 
     def take_back(self, unit: int) -> Tensor:
         """The gradient of what was handed on of a unit, [rows, width]."""
-        assert self._behind is not None
-        return self._arrived(self._gradients.pop(unit), width=self._behind.width, what="gradients")
+        return self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
 
     def give_back(self, unit: int, gradient: Tensor | None) -> None:
         """``gradient`` [rows, width] of what was taken of a unit; None where that has no rows."""
         link = self._before
         assert link is not None
-        if self._rows[unit]:
+        if self._units[unit].rows:
             assert gradient is not None, f"unit {unit} has no gradient"
-            self._send(gradient, link.peer, group=link.back)
+            self._send(unit, gradient, link.peer, what="gradients", group=link.back)
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""
@@ -115,29 +121,48 @@ class StageLinks:
         assert not self._gradients, f"nobody took gradients of units {list(self._gradients)}"
 
     def _post(self, unit: int) -> None:
-        if self._before is not None and unit < len(self._rows):
+        if self._before is not None and unit < len(self._units):
             self._states[unit] = self._receive(unit, self._before, group=self._before.there)
 
     def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> _Moving | None:
-        if not self._rows[unit]:
+        count = self._units[unit].rows
+        if not count:
             return None
-        rows = torch.empty(self._rows[unit], link.width, dtype=self._dtype, device=self._device)
+        rows = torch.empty(count, link.width, dtype=self._dtype, device=self._device)
         work = dist.irecv(rows, src=link.peer, group=group)
         assert work is not None, "this rank is in the group"
         return _Moving(work=work, rows=rows)
 
-    def _arrived(self, moving: _Moving | None, *, width: int, what: str) -> Tensor:
+    def _arrived(
+        self, unit: int, moving: _Moving | None, link: StageLink | None, *, what: str
+    ) -> Tensor:
+        assert link is not None, "there is a stage on that side"
         if moving is None:
-            return torch.empty(0, width, dtype=self._dtype, device=self._device)
-        with self._recorder.span("exchange", what, bytes=moving.rows.nbytes):
+            return torch.empty(0, link.width, dtype=self._dtype, device=self._device)
+        with self._recorder.span(
+            "exchange",
+            f"receive {what}",
+            bytes=moving.rows.nbytes,
+            source=link.peer,
+            microbatch=self._units[unit].microbatch,
+        ):
             moving.work.wait()
         return moving.rows
 
-    def _send(self, rows: Tensor, peer: int, *, group: dist.ProcessGroup) -> None:
+    def _send(
+        self, unit: int, rows: Tensor, peer: int, *, what: str, group: dist.ProcessGroup
+    ) -> None:
         while self._sending and self._sending[0].work.is_completed():
             self._sending.popleft().work.wait()
         rows = rows.contiguous()
-        work = dist.isend(rows, dst=peer, group=group)
+        with self._recorder.span(
+            "exchange",
+            f"send {what}",
+            bytes=rows.nbytes,
+            target=peer,
+            microbatch=self._units[unit].microbatch,
+        ):
+            work = dist.isend(rows, dst=peer, group=group)
         assert work is not None, "this rank is in the group"
         self._sending.append(_Moving(work=work, rows=rows))
 

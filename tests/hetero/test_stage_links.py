@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from loongplug.hetero.engine import EncoderPlace
 from loongplug.hetero.placement import one_apart
-from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
+from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit, boundaries
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 
@@ -47,7 +47,8 @@ def go_through(rank: int, *, comes_back: bool) -> int:
     dist.isend = counting
     warmup = 3 - rank
     for step in range(STEPS):
-        links.begin(ROWS, dtype=torch.float32, comes_back=comes_back)
+        units = [StageUnit(rows=rows, microbatch=number) for number, rows in enumerate(ROWS)]
+        links.begin(units, dtype=torch.float32, comes_back=comes_back)
         for number in range(len(ROWS) + warmup):
             if number < len(ROWS):
                 if before is not None:

@@ -51,6 +51,20 @@ def test_each_message_is_sent_once_and_received_once(apart):
     assert gradients == Counter({(t, s, *rest): 1 for s, t, *rest in features})
 
 
+def test_what_goes_between_stages_of_an_encoder_is_seen(flags, tmp_path):
+    staged = (APART[0], "model.image_encoder.pipeline_model_parallel_size=2")
+    given = [*flags, "--train-iters", "1", *staged, "--trace", str(tmp_path)]
+    assert run_ranks(steps, 3, flags=given) == [1, 1, 1]
+    states = messages(tmp_path, "send states")
+    assert states == messages(tmp_path, "receive states")
+    assert {(source, target) for source, target, *_ in states} == {(1, 2)}
+    assert {number for _, _, number, _ in states} == set(range(MICROBATCHES))
+    back = messages(tmp_path, "send gradients")
+    assert back == messages(tmp_path, "receive gradients")
+    assert {(source, target) for source, target, *_ in back} == {(0, 2), (2, 1)}
+    assert {key for key in back if key[0] == 2} == {(t, s, *rest) for s, t, *rest in states}
+
+
 def test_arrows_lead_from_each_send_to_its_receive(apart, capsys):
     trace(apart, step=None)
     assert "Step 1: shares of each rank's time" in capsys.readouterr().out
