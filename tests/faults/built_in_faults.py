@@ -28,7 +28,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "build": (ModelProvider, "__call__"),
     "data": (MicrobatchLoader, "__next__"),
     "unit": (UnitLoader, "__call__"),
-    "encoder": (MultimodalModel, "encode"),
+    "encoder": (MultimodalModel, "_encoded"),  # on any stage of an encoder
     "decoder": (TextDecoder, "forward"),
     "backward": (schedules, "backward_step"),
     "optimizer": (ChainedOptimizer, "step"),

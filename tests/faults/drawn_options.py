@@ -19,7 +19,7 @@ DAMAGES = ("pixels", "media", "row")  # of one row, which the third step meets
 class Layout:
     """Of the decoder; data parallel is what is left of ``ranks``.
 
-    ``own`` are TP/DP of encoders on ranks of their own, which are the last of ``ranks``.
+    ``own`` are TP/PP/DP of encoders on ranks of their own, which are the last of ``ranks``.
     """
 
     ranks: int = 1
@@ -30,10 +30,10 @@ class Layout:
     ep: int = 1
 
     @property
-    def encoders(self) -> tuple[tuple[int, int], ...]:
-        """TP and DP of those on ranks of their own."""
+    def encoders(self) -> tuple[tuple[int, int, int], ...]:
+        """TP, PP and DP of those on ranks of their own."""
         sizes = (each.split("/") for each in self.own.split("|") if each)
-        return tuple((int(tp), int(dp)) for tp, dp in sizes)
+        return tuple((int(tp), int(pp), int(dp)) for tp, pp, dp in sizes)
 
     @property
     def decoder_ranks(self) -> int:
@@ -91,47 +91,53 @@ def layouts_of(model: str, ranks: int) -> tuple[Layout, ...]:
 
 # By the number of ranks, with encoders on ranks of their own.
 OWN_LAYOUTS = {
-    2: (Layout(ranks=2, own="1/1"),),
+    2: (Layout(ranks=2, own="1/1/1"),),
     3: (
-        Layout(ranks=3, own="1/1"),
-        Layout(ranks=3, own="1/2"),
-        Layout(ranks=3, own="2/1"),
-        Layout(ranks=3, own="1/1", tp=2),
-        Layout(ranks=3, own="1/1", pp=2),
-        Layout(ranks=3, own="1/1", pp=2, vpp=2),
-        Layout(ranks=3, own="1/1", ep=2),
+        Layout(ranks=3, own="1/1/1"),
+        Layout(ranks=3, own="1/1/2"),
+        Layout(ranks=3, own="2/1/1"),
+        Layout(ranks=3, own="1/2/1"),
+        Layout(ranks=3, own="1/1/1", tp=2),
+        Layout(ranks=3, own="1/1/1", pp=2),
+        Layout(ranks=3, own="1/1/1", pp=2, vpp=2),
+        Layout(ranks=3, own="1/1/1", ep=2),
     ),
     4: (
-        Layout(ranks=4, own="1/3"),
-        Layout(ranks=4, own="1/2"),
-        Layout(ranks=4, own="1/2", tp=2),
-        Layout(ranks=4, own="2/1", pp=2),
-        Layout(ranks=4, own="1/2", pp=2, vpp=2),
-        Layout(ranks=4, own="2/1", tp=2, ep=2),
+        Layout(ranks=4, own="1/1/3"),
+        Layout(ranks=4, own="1/1/2"),
+        Layout(ranks=4, own="1/1/2", tp=2),
+        Layout(ranks=4, own="2/1/1", pp=2),
+        Layout(ranks=4, own="1/2/1", pp=2),
+        Layout(ranks=4, own="1/1/2", pp=2, vpp=2),
+        Layout(ranks=4, own="2/1/1", tp=2, ep=2),
     ),
     6: (
-        Layout(ranks=6, own="1/2", tp=2, pp=2),
-        Layout(ranks=6, own="2/1", pp=2, vpp=2),
-        Layout(ranks=6, own="1/4"),
+        Layout(ranks=6, own="1/1/2", tp=2, pp=2),
+        Layout(ranks=6, own="2/1/1", pp=2, vpp=2),
+        Layout(ranks=6, own="1/1/4"),
     ),
 }
-# The same of a model with two encoders.
+# More of a model with two encoders, of which the second lies with the decoder in those above.
 OWN_LAYOUTS_OF_TWO = {
-    3: (Layout(ranks=3, own="1/1|1/1"),),
+    3: (Layout(ranks=3, own="1/1/1|1/1/1"),),
     4: (
-        Layout(ranks=4, own="1/1|1/1"),
-        Layout(ranks=4, own="1/1|1/2"),
-        Layout(ranks=4, own="1/1|1/1", pp=2),
-        Layout(ranks=4, own="1/1|1/1", tp=2),
+        Layout(ranks=4, own="1/1/1|1/1/1"),
+        Layout(ranks=4, own="1/1/1|1/1/2"),
+        Layout(ranks=4, own="1/1/1|1/1/1", pp=2),
+        Layout(ranks=4, own="1/1/1|1/1/1", tp=2),
     ),
-    6: (Layout(ranks=6, own="1/2|1/1", pp=2, vpp=2),),
+    6: (
+        Layout(ranks=6, own="1/1/1|1/1/1", pp=2, vpp=2),
+        Layout(ranks=6, own="1/2/1|1/1/1", pp=3),
+    ),
 }
 
 
 def own_layouts_of(model: str, *, large: bool) -> tuple[Layout, ...]:
     """Those with encoders on ranks of their own that a model can have."""
-    sizes = OWN_LAYOUTS_OF_TWO if model == "two encoders" else OWN_LAYOUTS
-    found = [each for ranks, some in sizes.items() if ranks <= 4 or large for each in some]
+    tables = [OWN_LAYOUTS_OF_TWO] if model == "two encoders" else []
+    sizes = [ranks for table in (*tables, OWN_LAYOUTS) for ranks in table.items()]
+    found = [each for ranks, some in sizes if ranks <= 4 or large for each in some]
     return tuple(each for each in found if model == "experts" or each.ep == 1)
 
 
@@ -156,11 +162,6 @@ def is_full(mode: str) -> bool:
     return mode.startswith("full")
 
 
-def bad_sample_flags(mode: str, *, fatal: bool = False) -> list[str]:
-    """What becomes of bad samples; a rule refuses to leave them out with an encoder apart."""
-    return ["--bad-sample", "fatal" if fatal or mode == "apart" else "skip"]
-
-
 def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
     """As the command line has them. In full-wide an encoder is split over all stages."""
     own_tp = "model.image_encoder.tensor_model_parallel_size"
@@ -181,11 +182,12 @@ def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
 
 def _apart_flags(layout: Layout) -> Iterator[str]:
     offset = layout.decoder_ranks
-    for key, (tp, dp) in zip(("image_encoder", "audio_encoder"), layout.encoders, strict=False):
+    for key, (tp, pp, dp) in zip(("image_encoder", "audio_encoder"), layout.encoders, strict=False):
         yield f"model.{key}.rank_offset={offset}"
         yield f"model.{key}.tensor_model_parallel_size={tp}"
+        yield f"model.{key}.pipeline_model_parallel_size={pp}"
         yield f"model.{key}.data_parallel_size={dp}"
-        offset += tp * dp
+        offset += tp * pp * dp
 
 
 _FROZEN_ENCODER = "model.image_encoder.freeze=True"

@@ -142,20 +142,16 @@ class Draw:
 def drawn(choose: Choose, *, large: bool = False) -> Draw:
     """A draw; ``large``: four ranks as often as one or two. The simplest options come first."""
     model = choose((*["dense"] * 5, *MODELS))
-    if choose((False, False, False, False, True)):
+    if choose((False, False, False, True)):
         layout = choose(own_layouts_of(model, large=large))
     else:
         layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
     mode = choose(modes_of(layout))
     trains = choose((*COMMON, *COMMON, *TRAINS))
     fault = _fault(choose, layout, mode, trains=trains)
-    # What is left out of a damaged file has to be left out by all.
-    common = model == "dense" and trains in COMMON
-    rows, damage = _data(choose, fault, common=common, whole=bool(layout.own))
+    rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
     restart = fault.kind in RESTARTED and choose((False, False, False, True))
     resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
-    if resume.own and damage:
-        resume, resume_mode = ALONE, "uniform"
     return Draw(
         layout=layout,
         mode=mode,
@@ -193,15 +189,12 @@ def _resume(choose: Choose, model: str, layout: Layout) -> tuple[Layout, str]:
     return resume, choose(modes_of(resume))
 
 
-def _data(choose: Choose, fault: Fault, *, common: bool, whole: bool) -> tuple[str, str]:
-    """Rows, and what is wrong with one of them. What is not ``common`` meets fewer of both.
-
-    ``whole``: nothing is wrong but what ends the run.
-    """
+def _data(choose: Choose, fault: Fault, *, common: bool) -> tuple[str, str]:
+    """Rows, and what is wrong with one of them. What is not ``common`` meets fewer of both."""
     if fault.kind == "bad sample":
         damage = choose(DAMAGES)
     else:
-        damage = choose(("", "", "", *DAMAGES)) if common and not whole else ""
+        damage = choose(("", "", "", *DAMAGES)) if common else ""
     if damage in ("pixels", "media"):  # there is an image to damage
         return choose(("mixed", "many") if common else ("mixed",)), damage
     return choose(ROWS if common else ("mixed", "lone")), damage
@@ -297,13 +290,18 @@ def ranks_at(place: str, layout: Layout, mode: str) -> tuple[int, ...]:
 def _apart_ranks_at(place: str, layout: Layout) -> tuple[int, ...]:
     """The same where encoders have ranks of their own."""
     everyone, decoder = range(layout.ranks), layout.decoder_ranks
-    own = tuple(everyone[decoder:])
-    if place in ("unit", "encoder"):
-        first, loads = decoder, []
-        for tp, dp in layout.encoders:
-            loads += range(first, first + tp * dp, tp)
-            first += tp * dp
-        return tuple(loads) if place == "unit" else own
-    if place == "exchange":
-        return (*everyone[: decoder // layout.pp], *own)
-    return tuple(everyone[:decoder] if place in ("decoder", "backward") else everyone)
+    loads: list[int] = []  # the first of each group that encodes together, on the first stage
+    sends: list[int] = []  # all of the last stage
+    first = decoder
+    for tp, pp, dp in layout.encoders:
+        loads += range(first, first + tp * dp, tp)
+        first += tp * pp * dp
+        sends += range(first - tp * dp, first)
+    ranks = {
+        "unit": loads,
+        "encoder": everyone[decoder:],
+        "exchange": [*everyone[: decoder // layout.pp], *sends],
+        "decoder": everyone[:decoder],
+        "backward": everyone[:decoder],
+    }
+    return tuple(ranks.get(place, everyone))

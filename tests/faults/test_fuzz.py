@@ -6,8 +6,8 @@
 import os
 
 import pytest
-from drawn_options import Layout
-from draws import Draw, Fault, drawn
+from drawn_options import MODELS, Layout, own_layouts_of
+from draws import GLOBAL_BATCH, Draw, Fault, drawn
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from world import World
@@ -70,6 +70,15 @@ FULL_DISK = Fault(kind="full disk", ranks=(2,), way="flush", step=4)
 @pytest.mark.timeout(3600)
 def test_a_run_is_right_or_all_ranks_end_with_one_error(world, draw):
     world.check(draw)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_encoders_on_ranks_of_their_own_leave_the_decoder_whole_replicas(model):
+    for layout in own_layouts_of(model, large=True):
+        replicas, left = divmod(layout.decoder_ranks, layout.tp * layout.pp)
+        assert (left, GLOBAL_BATCH % (2 * replicas)) == (0, 0), layout
+        assert layout.decoder_ranks % (layout.pp * layout.ep) == 0, layout
+        assert len(layout.encoders) == 1 or model == "two encoders"
 
 
 @given(draws())
