@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from loongplug.bench.pipeline import bench_pipeline, measure
+from loongplug.bench.pipeline import bench_pipeline, draw, measure
 from loongplug.bench.pipeline_clock import predicted
 from loongplug.bench.pipeline_figures import (
     CaseFigures,
@@ -257,7 +257,7 @@ def slow(mode: str) -> Case:
     return Case(mode=mode, stages=(SLOW, SLOW), encoders=(encoder,), microbatches=4)
 
 
-def test_two_ranks_take_as_long_as_the_clock_says():
+def test_two_ranks_take_as_long_as_the_clock_says(tmp_path):
     preload("cpu")
     uniform, separated = measure([slow("uniform"), slow("full_hetero_dp")], steps=2)
     for each in (uniform, separated):
@@ -272,6 +272,8 @@ def test_two_ranks_take_as_long_as_the_clock_says():
     assert separated.work == (1080, 1080)
     assert uniform.bubbles[0] + 0.3 < uniform.bubbles[1]
     assert separated.bubbles[0] == pytest.approx(separated.bubbles[1], abs=0.1)
+    draw([separated], tmp_path / "pictures")
+    assert (tmp_path / "pictures" / "full_hetero_dp.png").stat().st_size > 1000
 
 
 @pytest.mark.sweep
