@@ -229,4 +229,4 @@ def test_planning_takes_little_time(capsys: pytest.CaptureFixture[str]) -> None:
     slower = times_slower(lambda: streamed(step), plainly, turns=3)
     with capsys.disabled():
         print(f"\na plan of 512 pieces on 8 stages: {slower:.1f} times plain work")
-    assert slower < 20
+    assert slower < 12  # measured: 4; plain work takes 16 ms, so that 12 are 0.2 s
