@@ -1,9 +1,7 @@
 """Time the levels of two checkouts step by step in turn: ``python levels_of_commits.py OLD NEW``.
 
-Both sides of a level run at the same time, and only one of them works at any moment: a side that
-has done a step waits until the other one has done its own. So what the machine does beside them
-meets both. Every round has new processes, since where memory lies is one process's luck. Weights
-and samples are those of ``loongplug bench levels``.
+Every round has new processes, since where memory lies is one process's luck. Weights and samples
+are those of ``loongplug bench levels``.
 """
 
 import argparse
@@ -13,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+
+from in_turn import Side, Step, in_turn
 
 # A side: one level's ranks, which do a step for each line that they are sent.
 _SIDE = """
@@ -39,15 +39,15 @@ work = replace(Work(), steps=steps)
 settings = {each.name: each for each in SETTINGS}
 
 
-def train(rank, tell, flags, turns=None, done=None):
+def train(rank, tell, flags, done=None):
     import torch.distributed as dist
     join(rank, folder=folder, device="cpu", minutes=5.0)
     from loongplug.training.run import run
 
     def after_step(report):
         if rank == 0 and done is not None:
-            os.write(done, json.dumps([report.seconds, report.loss]).encode() + b"\\n")
-            os.read(turns, 1)  # the others wait for this rank in the next step
+            os.write(done, json.dumps([report.loss]).encode() + b"\\n")
+            sys.stdin.readline()  # the others wait for this rank in the next step
 
     reports = run(flags, on_report=after_step)
     dist.barrier()
@@ -67,7 +67,7 @@ else:
     variants = level_variants(level, work, setting)
     flags = [*work.flags(data), *model, *setting.flags, "--load-hf", str(weights)]
     flags += variants[len(variants) // 2]  # of several splits of layers the middle one
-    run_ranks(partial(train, flags=flags, turns=0, done=int(sys.argv[6])), setting.ranks,
+    run_ranks(partial(train, flags=flags, done=int(sys.argv[6])), setting.ranks,
               folder=folder, on_event=lambda line: None, timeout=600)
 """
 _WARMUP = 2
@@ -77,75 +77,25 @@ def _started(checkout: Path, *words: object, **options: object) -> subprocess.Po
     return subprocess.Popen(  # type: ignore[call-overload]
         [sys.executable, "-c", _SIDE, *map(str, words)],
         cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+        env=_environment(checkout),
         text=True,
         **options,
     )
 
 
-class _Side:
-    """One checkout's run of a level."""
-
-    def __init__(
-        self, checkout: Path, folder: Path, setting: str, level: str, *, steps: int, model: str
-    ) -> None:
-        folder.mkdir()
-        read, write = os.pipe()
-        self._process = _started(
-            checkout,
-            *(folder, setting, level, steps, model, write),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(write,),
-        )
-        os.close(write)
-        self._done = os.fdopen(read)
-
-    def step(self) -> tuple[float, float]:
-        """Seconds and loss of the step under way; it rests behind it."""
-        line = self._done.readline()
-        if not line:
-            raise RuntimeError("A side ended too early; its messages stand above.")
-        seconds, loss = json.loads(line)
-        return seconds, loss
-
-    def go(self) -> None:
-        """The next step may begin."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def end(self) -> None:
-        """Wait for the run's end."""
-        if self._process.wait():
-            raise RuntimeError("A side failed; its messages stand above.")
+def _environment(checkout: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
 
 
-def _in_turn(sides: tuple[_Side, _Side], *, steps: int) -> list[tuple[float, float]]:
-    """Seconds of each step of both; their losses have to agree."""
-    for side in sides:
-        side.step()  # both have started: from here on one works at a time
-    found = []
-    for _ in range(_WARMUP - 1 + steps):
-        took = []
-        for side in sides:
-            side.go()
-            took.append(side.step())
-        assert abs(took[0][1] - took[1][1]) < 1e-5, took
-        found.append((took[0][0], took[1][0]))
-    for side in sides:
-        side.go()
-        side.end()
-    return found[_WARMUP - 1 :]
-
-
-def _print_level(title: str, pairs: Iterable[tuple[float, float]]) -> None:
+def _print_level(title: str, pairs: Sequence[tuple[Step, Step]]) -> None:
     old, new = zip(*pairs, strict=True)
-    ratios = sorted(b / a for a, b in zip(old, new, strict=True))
+    ratios = sorted(b.seconds / a.seconds for a, b in pairs)
+    worked = sum(each.processor for each in new) / sum(each.processor for each in old)
     print(
-        f"{title}: old {median(old):.3f} s, new {median(new):.3f} s a step; new over old, step by "
-        f"step: {median(ratios):.3f} (middle half {ratios[len(ratios) // 4]:.3f} to "
-        f"{ratios[-len(ratios) // 4]:.3f}), fastest steps {min(new) / min(old):.3f}",
+        f"{title}: old {median(each.seconds for each in old):.3f} s, new "
+        f"{median(each.seconds for each in new):.3f} s a step; new over old, step by step: "
+        f"{median(ratios):.3f} (middle half {ratios[len(ratios) // 4]:.3f} to "
+        f"{ratios[-len(ratios) // 4]:.3f}), processor time {worked:.3f}",
         flush=True,
     )
 
@@ -161,7 +111,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="levels whose names begin so: 'TP2, uniform'")
     options = parser.parse_args()
     old, new = options.old.resolve(), options.new.resolve()
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    found: dict[str, list[tuple[Step, Step]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="loongplug-commits-") as name:
         root = Path(name)
         (root / "names").mkdir()
@@ -178,21 +128,20 @@ def main() -> None:
                 folder.mkdir()
                 for each in ("data", "weights"):
                     (folder / each).symlink_to(root / each)
+                for side in ("old", "new"):
+                    (folder / side).mkdir()
                 runs = [
-                    _Side(
-                        checkout,
-                        folder / side,
-                        setting,
-                        level,
-                        steps=options.steps,
-                        model=options.model,
+                    Side(
+                        ("-c", _SIDE, folder / side, setting, level, options.steps, options.model),
+                        environment=_environment(checkout),
+                        folder=checkout,
                     )
                     for side, checkout in (("old", old), ("new", new))
                 ]
                 # The first one's processes lie elsewhere in the machine's memory and order.
                 turned = number % 2 == 1
                 first, second = reversed(runs) if turned else runs
-                pairs = _in_turn((first, second), steps=options.steps)
+                pairs = in_turn((first, second), warmup=_WARMUP, steps=options.steps)
                 found[shown] += [(b, a) if turned else (a, b) for a, b in pairs]
                 _print_level(f"round {number + 1}: {shown}", found[shown])
 

@@ -3,6 +3,7 @@
 # random layouts and modes. Every run has to end by itself: with the losses of a run without faults,
 # or with one error on all ranks and a checkpoint to go on from. Prints how to run a failure again.
 #   ./scripts/fuzz.sh [--draws N] [--seed S] [--minutes M] [--jobs J] [--large] [--draw JSON]
+#   ./scripts/fuzz.sh --placements N [--seed S]   steps of encoders on ranks of their own, without models
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 loongplug_environment test

@@ -17,7 +17,6 @@ from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.policies import EncoderStep, Policy
 from loongplug.models.entries import Entry, Role
 from loongplug.models.features import Features
-from loongplug.observe.recorder import NOTHING
 from loongplug.platform.cpu import CpuPlatform
 
 CPU = torch.device("cpu")
@@ -105,6 +104,9 @@ class Model(nn.Module):
     def encode(self, entry: Entry, media: MediaInput | None) -> Features:
         rows = torch.zeros(0, PIXELS) if media is None else media.rows
         return Features(embeddings=self.get_submodule(entry.name)(rows), deepstack=())
+
+    def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
+        return self.encode(entry, media).packed()
 
 
 class Wires:
@@ -267,7 +269,7 @@ def run_encoders(
             model.config.finalize_model_grads_func([model])
 
     engines: Any = {name: _Encodes(executor) for name, executor in executors.items()}
-    engine = Engine(engines, recorder=NOTHING)
+    engine = Engine(engines)
     attached: Any = model
     engine.attach(attached)
     engine.schedules(lambda: schedule)()(

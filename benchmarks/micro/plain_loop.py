@@ -1,22 +1,20 @@
 """What one would write without LoongPlug: a transformers model in a torch training loop.
 
-``-m micro.plain_loop FIGURES DATA WEIGHTS MODEL WARMUP STEPS`` trains on one process and
-writes the same figures as a measured run of LoongPlug. It is given the same microbatches, with
-the position ids made beforehand, and no attention mask (padding on the right needs none), which
-is transformers' fastest way.
+``-m micro.plain_loop DATA WEIGHTS MODEL STEPS DONE`` trains on one process, a step at a time
+(:mod:`in_turn`). It is given the same microbatches as LoongPlug, with the position ids made
+beforehand, and no attention mask (padding on the right needs none), which is transformers' fastest
+way.
 """
 
-import resource
 import sys
-import time
 from pathlib import Path
 
 import torch
+from in_turn import tell
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from loongplug.bench.step import StepFigures
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
@@ -34,8 +32,8 @@ from micro.against_transformers import (
 _ENCODER = "image_encoder"
 
 
-def train(data: Path, weights: Path, *, model_name: str, warmup: int, steps: int) -> StepFigures:
-    """Train ``warmup + steps`` steps and time the latter."""
+def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) -> None:
+    """Train ``steps`` steps, and tell each to ``done``."""
     compared = MODELS[model_name]
     plain = compose_model(model_name=model_name).config.plain_positions
     processor = load_processor(data / compared.processor)
@@ -66,9 +64,7 @@ def train(data: Path, weights: Path, *, model_name: str, warmup: int, steps: int
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
-    seconds, tokens, losses = [], [], []
-    for _ in range(warmup + steps):
-        start = time.perf_counter()
+    for _ in range(steps):
         batch = [next(loader) for _ in range(GLOBAL_BATCH_SIZE // MICRO_BATCH_SIZE)]
         counted = sum(_whole(microbatch)[1].sum() for microbatch in batch)
         total = 0.0
@@ -91,17 +87,7 @@ def train(data: Path, weights: Path, *, model_name: str, warmup: int, steps: int
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-        tokens.append(sum(microbatch.tokens for microbatch in batch))
-        losses.append(total)
-    return StepFigures(
-        ranks=1,
-        warmup=warmup,
-        step_seconds=tuple(seconds[warmup:]),
-        step_tokens=tuple(tokens[warmup:]),
-        losses=tuple(losses),
-        peak_memory_bytes=(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,),
-    )
+        tell(total, sum(microbatch.tokens for microbatch in batch), done=done)
 
 
 def _whole(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -112,12 +98,9 @@ def _whole(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train as the command line says and write the figures."""
-    path, data, weights, model, warmup, steps = sys.argv[1:]
-    figures = train(
-        Path(data), Path(weights), model_name=model, warmup=int(warmup), steps=int(steps)
-    )
-    figures.write(Path(path))
+    """Train as the command line says."""
+    data, weights, model, steps, done = sys.argv[1:]
+    train(Path(data), Path(weights), model_name=model, steps=int(steps), done=int(done))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ class PacedChunk(nn.Module):
         """What the stage before has sent."""
         (self._input,) = tensors
 
+    def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
+        """What travels of a unit; see :meth:`encode`."""
+        return self.encode(entry, media).packed()
+
     def encode(self, entry: Entry, media: MediaInput | None) -> Features:
         """Sleeps by its share of a microbatch's samples; a blank one takes no time."""
         rows = torch.zeros(0, 1) if media is None else media.rows

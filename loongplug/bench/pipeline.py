@@ -87,7 +87,7 @@ def measure(cases: "Sequence[Case]", *, steps: int) -> "list[CaseFigures]":
 
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
     for number, case in enumerate(cases):
-        together[case.place].append(number)
+        together[case.site].append(number)
     found: dict[int, CaseFigures] = {}
     with threadless_bars() as progress:
         task = progress.add_task("pipeline", total=len(cases) * (EMPTY_STEPS + steps))

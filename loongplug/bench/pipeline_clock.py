@@ -9,8 +9,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loongplug.bench.pipeline_work import Case, PacedEncoder
-from loongplug.hetero.edge import Piece, pieces_of
-from loongplug.hetero.intervals import overlaps
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -27,7 +25,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.pipeline_graph import ahead
-from loongplug.hetero.placement import Edge
+from loongplug.hetero.placement import Edge, Piece
 from loongplug.hetero.policies import EncoderStep
 from loongplug.partition.clock import StageTime
 
@@ -170,9 +168,7 @@ class _Side:
         self._trains = encoder.time.backward > 0
         self._pieces: tuple[Piece, ...] = ()
         if self._mode.apart:
-            edges = self._placement.apart_edges(encoder.name, micro_batch_size=case.samples)
-            slot = overlaps(encoders=encoder.replicas, decoders=1, micro_batch_size=case.samples)
-            self._pieces = pieces_of(edges, slot)
+            self._pieces = self._placement.pieces(encoder.name, micro_batch_size=case.samples)
 
     def acts(self, rank: int, when: When) -> Iterator[Act]:
         """What the rank does for this encoder then."""

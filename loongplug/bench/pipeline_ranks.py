@@ -56,7 +56,7 @@ def live(
     _make_groups(cases[0], engine)
     found = []
     for case in cases:
-        assert case.place == cases[0].place, (case, cases[0])
+        assert case.site == cases[0].site, (case, cases[0])
         pace = Pace(recorder)
         for step in _steps(case, engine, pace=pace, recorder=recorder, count=EMPTY_STEPS + steps):
             if rank == 0:
@@ -97,14 +97,15 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             encoder_tp=encoder.tp,
             taps=0,
             seed=1234,
-            micro_batch_size=case.samples,
+            micro_batch_sizes=dict.fromkeys((True, False), case.samples),
             ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
             sequence_parallel=False,
             timeout_minutes=_MINUTES,
-            recorder=recorder,
         )
 
-    return Engine({each.name: of_encoder(each) for each in case.encoders}, recorder=recorder)
+    engine = Engine({each.name: of_encoder(each) for each in case.encoders})
+    engine.report_to(recorder)
+    return engine
 
 
 def _make_groups(case: Case, engine: Engine) -> None:
@@ -193,7 +194,7 @@ def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
     """Of a step, as this rank takes them: all samples, or those of an encoder replica's pieces."""
     pieces = [range(case.samples)]
     if engine.own is not None:
-        made = engine.encoders[engine.own].place.made_by(dist.get_rank())
+        made = engine.encoders[engine.own].place.made_by(dist.get_rank(), training=True)
         pieces = [each.samples for each in made]
     for number in range(case.microbatches):
         for samples in pieces:

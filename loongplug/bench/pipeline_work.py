@@ -95,8 +95,8 @@ class Case:
         return lcm(*(each.replicas for each in self.encoders)) if self.apart else 1
 
     @property
-    def place(self) -> Hashable:
-        """Cases of one place can be run in the same process groups, one behind the other."""
+    def site(self) -> Hashable:
+        """Cases of one site can be run in the same process groups, one behind the other."""
         encoders = [(e.name, e.tp, e.replicas, e.time.backward > 0) for e in self.encoders]
         return self.mode, self.tp, len(self.stages), self.chunks, tuple(encoders)
 
@@ -106,7 +106,11 @@ class Case:
             return NAMED[self.mode]
         before = self.encoders[: self.encoders.index(encoder)]
         offset = self.decoder.world_size + sum((each.tp or 1) * each.replicas for each in before)
-        yaml: Any = Namespace(rank_offset=offset, data_parallel_size=encoder.replicas)
+        yaml: Any = Namespace(
+            rank_offset=offset,
+            data_parallel_size=encoder.replicas,
+            pipeline_model_parallel_size=1,
+        )
         return mode_of(Namespace(), yaml)
 
     def encoder_tp(self, encoder: PacedEncoder) -> int:

@@ -26,11 +26,19 @@ _NOT_THE_WEIGHTS = (
     "lr_mult",
     "max_position_embeddings",
     "mode",  # how an encoder is parallel
+    "pipeline_model_parallel_size",
     "rank_offset",
     "recompute",
+    "stage_layers",
     "tensor_model_parallel_size",
 )
-_OF_ITS_PLACE = ("data_parallel_size", "rank_offset", "tensor_model_parallel_size")
+_OF_ITS_PLACE = (
+    "data_parallel_size",
+    "pipeline_model_parallel_size",
+    "rank_offset",
+    "stage_layers",
+    "tensor_model_parallel_size",
+)
 _SHOWN = 5
 _LETTERS = 200  # of a value
 

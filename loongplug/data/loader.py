@@ -87,6 +87,10 @@ class MicrobatchLoader(Iterator[Microbatch]):
             return self
         return map(self._next_of, repeat(index))
 
+    def close(self) -> None:
+        """End what works in the background."""
+        self.source.close()
+
     def _next_of(self, chunk: int) -> Microbatch:
         if not self._waiting[chunk]:
             self._make()

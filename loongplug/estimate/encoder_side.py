@@ -1,11 +1,10 @@
 """What the plan of a step has in memory for the encoder."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
-from loongplug.estimate.trace import Cost
-from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -31,76 +30,39 @@ from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transf
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCosts:
-    """What units of any size cost: what lies between two traced ones grows with the rows.
-
-    ``blank`` is the cost of the smallest, of so many ``blank_rows``, which stands in for no media.
-    """
-
-    blank: Cost
-    blank_rows: int
-    largest: Cost
-    largest_rows: int
-
-    def of(self, rows: int) -> Cost:
-        """Of a unit of so many."""
-        more = max(rows, self.blank_rows) - self.blank_rows
-        part = more / max(1, self.largest_rows - self.blank_rows)
-
-        def at(low: int, high: int) -> int:
-            return round(low + (high - low) * part)
-
-        low, high = self.blank, self.largest
-        return Cost(
-            kept=at(low.kept, high.kept),
-            forward=at(low.forward, high.forward),
-            backward=at(low.backward, high.backward),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class EncoderSide:
     """What a step's plan has in memory for an encoder of one rank, around the decoder's passes.
 
-    ``payload`` and ``row`` are the bytes of a token's features and of a row of input;
-    ``blank_input`` those of the input that the backward of a unit without media keeps. ``away`` is
-    what of the encoder's state leaves the device with it, by its name in the ledger.
+    ``away`` is what of the encoder's state leaves the device with it, by its name in the ledger.
     """
 
     plan: StepPlan
     away: Mapping[str, int]
     edge: Edge
     rank: int
-    units: Sequence[UnitSize]
     encoder_replicas: tuple[int, ...]
-    costs: UnitCosts
-    payload: int
-    row: int
-    blank_input: int
+    encoded: EncodedUnits
     copies_shards: bool  # a shard is of several pieces, which are put together to travel
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
         if when == BEGIN:
-            ledger.add(INPUT, self._own_input())
+            ledger.add(INPUT, self.encoded.input(self.plan))
         held = 0
         if when.event is Event.GRADIENT and when.microbatch is not None:
             held = self._consumed(when.microbatch)  # by the decoder's backward, in which it comes
         for operation in self.plan.get(when, ()):
             self._enter(ledger, operation, held=held)
         if when == END:
-            ledger.take(INPUT, self._own_input())
+            ledger.take(INPUT, self.encoded.input(self.plan))
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:
             case Encode(unit=unit):
-                cost = self._cost(unit)
-                ledger.add(ENCODER, cost.kept)
-                ledger.work("encoder's forward", cost.forward - cost.kept)
-                ledger.add(FEATURES, self._features(unit))
+                self.encoded.encode(ledger, unit)
             case GatherFeatures(units=units, to_host=to_host):
                 ledger.work("exchange of features", self._gathered(units, copied=not to_host))
-                ledger.take(FEATURES, sum(map(self._features, self._mine(units))))
+                ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(units))))
                 if not to_host:
                     ledger.add(FEATURES, sum(map(self._consumed, units)))
             case TakeFeatures(unit=unit):
@@ -111,12 +73,9 @@ class EncoderSide:
             case ScatterGradients(units=units):
                 ledger.work("exchange of gradients", self._scattered(units))
                 ledger.take(FEATURE_GRADIENTS, sum(map(self._consumed, units)))
-                ledger.add(FEATURE_GRADIENTS, sum(map(self._features, self._mine(units))))
+                ledger.add(FEATURE_GRADIENTS, sum(map(self.encoded.features, self._mine(units))))
             case EncoderBackward(unit=unit):
-                cost = self._cost(unit)
-                ledger.work("encoder's backward", held + cost.backward)
-                ledger.take(ENCODER, cost.kept)
-                ledger.take(FEATURE_GRADIENTS, self._features(unit))
+                self.encoded.go_back(ledger, unit, held=held)
             case Release(what=what, units=units) | Reload(what=what, units=units):
                 enter = ledger.take if isinstance(operation, Release) else ledger.add
                 for name, nbytes in self._moved(what, units):
@@ -129,42 +88,20 @@ class EncoderSide:
             case Kept.STATE:
                 return list(self.away.items())
             case Kept.ACTIVATIONS:
-                return [(ENCODER, self._cost(unit).kept) for unit in units]
+                return [(ENCODER, self.encoded.cost(unit).kept) for unit in units]
             case Kept.FEATURES:
                 return [(FEATURES, self._consumed(unit)) for unit in units]
             case Kept.GRADIENTS:
                 return [(FEATURE_GRADIENTS, self._consumed(unit)) for unit in units]
 
-    def _own_input(self) -> int:
-        return self.row * sum(
-            self._rows(each.unit)
-            for operations in self.plan.values()
-            for each in operations
-            if isinstance(each, Encode)
-        )
-
-    def _cost(self, unit: int | None) -> Cost:
-        """In the encoder; without media that of the blank one, whose input is its own."""
-        rows = self._rows(unit)
-        cost = self.costs.of(rows)
-        return cost if rows else replace(cost, kept=cost.kept + self.blank_input)
-
-    def _rows(self, unit: int | None) -> int:
-        """Of all media of a unit; None stands for one without any."""
-        return 0 if unit is None else self.units[unit].rows
-
-    def _features(self, unit: int | None) -> int:
-        """Bytes of all of a unit's features; one without media has none."""
-        return 0 if unit is None else self.units[unit].tokens * self.payload
-
     def _consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
-        shards = self.units[unit].shards
+        shards = self.encoded.units[unit].shards
         if self.rank not in self.edge.consumers:
             return 0
         if shards is None:
-            return self._features(unit)
-        return shards[self.edge.consumers.index(self.rank)] * self.payload
+            return self.encoded.features(unit)
+        return shards[self.edge.consumers.index(self.rank)] * self.encoded.payload
 
     def _exchanged(
         self, transfers: Callable[..., Sequence[Transfer]], members: range
@@ -174,10 +111,10 @@ class EncoderSide:
         sent = received = 0
         for each in transfers(self.edge, encoder_replicas, sharded=self._sharded):
             unit = members.start + each.unit  # transfers count units from 0
-            shards = self.units[unit].shards
-            nbytes = self._features(unit)
+            shards = self.encoded.units[unit].shards
+            nbytes = self.encoded.features(unit)
             if each.shard is not None and shards is not None:
-                nbytes = shards[each.shard] * self.payload
+                nbytes = shards[each.shard] * self.encoded.payload
             if each.source == each.target:
                 continue
             sent += nbytes if each.source == self.rank else 0
@@ -203,10 +140,10 @@ class EncoderSide:
     def _scattered(self, members: range) -> int:
         """The most that it takes to bring these units' gradients to the ranks that encoded them."""
         sent, received = self._exchanged(gradient_transfers, members)
-        whole = sum(map(self._features, self._mine(members))) if self._sharded else 0
+        whole = sum(map(self.encoded.features, self._mine(members))) if self._sharded else 0
         return received + max(sent, whole)
 
     @property
     def _sharded(self) -> bool:
         """Whether each consumer takes a part of the features only."""
-        return self.units[0].shards is not None
+        return self.encoded.units[0].shards is not None

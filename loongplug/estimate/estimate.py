@@ -1,16 +1,20 @@
 """A run's memory, stage by stage, from its checked arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.estimate.ledger import Ledger
+from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.own_step import OwnStep
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
-from loongplug.estimate.step import EncoderCosts, Step
-from loongplug.estimate.units import MicrobatchSize
+from loongplug.estimate.step import ROLES, EncoderCosts, Step
+from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.training.arguments import ParsedArguments
 
 
@@ -18,9 +22,11 @@ from loongplug.training.arguments import ParsedArguments
 class RankMemory:
     """The fullest rank of a pipeline stage, in bytes.
 
-    ``parts`` is what there is at its fullest moment of a step, ``when``, by what it is; ``most``
-    has of each of these the most at any moment. ``step`` is all that there is in the optimizer's
-    step. ``host`` is the most of the tensors that leave by name, which are none of these.
+    ``role`` says whose stage it is: the decoder's, with encoders or without, or that of the encoder
+    on ranks of its own that the YAML calls so. ``parts`` is what there is at its fullest moment of
+    a step, ``when``, by what it is; ``most`` has of each of these the most at any moment. ``step``
+    is all that there is in the optimizer's step. ``host`` is the most of the tensors that leave by
+    name, which are none of these.
     """
 
     stage: int
@@ -37,46 +43,72 @@ class RankMemory:
         """All of it."""
         return sum(self.parts.values())
 
+    @property
+    def place(self) -> str:
+        """The stage in words."""
+        return f"stage {self.stage}" + ("" if self.role in ROLES else f" of {self.role}")
+
+
+class _Followed(Protocol):
+    """A step of some ranks that have the same modules."""
+
+    role: str
+    host: int
+
+    def follow(self, ledger: Ledger, *, rank: int) -> None:
+        """Enter what the step of ``rank`` makes and frees."""
+
 
 def estimate(
     parsed: ParsedArguments,
     microbatches: Sequence[MicrobatchSize],
     *,
+    own_units: Mapping[str, Sequence[UnitSize]] = MappingProxyType({}),
     stepping: Stepping,
     on_stage: Callable[[int, int], None] = lambda stage, stages: None,
 ) -> list[RankMemory]:
-    """The fullest rank of each pipeline stage of the first model replica.
+    """The fullest rank of each pipeline stage: of the decoder's first replica, then of encoders.
 
-    ``microbatches`` are those of a replica's step; ``stepping`` is how the run's optimizer
-    works, which the machine decides; ``on_stage`` is told which of how many stages comes next. No
-    collectives; there must be no process group. Makes no tensor with memory that grows with the
-    model.
+    ``microbatches`` are those of a replica's step; ``own_units`` has of each encoder on ranks of
+    its own the units of its busiest replica, which it is seen at. ``stepping`` is how the run's
+    optimizer works, which the machine decides; ``on_stage`` is told which of how many stages comes
+    next. No collectives; there must be no process group. Makes no tensor with memory that grows
+    with the model.
     """
+    own = own_ranks_of(parsed.args, parsed.model)
     stages = parsed.args.pipeline_model_parallel_size
-    found = []
+    of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
+    every = stages + len(of_encoders)
+    found: dict[int, RankMemory] = {}
+    trains = dict.fromkeys((each.name for each in own), False)
+    # Encoders first: the decoder's ranks hear whether they train.
+    for number, (each, stage) in enumerate(of_encoders, stages):
+        on_stage(number, every)
+        with as_rank(parsed, each.rank(stage)) as rank:
+            states = rank_state(rank.chunks, parsed.args, stepping=stepping)
+            encoding = OwnStep(rank, parsed, own_units[each.name])
+            trains[each.name] |= encoding.trains
+            found[number] = _fullest(rank, encoding, states=states)
     encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders
     for stage in range(stages):
-        on_stage(stage, stages)
+        on_stage(stage, every)
         with as_rank(parsed, stage * parsed.args.world_size // stages) as rank:
-            found.append(
-                _fullest(rank, parsed, microbatches, stepping=stepping, encoder_costs=encoder_costs)
+            states = rank_state(rank.chunks, parsed.args, stepping=stepping)
+            step = Step(
+                rank,
+                parsed,
+                microbatches,
+                states=states,
+                encoder_costs=encoder_costs,
+                trains_apart=trains,
             )
-    return found
+            found[stage] = _fullest(rank, step, states=states)
+    return [found[number] for number in range(every)]
 
 
-def _fullest(
-    rank: EstimatedRank,
-    parsed: ParsedArguments,
-    microbatches: Sequence[MicrobatchSize],
-    *,
-    stepping: Stepping,
-    encoder_costs: EncoderCosts,
-) -> RankMemory:
+def _fullest(rank: EstimatedRank, step: _Followed, *, states: Mapping[str, State]) -> RankMemory:
     """Of the ranks of a tensor parallel group: they differ in the units that they encode."""
-    args = parsed.args
-    states = rank_state(rank.chunks, args, stepping=stepping)
     state = sum(states.values(), State())
-    step = Step(rank, parsed, microbatches, states=states, encoder_costs=encoder_costs)
     found = []
     for member in dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
         ledger = Ledger()
@@ -88,7 +120,7 @@ def _fullest(
             RankMemory(
                 stage=rank.stage,
                 rank=member,
-                role="encoder + decoder" if step.has_encoder else "decoder",
+                role=step.role,
                 parts={name: nbytes for name, nbytes in ledger.peak.items() if nbytes},
                 when=ledger.when,
                 most={name: nbytes for name, nbytes in ledger.most.items() if nbytes},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loongplug.estimate.estimate import RankMemory
     from loongplug.estimate.state import Stepping
-    from loongplug.estimate.units import MicrobatchSize
+    from loongplug.estimate.units import MicrobatchSize, UnitSize
     from loongplug.training.arguments import ParsedArguments
 
 USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
@@ -63,12 +63,20 @@ class Estimator:
             found = estimate(
                 parsed,
                 microbatches,
+                own_units=self._own_units(parsed),
                 stepping=stepping_of(flags),
                 on_stage=lambda stage, stages: self.says(f"{name}: stage {stage} of {stages}"),
             )
         return Estimated(
             parsed=parsed, rows=tuple(each.rows for each in microbatches), stages=tuple(found)
         )
+
+    def _own_units(self, parsed: "ParsedArguments") -> "dict[str, tuple[UnitSize, ...]]":
+        from loongplug.estimate.units import own_units_of_data, own_units_of_size
+
+        if self.visual_tokens is None:
+            return own_units_of_data(parsed.args, parsed.model)
+        return own_units_of_size(parsed.args, parsed.model, visual_tokens=self.visual_tokens)
 
 
 def fits_in(nbytes: int, *, device_memory: float) -> bool:
@@ -90,13 +98,7 @@ def run_of(
         stand_ins = None if visual_tokens is None else folder
         parsed = parsed_for(flags, ranks=ranks, stand_ins=stand_ins)
         from loongplug.estimate.units import microbatches_of_data, microbatches_of_size
-        from loongplug.training.rules.own_ranks import lying_apart
 
-        if lying_apart(parsed.model):
-            raise ValueError(
-                "encoders on ranks of their own (rank_offset) are not counted yet: leave "
-                "rank_offset away, and give as many ranks as the decoder has"
-            )
         args, model = parsed.args, parsed.model
         if visual_tokens is None:
             return parsed, microbatches_of_data(args, model)
@@ -129,6 +131,8 @@ def parsed_for(
 def stepping_of(flags: Sequence[str]) -> "Stepping":
     """How the optimizer of a run with these flags works: torch's, unless they ask for another.
 
+    The CPU's table has it go over each tensor once.
+
     Needs the platform to be active.
     """
     from loongplug.training.flags import read_command_line
@@ -137,7 +141,7 @@ def stepping_of(flags: Sequence[str]) -> "Stepping":
     args = line.args
     if "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine":
         return "fused"
-    return "one by one" if args.device == "cpu" else "all at once"
+    return "fused" if args.device == "cpu" else "all at once"
 
 
 @contextmanager

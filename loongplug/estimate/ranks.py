@@ -1,5 +1,6 @@
 """One rank of a run that is not started: process groups, place, chunks without memory."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.parallel.snapshot import load_start
 from loongplug.parallel.states import destroy_parallel_states
+from loongplug.training.apart import make_own_groups
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.freezing import freezing_of
 from loongplug.training.provider import build_on_meta, engine_of
@@ -27,7 +29,7 @@ from loongplug.training.provider import build_on_meta, engine_of
 class EstimatedRank:
     """A rank while Megatron takes this process for it. ``chunks`` are on the meta device."""
 
-    stage: int
+    stage: int  # of the pipeline that the rank is of
     engine: Engine
     chunks: tuple[MultimodalModel, ...]
 
@@ -39,19 +41,22 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
     No collectives; there must be no process group yet.
     """
     args = parsed.args
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.ranks)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
+        engine = engine_of(args, parsed.model)
+        if engine.apart:
+            make_own_groups(Namespace(**{**vars(args), "use_gloo_process_groups": False}), engine)
+        else:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                create_gloo_process_groups=False,
+            )
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(args.seed)
-            engine = engine_of(args, parsed.model)
             stage = parallel_state.get_pipeline_model_parallel_rank()
             yield EstimatedRank(
                 stage=stage, engine=engine, chunks=_chunks(parsed, engine, stage=stage)
@@ -64,8 +69,8 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
 
 
 def _chunks(parsed: ParsedArguments, engine: Engine, *, stage: int) -> tuple[MultimodalModel, ...]:
-    args = parsed.args
-    virtual: int | None = args.virtual_pipeline_model_parallel_size
+    args, decodes = parsed.args, engine.decodes
+    virtual: int | None = args.virtual_pipeline_model_parallel_size if decodes else None
     count = virtual or 1
     chunks = []
     for number in range(count):
@@ -75,7 +80,7 @@ def _chunks(parsed: ParsedArguments, engine: Engine, *, stage: int) -> tuple[Mul
             parsed.family,
             args,
             pre_process=stage == 0 and number == 0,
-            post_process=last,
+            post_process=last or not decodes,
             vp_stage=None if virtual is None else number,
             states=engine.states,
         )

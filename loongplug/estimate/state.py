@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -22,9 +21,9 @@ from loongplug.models.multimodal import MultimodalModel
 
 _WIDE = torch.float32.itemsize
 
-# How an optimizer goes through its tensors: in place (TransformerEngine's, Apex's), with the roots
-# of all second moments at once (torch's on GPUs), or tensor by tensor (torch's on the CPU).
-Stepping = Literal["fused", "all at once", "one by one"]
+# How an optimizer goes through its tensors: in place (TransformerEngine's, Apex's, that on the
+# CPU), or with the roots of all second moments at once (torch's on GPUs).
+Stepping = Literal["fused", "all at once"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +211,4 @@ def _work(sizes: Sequence[int], args: Namespace, *, stepping: Stepping) -> int:
     if args.use_precision_aware_optimizer:
         kinds = (args.exp_avg_dtype, args.exp_avg_sq_dtype, args.main_params_dtype)
         return sum(sizes) * _WIDE * sum(dtype != torch.float32 for dtype in kinds)
-    if stepping == "fused":
-        return 0
-    if stepping == "all at once":
-        return sum(sizes) * _WIDE
-    # A root, what it is divided to, and that of the tensor before.
-    return _WIDE * max((before + 2 * size for before, size in pairwise([0, *sizes])), default=0)
+    return 0 if stepping == "fused" else sum(sizes) * _WIDE

@@ -1,12 +1,18 @@
 """One step of a rank, followed piece by piece."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from loongplug.estimate.encoder_side import EncoderSide, UnitCosts
+from loongplug.estimate.edge_ends import DecoderEnd
+from loongplug.estimate.encoded_units import (
+    EncodedUnits,
+    UnitCosts,
+    blank_unit,
+    encoded_units,
+    largest_unit,
+)
+from loongplug.estimate.encoder_side import EncoderSide
 from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
 from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
@@ -17,11 +23,11 @@ from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.datasets import assignment_of
+from loongplug.training.decoder_data import assignment_of
 
-_INPUT_BYTES = 4  # float32, as it comes
-_FIRST_MAPS = ("patch_embed", "conv1")
 _NO_COSTS = UnitCosts(blank=Cost(), blank_rows=0, largest=Cost(), largest_rows=0)
+
+ROLES = ("decoder", "encoder + decoder")
 
 # Of an encoder's units that were traced.
 EncoderCosts = dict[tuple[str, UnitSize], Cost]
@@ -31,7 +37,7 @@ _Around = Callable[[int, Piece], tuple[Held, Held]]
 
 
 class Step:
-    """A step of one rank: its chunks traced once, then followed for any rank like it.
+    """A step of a decoder's rank: its chunks traced once, then followed for any rank like it.
 
     ``host`` is the most of the tensors that leave by name.
     """
@@ -44,10 +50,13 @@ class Step:
         *,
         states: Mapping[str, State],
         encoder_costs: EncoderCosts,
+        trains_apart: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         """``states`` are those of the entries.
 
         ``encoder_costs`` has units that were traced before, on a stage with the same encoders.
+        ``trains_apart`` says of encoders on ranks of their own whether they or what goes with them
+        trains.
         """
         self._rank = rank
         self._args = args = parsed.args
@@ -55,8 +64,11 @@ class Step:
         self._microbatches = microbatches
         self._states = states
         first = rank.chunks[0]
-        self.has_encoder = first.encodes
-        self._trains = {entry.name: first.trains(entry) for entry in first.encoders}
+        self.role = ROLES[first.encodes]
+        self._trains = {
+            **trains_apart,
+            **{entry.name: first.trains(entry) for entry in first.encoders},
+        }
         self._pipeline = Pipeline(
             stages=args.pipeline_model_parallel_size,
             stage=rank.stage,
@@ -64,7 +76,9 @@ class Step:
             group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
             overlaps=args.overlap_moe_expert_parallel_comm,
         )
-        blank = MicrobatchSize(units={name: self._blank(name) for name in rank.engine.encoders})
+        blank = MicrobatchSize(
+            units={name: blank_unit(self._model.encoder(name)) for name in rank.engine.encoders}
+        )
         largest = self._largest(blank)
         self._apart = {name for name, engine in rank.engine.encoders.items() if engine.steps}
         tracer = Tracer(
@@ -85,20 +99,12 @@ class Step:
             for entry in first.encoders
         }
 
-    def _blank(self, encoder: str) -> UnitSize:
-        """The smallest unit, which stands in for no media."""
-        architecture = self._model.encoder(encoder)
-        grid = architecture.blank_grid()
-        return UnitSize(grids=(grid,), tokens=architecture.tokens(grid))
-
     def _largest(self, blank: MicrobatchSize) -> MicrobatchSize:
         """Of each encoder the largest unit, or ``blank`` media where there are none."""
-        units = {}
-        for name, smallest in blank.units.items():
-            found = max((each.units[name] for each in self._microbatches), key=lambda u: u.rows)
-            if not found.grids:
-                found = replace(smallest, shards=found.shards)
-            units[name] = found
+        units = {
+            name: largest_unit([each.units[name] for each in self._microbatches], blank=smallest)
+            for name, smallest in blank.units.items()
+        }
         fullest = max(self._microbatches, key=lambda each: each.rows)
         return MicrobatchSize(units=units, segments=fullest.segments)
 
@@ -155,7 +161,10 @@ class Step:
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
-        sides = [self._side(name, rank) for name in self._rank.engine.encoders]
+        sides = [
+            self._decoder_end(name, rank) if engine.apart else self._side(name, rank)
+            for name, engine in self._rank.engine.encoders.items()
+        ]
 
         def at(when: When) -> None:
             for side in sides:
@@ -199,23 +208,10 @@ class Step:
             if name not in self._apart and self._rank.chunks[0].pre_process
         )
 
-    def _keeps_input(self, encoder: str) -> bool:
-        """Whether a backward takes it as it comes: of the first map, where that trains."""
-        first = self._rank.chunks[0]
-        return any(
-            parameter.requires_grad and parameter.dtype == torch.float32
-            for entry in first.encoders
-            if entry.name == encoder
-            for name, parameter in first.modules_of(entry)[entry.name].named_parameters()
-            if name.startswith(_FIRST_MAPS)
-        )
-
     def _side(self, encoder: str, rank: int) -> EncoderSide:
-        model, engine = self._model, self._rank.engine.encoders[encoder]
-        architecture, edge = model.encoder(encoder), engine.place.edge
+        architecture, engine = self._model.encoder(encoder), self._rank.engine.encoders[encoder]
+        edge = engine.place.edge
         assert edge is not None, "an encoder beside the decoder"
-        config = self._rank.chunks[0].text_decoder.config
-        row = architecture.row_values * _INPUT_BYTES
         units = [each.units[encoder] for each in self._microbatches]
         assignment = assignment_of(self._args, architecture, replicas=len(edge.replicas))
         replicas = assignment.of(range(len(units)), [unit.grids for unit in units])
@@ -225,17 +221,48 @@ class Step:
             trains=self._trains.get(encoder, False),
             rank=rank,
         )
-        width = (1 + len(architecture.taps())) * config.hidden_size
         return EncoderSide(
             plan=plan,
             away=self._states[encoder].by_name(),
             edge=edge,
             rank=rank,
-            units=units,
             encoder_replicas=tuple(replicas),
-            costs=self._costs.get(encoder, _NO_COSTS),
-            payload=width * config.params_dtype.itemsize,
-            row=row,
-            blank_input=self._blank(encoder).rows * row if self._keeps_input(encoder) else 0,
+            encoded=self._encoded(encoder),
             copies_shards=self._args.sequence_parallel and self._args.micro_batch_size > 1,
+        )
+
+    def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
+        """Of an encoder on ranks of its own."""
+        engine, args = self._rank.engine.encoders[encoder], self._args
+        needed = engine.place.needed_by(rank, training=True)
+        encoded, count = self._encoded(encoder), len(self._microbatches)
+        consumed = received = [0] * count
+        if needed:
+            edge = needed[0].edge
+            number = edge.decoder_ranks.index(rank)
+            consumed = [
+                encoded.features(unit) if shards is None else shards[number] * encoded.payload
+                for unit, shards in enumerate(each.shards for each in encoded.units)
+            ]
+            if rank in edge.feature_receivers(sharded=args.sequence_parallel):
+                received = consumed
+        return DecoderEnd(
+            plan=engine.plan(
+                encoder_replicas=(0,) * count,
+                training=True,
+                trains=self._trains.get(encoder, False),
+                rank=rank,
+            ),
+            consumed=consumed,
+            received=received,
+            messages=len(needed),
+        )
+
+    def _encoded(self, encoder: str) -> EncodedUnits:
+        return encoded_units(
+            self._rank.chunks[0],
+            self._model,
+            encoder,
+            [each.units[encoder] for each in self._microbatches],
+            costs=self._costs.get(encoder, _NO_COSTS),
         )

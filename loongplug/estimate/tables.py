@@ -62,7 +62,7 @@ def print_layouts(layouts: Sequence[Layout], *, device_memory: float | None) -> 
         cells = ["refused"]
         if each.run is not None:
             most = each.run.fullest
-            cells = [f"stage {most.stage}", most.when, _shown(most.total, unit)]
+            cells = [most.place, most.when, _shown(most.total, unit)]
             cells.append(_shown(max(stage.step for stage in each.run.stages), unit))
             if device_memory is not None:
                 fits = fits_in(most.total, device_memory=device_memory)
@@ -104,7 +104,7 @@ def _title(run: Estimated) -> str:
     from loongplug.training.config import shown_name
 
     args = run.parsed.args
-    return f"{shown_name(args)}, {args.world_size} rank(s)"
+    return f"{shown_name(args)}, {args.ranks} rank(s)"
 
 
 def _shown(nbytes: int, unit: int) -> str:

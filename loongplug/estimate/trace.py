@@ -143,7 +143,6 @@ class Tracer:
         with ExitStack() as entered:
             for chunk in chunks:
                 spread_tokens_evenly(chunk)
-                spread_places(chunk.text_decoder, parts=self._parts)
                 for each in chunk.parameters():
                     if each.requires_grad:
                         hook = each.register_post_accumulate_grad_hook(_drop)
@@ -157,6 +156,8 @@ class Tracer:
     def _stage(self, *chunks: MultimodalModel) -> Iterator[tuple[Tape, Stage]]:
         """The chunks under a tape, which has what encoders make apart from the decoder's."""
         first = chunks[0]
+        for chunk in chunks:
+            spread_places(chunk.text_decoder, parts=self._parts)
         if first.pre_process:
             first.feature_sources = {
                 name: self._source(first, name, trains=trains)

@@ -7,9 +7,11 @@ from math import prod
 from typing import Any
 
 from loongplug.data.loader import collate
-from loongplug.data.source import EncoderUnits, LocalSource
+from loongplug.data.microbatch import Microbatch
+from loongplug.data.source import EncoderUnits, LocalSource, PlannedMicrobatch
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.units import token_ids
+from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.hetero.routes import sequence_shards, size
 from loongplug.models.entries import encoders
 from loongplug.training.datasets import DatasetProvider
@@ -62,34 +64,10 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
     Raises:
         ValueError: the data do not fit the model, or a row cannot be used.
     """
-    provider = DatasetProvider(args, model, engine=engine_of(args, model))
-    dataset, processor = provider.train, provider.train.processor
-    source = LocalSource(
-        dataset,
-        sizes=StepSizes.constant(args.global_batch_size),
-        micro_batch_size=args.micro_batch_size,
-        dp_rank=0,
-        dp_size=args.data_parallel_size,
-        seed=args.seed,
-        encoders={
-            entry.name: EncoderUnits(kinds=entry.media, loads=())
-            for entry in encoders(model.entries())
-        },
-        consumed_samples=step * args.global_batch_size,
-        bad_samples=provider.bad_samples,
-        look_ahead=args.packing_look_ahead if args.packing else None,
-    )
-    found = []
-    ids = {entry.name: token_ids(processor, entry.media) for entry in encoders(model.entries())}
+    data = _Data(args, model, step=step)
     tp = args.tensor_model_parallel_size if args.sequence_parallel else None
-    for planned in source.next_step():
-        (microbatch,) = collate(
-            planned.samples,
-            pad_token_id=processor.pad_token_id,
-            seq_length=args.seq_length,
-            token_ids=ids,
-            packed=args.packing,
-        )
+    found = []
+    for planned, microbatch in data.microbatches(0):
         units = {}
         for name, unit in microbatch.units.items():
             shards = None
@@ -103,6 +81,83 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
             segments = (*segments, args.seq_length - microbatch.tokens)
         found.append(MicrobatchSize(units=units, segments=segments))
     return found
+
+
+def own_units_of_data(
+    args: Namespace, model: Any, *, step: int = 0
+) -> dict[str, tuple[UnitSize, ...]]:
+    """What the busiest replica of each encoder on ranks of its own encodes in a step, by encoder.
+
+    A unit for each decoder replica that it encodes for, microbatch by microbatch, as
+    :func:`microbatches_of_data` reads them.
+
+    Raises:
+        ValueError: as there.
+    """
+    own = own_ranks_of(args, model)
+    if not own:
+        return {}
+    data = _Data(args, model, step=step)
+    replicas = sorted({each.decoder for one in own for each in one.made})
+    steps = {replica: data.microbatches(replica) for replica in replicas}
+    return {
+        one.name: tuple(
+            _piece(*steps[each.decoder][number], one.name, None if args.packing else each.samples)
+            for number in range(microbatches_of(args))
+            for each in one.made
+        )
+        for one in own
+    }
+
+
+def _piece(
+    planned: PlannedMicrobatch, microbatch: Microbatch, encoder: str, samples: range | None
+) -> UnitSize:
+    """Of some samples of a microbatch; None for all that are packed in its one row."""
+    media, places = planned.units[encoder].media, microbatch.units[encoder].places
+    grids = zip(media.grids, media.samples, strict=True)
+    return UnitSize(
+        grids=tuple(grid for grid, sample in grids if samples is None or sample in samples),
+        tokens=sum(
+            len(places[row]) for row in (range(len(places)) if samples is None else samples)
+        ),
+    )
+
+
+class _Data:
+    """A step of the data that the flags name, from the text parts and the headers of media."""
+
+    def __init__(self, args: Namespace, model: Any, *, step: int) -> None:
+        self._args, self._model, self._step = args, model, step
+        self._provider = DatasetProvider(args, model, engine=engine_of(args, model))
+
+    def microbatches(self, replica: int) -> list[tuple[PlannedMicrobatch, Microbatch]]:
+        """Those of a decoder replica."""
+        args, dataset = self._args, self._provider.train
+        processor, entries = dataset.processor, encoders(self._model.entries())
+        source = LocalSource(
+            dataset,
+            sizes=StepSizes.constant(args.global_batch_size),
+            micro_batch_size=args.micro_batch_size,
+            dp_rank=replica,
+            dp_size=args.data_parallel_size,
+            seed=args.seed,
+            encoders={entry.name: EncoderUnits(kinds=entry.media, loads=()) for entry in entries},
+            consumed_samples=self._step * args.global_batch_size,
+            bad_samples=self._provider.bad_samples,
+            look_ahead=args.packing_look_ahead if args.packing else None,
+        )
+        found = []
+        for planned in source.next_step():
+            (microbatch,) = collate(
+                planned.samples,
+                pad_token_id=processor.pad_token_id,
+                seq_length=args.seq_length,
+                token_ids={entry.name: token_ids(processor, entry.media) for entry in entries},
+                packed=args.packing,
+            )
+            found.append((planned, microbatch))
+        return found
 
 
 def microbatches_of_size(
@@ -133,3 +188,22 @@ def microbatches_of_size(
     units = {first: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))}
     units |= {name: UnitSize(shards=shards(0)) for name in others}
     return [MicrobatchSize(units=units)] * microbatches_of(args)
+
+
+def own_units_of_size(
+    args: Namespace, model: Any, *, visual_tokens: int
+) -> dict[str, tuple[UnitSize, ...]]:
+    """As :func:`own_units_of_data`, of samples as :func:`microbatches_of_size` has them."""
+    first = encoders(model.entries())[0].name
+
+    def piece(encoder: str, samples: int) -> UnitSize:
+        if encoder != first or not visual_tokens:
+            return UnitSize()
+        grid = model.encoder(encoder).grid_of(visual_tokens)
+        return UnitSize(grids=(grid,) * samples, tokens=visual_tokens * samples)
+
+    return {
+        one.name: tuple(piece(one.name, len(each.samples)) for each in one.made)
+        * microbatches_of(args)
+        for one in own_ranks_of(args, model)
+    }

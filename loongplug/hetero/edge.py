@@ -1,7 +1,7 @@
 """Features from an encoder on ranks of its own to the decoder, and their gradients back."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,27 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
-from loongplug.hetero.intervals import Overlap
-from loongplug.hetero.placement import ApartEdge
+from loongplug.hetero.placement import Piece
 from loongplug.hetero.routes import Rows, size
 from loongplug.observe.recorder import NOTHING, Recorder
 
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one encoder replica makes of one decoder replica's microbatch: these samples' rows."""
-
-    edge: ApartEdge
-    samples: range
-
-
-def pieces_of(edges: Iterable[ApartEdge], slot: Iterable[Overlap]) -> tuple[Piece, ...]:
-    """Edges between replicas with what goes over them; both in one order."""
-    found = []
-    for edge, overlap in zip(edges, slot, strict=True):
-        assert (edge.encoder, edge.decoder) == (overlap.encoder, overlap.decoder)
-        found.append(Piece(edge=edge, samples=overlap.samples))
-    return tuple(found)
+WINDOW = 2  # microbatches whose features a decoder's rank receives ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +141,7 @@ class Edges:
         messages = self._messages(piece, units, whole=range(len(units.row_tokens[0])))
         rows = [taken(payload.detach(), each.rows) for each in messages]
         for message, each in zip(messages, rows, strict=True):
-            self._isend(each, message.peer, group=self._groups.there)
+            self._isend(each, message.peer, unit=unit)
         if self._trains:
             self._receiving[unit] = [self._irecv(each, back=True) for each in messages]
 
@@ -166,16 +150,8 @@ class Edges:
         assert self._spec is not None
         if unit + self._window < len(self._spec.tokens):
             self._post(unit + self._window)
-        received = self._receiving.pop(unit)
-        nbytes = sum(each.buffer.nbytes for each in received)
-        with self._recorder.span("exchange", "features", bytes=nbytes):
-            for each in received:
-                each.work.wait()
-        if units.shards is not None:
-            return self._cat([each.buffer for each in received], units)
-        return self._shared(
-            self._cat([each.buffer for each in received], units), units.tokens[0], units
-        )
+        rows = self._cat([each.buffer for each in self._received(unit)], units)
+        return rows if units.shards is not None else self._shared(rows, units.tokens[0], units)
 
     def _give_back(self, gradient: Tensor, units: ExchangeSpec) -> None:
         start = 0
@@ -183,21 +159,35 @@ class Edges:
             for message in self._messages(piece, units, whole=piece.samples):
                 count = size(message.rows)
                 part = gradient.detach()[start : start + count].contiguous()
-                self._isend(part, message.peer, group=self._groups.back)
+                self._isend(part, message.peer, unit=units.first)
                 start += count
         assert start in (0, gradient.shape[0]), (start, gradient.shape)
 
     def _take_gradient(self, units: ExchangeSpec) -> Tensor:
-        received = self._receiving.pop(units.first)
         tokens = units.tokens[0]
         # Every row lies in one consumer's part of the sequence, and is placed there.
         whole = torch.empty(tokens, units.width, dtype=units.dtype, device=self._device)
-        nbytes = sum(each.buffer.nbytes for each in received)
-        with self._recorder.span("exchange", "gradients", bytes=nbytes):
-            for each in received:
-                each.work.wait()
-                put(each.buffer, each.message.rows, into=whole)
+        for each in self._received(units.first):
+            put(each.buffer, each.message.rows, into=whole)
         return self._shared(whole, tokens, units)
+
+    def _received(self, unit: int) -> list[_Receiving]:
+        """What was to come of a unit, once it is there."""
+        received = self._receiving.pop(unit)
+        for each in received:
+            with self._recorder.span(
+                "exchange",
+                f"receive {'features' if self._needed else 'gradients'}",
+                bytes=each.buffer.nbytes,
+                source=each.message.peer,
+                microbatch=self._microbatch(unit),
+            ):
+                each.work.wait()
+        return received
+
+    def _microbatch(self, unit: int) -> int:
+        """The number of a unit's microbatch, of which an encoder replica may make several."""
+        return unit if self._needed else unit // len(self._made)
 
     def _post(self, unit: int) -> None:
         """Receive a microbatch's features: by piece, which is the order of its rows."""
@@ -249,10 +239,19 @@ class Edges:
         empty = torch.empty(0, units.width, dtype=units.dtype, device=self._device)
         return torch.cat([empty, *parts])
 
-    def _isend(self, rows: Tensor, peer: int, *, group: dist.ProcessGroup) -> None:
+    def _isend(self, rows: Tensor, peer: int, *, unit: int) -> None:
+        """Features from an encoder's rank, or gradients from a decoder's."""
         while self._sending and self._sending[0].work.is_completed():
             self._sending.popleft().work.wait()
-        work = dist.isend(rows, dst=peer, group=group)
+        with self._recorder.span(
+            "exchange",
+            f"send {'gradients' if self._needed else 'features'}",
+            bytes=rows.nbytes,
+            target=peer,
+            microbatch=self._microbatch(unit),
+        ):
+            group = self._groups.back if self._needed else self._groups.there
+            work = dist.isend(rows, dst=peer, group=group)
         assert work is not None, "this rank is in the group"
         self._sending.append(_Sending(work=work, rows=rows))
 

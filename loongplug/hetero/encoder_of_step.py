@@ -11,6 +11,8 @@ from torch.autograd.graph import GradientEdge
 from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
+from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 
@@ -24,13 +26,35 @@ class EncoderOfStep:
         self._chunk = chunk
         self._model = model
         self.trains = training and model.trains(entry)
+        self.trains_before = False  # in a stage before this one
 
-    def payload(self, unit: Unit | None) -> Tensor:
-        """A unit's features as they travel, [tokens, width]; None stands for no media at all."""
-        media = None if unit is None else unit.media
-        assert unit is None or media is not None, "the unit was loaded somewhere else"
+    def states(self, unit: Unit) -> int:
+        """How many of them the encoder's layers have for a unit."""
+        return sum(map(self._architecture.states, unit.grids))
+
+    def payload(self, unit: Unit | None, *, states: Tensor | None = None) -> Tensor:
+        """What this rank makes of a unit as it travels, [rows, width]; None stands for no media.
+
+        That is features, but in a stage before the last one. ``states`` [rows, width] are what the
+        stage before this one has handed on, in the place of media.
+        """
         with torch.set_grad_enabled(self.trains):
-            return self._model.encode(self._entry, media).packed()
+            given = None if unit is None else self._given(unit, states)
+            return self._model.payload(self._entry, given)
+
+    def _given(self, unit: Unit, states: Tensor | None) -> EncoderInput:
+        if states is None:
+            assert unit.media is not None, "the unit was loaded somewhere else"
+            return unit.media
+        grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
+        states.requires_grad_(self.trains_before)
+        return HandedOn.unpacked(states, grids=grids, hidden=self._architecture.hidden_size)
+
+    @property
+    def _architecture(self) -> EncoderArchitecture:
+        encoder: Any = self._model.modules_of(self._entry)[self._entry.name]
+        architecture: EncoderArchitecture = encoder.architecture
+        return architecture
 
     def backward(self, payload: Tensor | GradientEdge, gradient: Tensor, *, more: bool) -> None:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""

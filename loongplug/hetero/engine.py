@@ -9,15 +9,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.edge import Edges, Piece, Transport, pieces_of
+from loongplug.hetero.edge import WINDOW, Edges, Transport
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
-from loongplug.hetero.intervals import overlaps
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.placement import Edge, Placement
+from loongplug.hetero.pipeline_graph import warmup
+from loongplug.hetero.placement import Edge, Piece, Placement
 from loongplug.hetero.policies import EncoderStep
+from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -40,25 +41,46 @@ class EncoderPlace:
     """What is known once the process groups are there.
 
     ``state`` is the one that the encoder trains in, None where it lies on other ranks.
-    ``replica_group`` has the ranks of the encoder replica that this rank encodes with; None where
-    it does not encode.
+    ``replica_group`` has the ranks of the encoder replica that this rank encodes with, of its own
+    stage alone; None where it does not encode.
 
     ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
     None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
-    no such edge: there ``pieces`` are what a microbatch of all decoder replicas is made of, and
-    ``transport`` are the groups of its edges; None on ranks at neither end.
+    no such edge: there ``layout`` is the encoder's, ``pieces`` are what a microbatch of all decoder
+    replicas is made of, in training and in evaluation, and ``transport`` are the groups of its
+    edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
+    rank's links to others.
     """
 
     state: ModuleState | None
     replica_group: dist.ProcessGroup | None
     edge: Edge | None = None
     exchange_group: dist.ProcessGroup | None = None
-    pieces: tuple[Piece, ...] = ()
+    layout: Layout | None = None
+    pieces: Mapping[bool, tuple[Piece, ...]] | None = None  # by whether a step is of training
     transport: Transport | None = None
+    before: StageLink | None = None
+    behind: StageLink | None = None
 
-    def made_by(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that ``rank`` encodes, in their order."""
-        return tuple(each for each in self.pieces if rank in each.edge.encoder_ranks)
+    def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` encodes, or has a stage of, in their order.
+
+        None where it encodes whole units.
+        """
+        if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
+            return ()
+        replica = self.layout.coordinates(rank).dp
+        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
+
+    def needed_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` decodes, in the order of their samples."""
+        pieces = () if self.pieces is None else self.pieces[training]
+        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
+
+    def given_media(self, rank: int) -> tuple[int, ...]:
+        """The first stage's ranks of the replica that ``rank`` is of, ascending."""
+        assert self.layout is not None, "the encoder has no ranks of its own"
+        return tuple(self.layout.group("tp_pp", rank)[: self.layout.tp])
 
 
 class EncoderEngine:
@@ -71,30 +93,34 @@ class EncoderEngine:
         entry: Entry,
         encoder_tp: int | None,
         taps: int,
+        handed_on: tuple[int, ...] = (),
         seed: int,
-        micro_batch_size: int,
+        micro_batch_sizes: Mapping[bool, int],
         ahead: int,
         sequence_parallel: bool,
         timeout_minutes: float,
         nccl_config_path: str | None = None,
-        recorder: Recorder = NOTHING,
     ) -> None:
         """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
 
-        ``taps`` are how many features of a token it has for the decoder's first layers. ``ahead``
+        ``taps`` are how many features of a token it has for the decoder's first layers.
+        ``handed_on`` are the widths of what each of its stages but the last hands on. ``ahead``
         are the forwards of the decoder's first chunk before its first backward.
+        ``micro_batch_sizes``: of a step of training (True) and of evaluation.
         """
         self._mode = mode
         self._entry = entry
         self._encoder_tp = encoder_tp or mode.encoder_tp
         self._taps = taps
+        self._handed_on = handed_on
         self._seed = seed
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_sizes = micro_batch_sizes
         self._ahead = ahead
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout_minutes
         self._nccl_config_path = nccl_config_path
-        self.recorder = recorder
+        self.recorder: Recorder = NOTHING
+        self._trains_before = False  # in a stage of an encoder apart: whether one before it does
         self._place: EncoderPlace | None = None
         self._executor: Executor | None = None
 
@@ -126,11 +152,15 @@ class EncoderEngine:
         Collective over all ranks for an encoder on ranks of its own: others hear if it trains.
         """
         if self.apart:
-            own = self.here and unwrapped(chunks[0]).trains(self._entry)
-            trains = torch.tensor(int(own), device=current_platform().device)
+            trains = torch.zeros(self._stages, dtype=torch.int, device=current_platform().device)
+            stage = self._stage_of(dist.get_rank()) if self.here else self._stages
+            if self.here:
+                trains[stage] = unwrapped(chunks[0]).trains(self._entry)
             dist.all_reduce(trains, op=dist.ReduceOp.MAX)
-            if self.place.transport is not None:
-                self.executor().encoder_trains = bool(trains.item())
+            if self.here or self.place.transport is not None:
+                self._trains_before = self.here and bool(trains[:stage].any())
+                self.executor().encoder_trains = bool(trains[: stage + 1].any())
+                self.executor().trains_before = self._trains_before
         if Kept.STATE in self._mode.on_host:
             name = self._entry.name
             self.executor().state = EncoderState(
@@ -151,13 +181,11 @@ class EncoderEngine:
         gradients in this step, which is one of ``training``.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
-        edge = place.edge
+        edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
+        stage = self._stage_of(me)
         replica = edge.replica_of(me) if edge else 0 if self.here else None
-        consumes = (
-            me in edge.consumers
-            if edge
-            else any(me in each.edge.decoder_ranks for each in place.pieces)
-        )
+        needed = place.needed_by(me, training=training)
+        consumes = me in edge.consumers if edge else bool(needed)
         return self._mode.policy(
             EncoderStep(
                 encoder_replicas=encoder_replicas,
@@ -168,8 +196,16 @@ class EncoderEngine:
                 trains=trains,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
                 on_host=self._mode.on_host,
-                pieces=max(1, len(place.made_by(me))),
-                warmup=self._ahead,
+                pieces=pieces,
+                warmup=warmup(
+                    microbatches=len(encoder_replicas) // pieces,
+                    ahead=self._ahead,
+                    stages=self._stages,
+                    stage=stage,
+                ),
+                stage=stage,
+                stages=self._stages,
+                trains_before=training and self._trains_before,
             )
         )
 
@@ -177,28 +213,54 @@ class EncoderEngine:
         """What does the plan of a step, one for the run. Collective like :attr:`place`."""
         if self._executor is None:
             assert self.steps, f"in the mode {self._mode.name}, the decoder's forward encodes"
-            exchange = self._exchange()
             self._executor = Executor(
                 self.plan,
-                exchange,
+                self._exchange(training=True),
+                evaluating=self._exchange(training=False),
                 entry=self._entry,
                 taps=self._taps,
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
+                links=self._links(),
                 recorder=self.recorder,
             )
         return self._executor
 
     def alone(self) -> Schedule:
         """The schedule of one of its own ranks."""
-        return self.executor().instead(len(self.place.made_by(dist.get_rank())))
+        rank = dist.get_rank()
+        return self.executor().instead(
+            {each: len(self.place.made_by(rank, training=each)) for each in (True, False)}
+        )
 
-    def _exchange(self) -> Exchange | Edges:
+    @property
+    def _stages(self) -> int:
+        """The encoder's own; it has one beside the decoder, whatever that has."""
+        return 1 + len(self._handed_on)
+
+    def _stage_of(self, rank: int) -> int:
+        layout = self.place.layout
+        return layout.coordinates(rank).pp if layout is not None and rank in layout.ranks else 0
+
+    def _links(self) -> StageLinks | None:
+        before, behind, device = self.place.before, self.place.behind, current_platform().device
+        if before is None and behind is None:
+            return None
+        return StageLinks(
+            before=before, behind=behind, window=WINDOW, device=device, recorder=self.recorder
+        )
+
+    def _exchange(self, *, training: bool) -> Exchange | Edges:
         place, device = self.place, current_platform().device
-        if place.edge is None:
+        if place.pieces is not None:
             return Edges(
-                place.pieces, place.transport, window=2, device=device, recorder=self.recorder
+                place.pieces[training],
+                place.transport,
+                window=WINDOW,
+                device=device,
+                recorder=self.recorder,
             )
+        assert place.edge is not None
         return Exchange(place.edge, place.exchange_group, device=device, recorder=self.recorder)
 
     def _build_groups(self) -> EncoderPlace:
@@ -207,9 +269,6 @@ class EncoderEngine:
         state = self._build_state(placement, decoder)
         if placement.is_apart(name):
             return self._apart(placement, state)
-        assert rank in decoder.ranks, "rules refuse an encoder that lies where the decoder lies"
-        edge = placement.edge(name, rank=rank)
-        mine = edge.replica_of(rank)
         exchange_group = None
         if self._mode.around_schedule:
             exchange_group = create_exchange_group(
@@ -219,6 +278,10 @@ class EncoderEngine:
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
+        if rank not in decoder.ranks:  # another encoder's own
+            return EncoderPlace(state=None, replica_group=None)
+        edge = placement.edge(name, rank=rank)
+        mine = edge.replica_of(rank)
         # The ranks that encode one unit together: replicas of one decoder group, or one replica.
         together = None
         if mine is not None:
@@ -240,6 +303,8 @@ class EncoderEngine:
         """The state that the encoder trains in. Collective over all ranks."""
         name, encoder = self._entry.name, placement.entry(self._entry.name).layout
         if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp) and not placement.is_apart(name):
+            if dist.get_rank() not in decoder.ranks:
+                return None
             return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
         if not is_adopted():  # the first encoder with a state of its own
             adopt_parallel_state()
@@ -261,12 +326,15 @@ class EncoderEngine:
     def _apart(self, placement: Placement, state: ModuleState | None) -> EncoderPlace:
         """On ranks of its own. Collective over all ranks."""
         name, rank = self._entry.name, dist.get_rank()
-        encoder, decoder = placement.entry(name).layout, decoder_layout()
-        slot = overlaps(
-            encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=self._micro_batch_size
-        )
-        edges = placement.apart_edges(name, micro_batch_size=self._micro_batch_size)
-        ranks = sorted({*encoder.ranks, *(r for each in edges for r in each.decoder_ranks)})
+        encoder = placement.entry(name).layout
+        pieces = {
+            training: placement.pieces(name, micro_batch_size=size)
+            for training, size in self._micro_batch_sizes.items()
+        }
+        # Every decoder replica needs its samples, whatever their number.
+        consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
+        last_stage = encoder.ranks[-encoder.stage_size :]
+        ranks = sorted({*last_stage, *consumers})
         groups = [
             create_exchange_group(
                 f"{name}_{direction}",
@@ -290,20 +358,55 @@ class EncoderEngine:
             assert back is not None
             alone = together is None or together.size() == 1
             transport = Transport(there=there, back=back, together=None if alone else together)
+        before, behind = self._stage_links(encoder)
         return EncoderPlace(
             state=state,
             replica_group=replica,
-            pieces=pieces_of(edges, slot),
+            layout=encoder,
+            pieces=pieces,
             transport=transport,
+            before=before,
+            behind=behind,
         )
+
+    def _stage_links(self, encoder: Layout) -> tuple[StageLink | None, StageLink | None]:
+        """This rank's to the stages before and behind its own. Collective over all ranks."""
+        name, rank = self._entry.name, dist.get_rank()
+        links: dict[int, StageLink] = {}  # by the boundary between two stages
+        for boundary, ranks in enumerate(boundaries(encoder)):
+            there, back = (
+                create_exchange_group(
+                    f"{name}_{direction}_{boundary}",
+                    [ranks],
+                    options_of="pp",
+                    timeout_minutes=self._timeout,
+                    nccl_config_path=self._nccl_config_path,
+                )
+                for direction in ("states", "gradients")
+            )
+            if there is None or back is None:
+                continue
+            own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
+            links[boundary] = StageLink(
+                peer=pipeline[boundary + 1 if own == boundary else boundary],
+                there=there,
+                back=back,
+                width=self._handed_on[boundary],
+            )
+        stage = encoder.coordinates(rank).pp if rank in encoder.ranks else 0
+        return links.get(stage - 1), links.get(stage)
 
 
 class Engine:
     """The engines of a run's encoders, in the entries' order; the same on every rank."""
 
-    def __init__(self, encoders: Mapping[str, EncoderEngine], *, recorder: Recorder) -> None:
+    def __init__(self, encoders: Mapping[str, EncoderEngine]) -> None:
         self.encoders = encoders
-        self.recorder = recorder
+
+    def report_to(self, recorder: Recorder) -> None:
+        """Have exchanges report there, from the first step on."""
+        for each in self.encoders.values():
+            each.recorder = recorder
 
     @property
     def states(self) -> dict[str, ModuleState | None]:
@@ -360,7 +463,9 @@ class Engine:
     def attach(self, chunk: MultimodalModel) -> None:
         """Have a chunk ask these engines for features, where its forward does not make them."""
         chunk.feature_sources = {
-            name: each.executor() for name, each in self.encoders.items() if each.steps
+            name: each.executor()
+            for name, each in self.encoders.items()
+            if each.steps and (self.decodes or each.here)
         }
 
     def built(self, chunks: Sequence[Any], optimizer: Any) -> None:

@@ -1,6 +1,6 @@
 """Does the operations of a step's plan, around and within Megatron's own schedule."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,6 +25,8 @@ from loongplug.hetero.operations import (
     EncodeInForward,
     EncoderBackward,
     GatherFeatures,
+    GiveBack,
+    HandOn,
     KeepGradient,
     Kept,
     Offload,
@@ -33,12 +35,15 @@ from loongplug.hetero.operations import (
     Reload,
     ScatterGradients,
     StepPlan,
+    TakeBack,
     TakeFeatures,
+    TakeStates,
     When,
     backward,
     forward,
     gradient,
 )
+from loongplug.hetero.stage_links import StageLinks
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
@@ -67,25 +72,33 @@ class Executor:
         taps: int,
         outside_schedule: bool,
         platform: Platform,
+        evaluating: Exchange | Edges | None = None,
+        links: StageLinks | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
 
+        ``evaluating``: what steps of an evaluation exchange by, where that is not ``exchange``.
         ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: it works before and behind the schedule
-        alone, in every step and on every rank.
+        alone, in every step and on every rank. ``links`` are to the encoder's other stages, None
+        where it has one.
         """
         self._planned = planned
         self._exchange = exchange
+        self._evaluating = evaluating
         self._entry = entry
         self._taps = taps
         self._outside_schedule = outside_schedule
         self._platform = platform
+        self._links = links
         self._recorder = recorder
         self._queue = PrefetchQueue(platform.copies())
         self.state: EncoderState | None = None  # where it leaves for the host
-        # Whether an encoder on ranks of its own does; None for one whose ranks see it.
+        # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
+        # a stage, whether anything in it or before it does, and whether anything before it does.
         self.encoder_trains: bool | None = None
+        self.trains_before = False
         self._step: _Step | None = None
 
     def around(self, schedule: Schedule) -> Schedule:
@@ -131,10 +144,11 @@ class Executor:
 
         return forward_backward
 
-    def instead(self, microbatch_pieces: int) -> Schedule:
+    def instead(self, microbatch_pieces: Mapping[bool, int]) -> Schedule:
         """The schedule of a rank that encodes and does not decode.
 
-        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator.
+        A microbatch of all decoder replicas is so many ``microbatch_pieces`` from its iterator,
+        by whether the step is one of training.
         """
 
         def forward_backward(
@@ -148,7 +162,7 @@ class Executor:
         ) -> list[Any]:
             chunks = model if isinstance(model, list) else [model]
             pieces = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            count = num_microbatches * microbatch_pieces
+            count = num_microbatches * microbatch_pieces[not forward_only]
             with self._recorder.span("data", "the step's microbatches"):
                 microbatches: list[Microbatch] = [next(pieces) for _ in range(count)]
             self.begin(chunks[0], microbatches, training=not forward_only)
@@ -167,6 +181,7 @@ class Executor:
         encoder = EncoderOfStep(chunk, model, entry=self._entry, training=training)
         if self.encoder_trains is not None:
             encoder.trains = training and self.encoder_trains
+            encoder.trains_before = training and self.trains_before
         plan = self._planned(
             encoder_replicas=tuple(
                 each.units[self._entry.name].encoder_replica for each in microbatches
@@ -177,10 +192,19 @@ class Executor:
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
         spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
+        exchange = self._exchange if training or self._evaluating is None else self._evaluating
         self._step = _Step(
-            plan=plan, encoder=encoder, model=model, microbatches=microbatches, spec=spec
+            plan=plan,
+            encoder=encoder,
+            exchange=exchange,
+            model=model,
+            microbatches=microbatches,
+            spec=spec,
         )
-        self._exchange.begin(spec, trains=encoder.trains)
+        exchange.begin(spec, trains=encoder.trains)
+        if self._links is not None:
+            rows = [encoder.states(each.units[self._entry.name]) for each in microbatches]
+            self._links.begin(rows, dtype=spec.dtype, comes_back=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +233,9 @@ class Executor:
     def end(self) -> None:
         """The schedule has ended, without an error."""
         self._do(END)
-        self._exchange.drain()
+        self._now.exchange.drain()
+        if self._links is not None:
+            self._links.drain()
         self._now.assert_done()
         self._step = None
 
@@ -251,6 +277,8 @@ class Executor:
                 step.gradients[unit], step.arrived = step.arrived, None
             case ScatterGradients(units=units):
                 self._scatter(units)
+            case TakeStates() | HandOn() | TakeBack() | GiveBack():
+                self._exchange_with_stage(operation)
             case EncoderBackward(unit=unit, more=more):
                 own = step.own.pop(unit)
                 step.encoder.backward(own, step.own_gradients.pop(unit), more=more)
@@ -274,7 +302,7 @@ class Executor:
             stays = step.weights | addresses([encoded.media.rows])
             saves = movable_saves(device=self._platform.device, stays=stays)
         with saves if movable else nullcontext() as saved:
-            payload = step.encoder.payload(encoded)
+            payload = step.encoder.payload(encoded, states=self._handed_on(unit))
         if saved is not None:
             step.saved[unit] = list(saved.values())
         if step.encoder.trains:
@@ -284,10 +312,17 @@ class Executor:
         else:
             step.payloads[unit] = payload
 
+    def _handed_on(self, unit: int | None) -> Tensor | None:
+        """What the stage before has made of a unit; held on to where it gets a gradient."""
+        step = self._now
+        if unit is None or unit not in step.states:
+            return None
+        return step.states[unit] if step.encoder.trains_before else step.states.pop(unit)
+
     def _gather(self, units: range, *, to_host: bool) -> None:
         step = self._now
         own = [unit for unit in units if unit in step.payloads]
-        arrived = self._exchange.gather_variable_shape_embeddings(
+        arrived = step.exchange.gather_variable_shape_embeddings(
             {unit - units.start: step.payloads.pop(unit) for unit in own}, step.spec.part(units)
         )
         if not to_host:
@@ -304,10 +339,10 @@ class Executor:
 
     def _scatter(self, units: range) -> None:
         step = self._now
-        if self._exchange.consumes:
+        if step.exchange.consumes:
             missing = [unit for unit in units if unit not in step.gradients]
             assert not missing, f"no gradient came for units {missing}"
-        found = self._exchange.scatter_variable_shape_embeddings(
+        found = step.exchange.scatter_variable_shape_embeddings(
             {
                 unit - units.start: step.gradients.pop(unit)
                 for unit in units
@@ -316,6 +351,19 @@ class Executor:
             step.spec.part(units),
         )
         step.own_gradients |= {units.start + unit: each for unit, each in found.items()}
+
+    def _exchange_with_stage(self, operation: TakeStates | HandOn | TakeBack | GiveBack) -> None:
+        step, links, unit = self._now, self._links, operation.unit
+        assert links is not None, "the encoder has stages"
+        match operation:
+            case TakeStates():
+                step.states[unit] = links.take(unit)
+            case HandOn():
+                links.hand_on(unit, step.payloads.pop(unit))
+            case TakeBack():
+                step.own_gradients[unit] = links.take_back(unit)
+            case GiveBack():
+                links.give_back(unit, step.states.pop(unit).grad)
 
     def _leaving(self, what: Kept, units: tuple[int, ...]) -> dict[Hashable, Sequence[Movable]]:
         step = self._now
@@ -349,9 +397,11 @@ class _Step:
 
     plan: StepPlan
     encoder: EncoderOfStep
+    exchange: Exchange | Edges
     model: MultimodalModel
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all units
+    states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
     taken: dict[int, Tensor] = field(default_factory=dict)  # for the forward under way
@@ -371,7 +421,7 @@ class _Step:
         """Behind the last operation: all that was made is used up."""
         for what in (
             *(self.payloads, self.features, self.taken, self.gradients),
-            *(self.own, self.own_gradients, self.saved),
+            *(self.own, self.own_gradients, self.saved, self.states),
         ):
             assert not what, f"nobody used what there is of units {list(what)}"
 

@@ -12,7 +12,7 @@ from loongplug.hetero.placement import (
     all_ranks_dp,
     first_stage_dp,
     first_stage_tp,
-    own_ranks,
+    one_apart,
 )
 from loongplug.hetero.policies import Policy, apart, group_ahead, inline, separated
 from loongplug.models.architecture import EncoderArchitecture
@@ -60,7 +60,7 @@ FULL_HETERO_DP = Mode(
     any_owner=True,
 )
 APART = Mode(
-    name="ranks of its own", place=own_ranks, policy=apart, outside_schedule=True, apart=True
+    name="ranks of its own", place=one_apart, policy=apart, outside_schedule=True, apart=True
 )
 _OFFLOADS = {
     "full_hetero_dp_cpu_offload": Kept.FEATURES,
@@ -83,7 +83,12 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
     Heterogeneous TP is the uniform mode with another encoder size.
     """
     if encoder is not None and encoder.rank_offset is not None:
-        place = partial(own_ranks, dp=encoder.data_parallel_size, rank_offset=encoder.rank_offset)
+        place = partial(
+            one_apart,
+            dp=encoder.data_parallel_size,
+            pp=encoder.pipeline_model_parallel_size,
+            rank_offset=encoder.rank_offset,
+        )
         return replace(APART, place=place)
     if encoder is not None and encoder.mode is not None:
         found = NAMED.get(encoder.mode, UNIFORM)  # a rule refuses other names

@@ -111,6 +111,34 @@ class ScatterGradients:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TakeStates:
+    """What the encoder's stage before has made of the unit is there, in the place of its media."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOn:
+    """What this stage of the encoder has made of the unit goes to the next one."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeBack:
+    """The gradient of what was handed on is there."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveBack:
+    """The gradient of what was taken goes to the stage before."""
+
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncoderBackward:
     """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet."""
 
@@ -149,6 +177,10 @@ Operation = (
     | TakeFeatures
     | KeepGradient
     | ScatterGradients
+    | TakeStates
+    | HandOn
+    | TakeBack
+    | GiveBack
     | EncoderBackward
     | Offload
     | Release

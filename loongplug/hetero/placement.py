@@ -2,7 +2,7 @@
 
 A placement is the same on every rank. What one rank needs of it is an :class:`Edge`: who encodes
 and who consumes within its own model replica. An entry on ranks of its own, apart from the one
-that it leads into, has replicas in any number, and an :class:`ApartEdge` for each pair that meets.
+that it leads into, has replicas in any number, and a :class:`Piece` for each pair that meets.
 """
 
 from collections.abc import Mapping
@@ -83,6 +83,17 @@ class ApartEdge:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one encoder replica makes of one decoder replica's microbatch: these samples' rows.
+
+    ``samples`` are places within the microbatch, from 0 on, and never empty.
+    """
+
+    edge: ApartEdge
+    samples: range
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """All entries of a model, and the edges between them.
 
@@ -113,10 +124,10 @@ class Placement:
         entry = self.entry(name)
         return entry.into is not None and _are_apart(entry, self.entry(entry.into))
 
-    def apart_edges(self, name: str, *, micro_batch_size: int) -> tuple[ApartEdge, ...]:
-        """From the entry ``name``, which lies apart: one for each pair of replicas that meet.
+    def pieces(self, name: str, *, micro_batch_size: int) -> tuple[Piece, ...]:
+        """Of the entry ``name``, which lies apart: one for each pair of replicas that meet.
 
-        In the order of :func:`~loongplug.hetero.intervals.overlaps`, which has their samples.
+        They are a microbatch of all decoder replicas, in the order of the samples.
         """
         assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
         encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
@@ -125,11 +136,14 @@ class Placement:
         first_stage = decoder.groups("tp_cp")[: decoder.dp]
         slot = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=micro_batch_size)
         return tuple(
-            ApartEdge(
-                encoder=each.encoder,
-                decoder=each.decoder,
-                encoder_ranks=tuple(last_stage[each.encoder]),
-                decoder_ranks=tuple(first_stage[each.decoder]),
+            Piece(
+                edge=ApartEdge(
+                    encoder=each.encoder,
+                    decoder=each.decoder,
+                    encoder_ranks=tuple(last_stage[each.encoder]),
+                    decoder_ranks=tuple(first_stage[each.decoder]),
+                ),
+                samples=each.samples,
             )
             for each in slot
         )
@@ -170,7 +184,7 @@ class Placement:
         return self.entry(into)
 
     def _edge(self, name: str, model_replica: list[int]) -> Edge:
-        assert not self.is_apart(name), f"{name!r} lies on ranks of its own: see apart_edges"
+        assert not self.is_apart(name), f"{name!r} lies on ranks of its own: see pieces"
         entry, consumer = self.entry(name), self._consumer_of(name)
         encoding = [rank for rank in model_replica if entry.holds(rank)]
         replicas = {tuple(entry.layout.group("tp", rank)) for rank in encoding}
@@ -229,9 +243,11 @@ def all_apart(decoder: Layout, encoders: Mapping[str, Layout], *, into: str) -> 
     return Placement(entries=entries)
 
 
-def own_ranks(decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int) -> Placement:
-    """The encoder has ``tp`` x ``dp`` ranks of its own, from ``rank_offset`` on."""
-    layout = Layout(tp=tp, dp=dp, first_rank=rank_offset)
+def one_apart(
+    decoder: Layout, *, entry: Entry, tp: int, dp: int, rank_offset: int, pp: int = 1
+) -> Placement:
+    """The encoder has ``tp`` x ``dp`` x ``pp`` ranks of its own, from ``rank_offset`` on."""
+    layout = Layout(tp=tp, pp=pp, dp=dp, first_rank=rank_offset)
     return _of_two(entry, layout, decoder, same_units=False)
 
 

@@ -12,6 +12,8 @@ from loongplug.hetero.operations import (
     EncodeInForward,
     EncoderBackward,
     GatherFeatures,
+    GiveBack,
+    HandOn,
     KeepGradient,
     Kept,
     Offload,
@@ -20,7 +22,9 @@ from loongplug.hetero.operations import (
     Reload,
     ScatterGradients,
     StepPlan,
+    TakeBack,
     TakeFeatures,
+    TakeStates,
     When,
     backward,
     forward,
@@ -40,7 +44,9 @@ class EncoderStep:
 
     Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
     replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
-    does so before it takes the first gradients (:mod:`~loongplug.hetero.pipeline_graph`).
+    does so before it takes the first gradients (:mod:`~loongplug.hetero.pipeline_graph`). This is
+    ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or before it,
+    ``trains_before`` whether anything has before it.
     """
 
     encoder_replicas: tuple[int, ...]
@@ -53,6 +59,9 @@ class EncoderStep:
     on_host: frozenset[Kept] = frozenset()
     pieces: int = 1
     warmup: int = 0
+    stage: int = 0
+    stages: int = 1
+    trains_before: bool = False
 
     @property
     def units(self) -> range:
@@ -147,7 +156,9 @@ def apart(step: EncoderStep) -> StepPlan:
 
     The encoder works ahead of the decoder by its warm-up; from then on it goes forward once and
     backward once in turn. The decoder's ranks take features before a forward, and send gradients
-    back within a backward. Section 4 of the MIMO paper.
+    back within a backward. Section 4 of the MIMO paper. Where the encoder has stages, the last of
+    them does so, and the others hand on what they make to the next, which gives its gradient back
+    as far as something trains before it.
     """
     plan = _Draft()
     if step.replica is None:
@@ -165,11 +176,9 @@ def apart(step: EncoderStep) -> StepPlan:
     ahead = min(step.warmup, len(slots)) if step.trains else len(slots)
     for number in range(len(slots) + ahead):
         for unit in slots[number] if number < len(slots) else ():
-            plan.at(BEGIN, Encode(unit=unit), GatherFeatures(units=range(unit, unit + 1)))
+            _stage_forward(plan, step, unit)
         for unit in slots[number - ahead] if step.trains and number >= ahead else ():
-            more = unit != step.units[-1]
-            plan.at(BEGIN, ScatterGradients(units=range(unit, unit + 1)))
-            plan.at(BEGIN, EncoderBackward(unit=unit, more=more))
+            _stage_backward(plan, step, unit)
     return plan.done()
 
 
@@ -185,6 +194,23 @@ class _Draft:
 
     def done(self) -> StepPlan:
         return {when: tuple(operations) for when, operations in self._plan.items() if operations}
+
+
+def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:
+    """Of a stage of an encoder with ranks of its own."""
+    if step.stage:
+        plan.at(BEGIN, TakeStates(unit=unit))
+    plan.at(BEGIN, Encode(unit=unit))
+    last = step.stage == step.stages - 1
+    plan.at(BEGIN, GatherFeatures(units=range(unit, unit + 1)) if last else HandOn(unit=unit))
+
+
+def _stage_backward(plan: _Draft, step: EncoderStep, unit: int) -> None:
+    last = step.stage == step.stages - 1
+    plan.at(BEGIN, ScatterGradients(units=range(unit, unit + 1)) if last else TakeBack(unit=unit))
+    plan.at(BEGIN, EncoderBackward(unit=unit, more=unit != step.units[-1]))
+    if step.trains_before:
+        plan.at(BEGIN, GiveBack(unit=unit))
 
 
 def _state_away(plan: _Draft, step: EncoderStep) -> None:

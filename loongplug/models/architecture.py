@@ -46,7 +46,10 @@ class EncoderArchitecture:
     layernorm_epsilon: float = 1e-6
     initializer_range: float = 0.02
     tensor_model_parallel_size: int | None = None  # None: the decoder's
-    data_parallel_size: int = 1  # of one with a rank_offset; else it follows from the decoder's
+    # Those of one with a rank_offset; else they follow from the decoder's.
+    data_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    stage_layers: tuple[int, ...] | None = None  # of each stage; None: as even as can be
     rank_offset: int | None = None  # the first of its own ranks; None: it lies on the decoder's
     mode: str | None = None  # how it is parallel, where not as the flags say
     freeze: bool = False
@@ -60,9 +63,22 @@ class EncoderArchitecture:
         return self.num_layers
 
     @property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """How many of the layers that run each pipeline stage has."""
+        if self.stage_layers is not None:
+            return self.stage_layers
+        each, more = divmod(self.computed_layers, self.pipeline_model_parallel_size)
+        stages = range(self.pipeline_model_parallel_size)
+        return tuple(each + (stage < more) for stage in stages)
+
+    @property
     def row_values(self) -> int:
         """Numbers in one row of its input."""
         raise NotImplementedError
+
+    def states(self, grid: "Grid") -> int:
+        """How many states its layers have for a medium whose rows have this grid."""
+        return prod(grid)
 
     def tokens(self, grid: "Grid") -> int:
         """How many tokens stand in the text for a medium whose rows have this grid."""
@@ -148,6 +164,11 @@ class SquareVisionArchitecture(VisionArchitecture):
     def side(self) -> int:
         """Patches in a row, and in a column; pixels that do not fill one are left out."""
         return self.image_size // self.patch_size
+
+    def states(self, grid: "Grid") -> int:
+        """One for each patch, and one for each image's class token."""
+        images, *_ = grid
+        return prod(grid) + images * self.has_class_token()
 
     @property
     def computed_layers(self) -> int:
@@ -294,6 +315,8 @@ class MultimodalArchitecture:
         colocated: dict[str, Any] = {
             "rank_offset": None,
             "data_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "stage_layers": None,
             "tensor_model_parallel_size": None,
         }
         changed: dict[str, Any] = {

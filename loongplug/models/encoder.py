@@ -1,5 +1,6 @@
 """What encoders share: their Megatron config, and the smallest unit."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -17,8 +18,8 @@ def encoder_config(
     """The encoder's Megatron config: its own architecture and ``tp``, the decoder's precision.
 
     ``family`` is what one family's encoders have in common, such as the norm and the activation.
-    No sequence parallelism: an image's patches need not divide by tp. No pipeline: the encoder is
-    whole on the stage that has it.
+    No sequence parallelism: an image's patches need not divide by tp. Stages are its own: beside
+    the decoder it has one.
     """
     init_method = init_method_normal(architecture.initializer_range)
     return TransformerConfig(
@@ -48,8 +49,23 @@ def encoder_config(
         recompute_granularity="full" if architecture.recompute else None,
         recompute_method="uniform" if architecture.recompute else None,
         recompute_num_layers=1 if architecture.recompute else None,
+        **_in_stages(architecture.layers_of_stages, dtype=decoder.params_dtype),
         **family,
     )
+
+
+def _in_stages(sizes: Sequence[int], *, dtype: torch.dtype) -> dict[str, Any]:
+    """What Megatron's config has of stages, which wants a decoder's first and last module named."""
+    if len(sizes) == 1:
+        return {}
+    layout = [["decoder"] * size for size in sizes]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return {
+        "pipeline_model_parallel_size": len(sizes),
+        "pipeline_model_parallel_layout": layout,
+        "pipeline_dtype": dtype,
+    }
 
 
 def blank_unit(architecture: EncoderArchitecture, *, device: torch.device) -> MediaInput:

@@ -10,8 +10,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import MediaInput, Unit
+from loongplug.data.microbatch import Unit
 from loongplug.models.decoder import DecoderConfig, TextDecoder
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, packed
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.features import Features, FeatureSource, PlacedFeatures
 from loongplug.parallel.module_state import ModulePart, ModuleState
@@ -130,23 +131,39 @@ class MultimodalModel(MegatronModule):
         """The tied embedding's weight on the stages that hold it."""
         return self.text_decoder.shared_embedding_or_output_weight()
 
-    def encode(self, entry: Entry, media: MediaInput | None) -> Features:
+    def encode(self, entry: Entry, unit: EncoderInput | None) -> Features:
         """An encoder's features of one unit; its tensor parallel group enters together.
 
         A unit without media, or None, runs through the encoder like any other, as a blank one
         whose features are dropped: its parameters then have a (zero) gradient in every microbatch,
         which the overlapped gradient reduction counts on.
         """
-        encoder, projector = self.modules_of(entry).values()
+        _, projector = self.modules_of(entry).values()
+        features: Features = projector(*self._encoded(entry, unit))
+        return features.empty() if _is_empty(unit) else features
+
+    def payload(self, entry: Entry, unit: EncoderInput | None) -> Tensor:
+        """What an encoder's stage here makes of one unit, as it travels, [rows, width].
+
+        As :meth:`encode`: features from the last stage, states and taps from one before it, and no
+        rows of a unit without media.
+        """
+        if len(self.modules_of(entry)) > 1:
+            return self.encode(entry, unit).packed()
+        states = packed(*self._encoded(entry, unit))
+        return states[:0] if _is_empty(unit) else states
+
+    def _encoded(self, entry: Entry, unit: EncoderInput | None) -> tuple[Tensor, list[Tensor]]:
+        """The encoder's states and taps; those of a blank unit where there are no media."""
+        encoder = self.modules_of(entry)[entry.name]
+        if unit is None or _is_empty(unit):
+            unit = encoder.blank_unit()  # type: ignore[operator]
         trainable = any(parameter.requires_grad for parameter in encoder.parameters())
-        empty = media is None or media.rows.shape[0] == 0
-        if media is None or empty:
-            media = encoder.blank_unit()  # type: ignore[operator]
+        handed_on = isinstance(unit, HandedOn) and unit.states.requires_grad
         # A frozen encoder's activations serve no backward pass: do not keep them.
-        with torch.set_grad_enabled(trainable and torch.is_grad_enabled()):
-            states, taps = encoder(media)
-        features: Features = projector(states, taps)
-        return features.empty() if empty else features
+        with torch.set_grad_enabled((trainable or handed_on) and torch.is_grad_enabled()):
+            encoded: tuple[Tensor, list[Tensor]] = encoder(unit)
+        return encoded
 
     def placed(
         self, input_ids: Tensor, units: Mapping[str, Unit], *, number: int | None
@@ -186,3 +203,8 @@ class MultimodalModel(MegatronModule):
         """This stage's forward; shapes as in :meth:`placed` and :meth:`TextDecoder.forward`."""
         placed = self.placed(input_ids, units, number=number)
         return self.text_decoder(input_ids, position_ids, placed=placed, labels=labels, **kwargs)
+
+
+def _is_empty(unit: EncoderInput | None) -> bool:
+    """Whether there are no media in it."""
+    return unit is None or not len(unit.grids)

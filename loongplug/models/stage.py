@@ -1,12 +1,14 @@
 """Build one pipeline stage of a model from its architecture and its parts."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from loongplug.models.architecture import MultimodalArchitecture
+from loongplug.models.architecture import EncoderArchitecture, MultimodalArchitecture
 from loongplug.models.decoder import DecoderConfig, carry_deepstack
+from loongplug.models.encoder_stages import EncoderStage
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.adapter import add_adapters
@@ -31,7 +33,8 @@ def build_model(
 
     ``parts`` are those of the modules, by name. An encoder and its projector are built where
     ``pre_process`` is set, or on the first chunk of every rank that a state of its own has for the
-    encoder, in that state and with its groups, and always run in it. ``states`` are those of
+    encoder, in that state and with its groups, and always run in it. Where the encoder has stages,
+    each has its own part, and the last the projector. ``states`` are those of
     encoders by the names of entries; an encoder that is not among them has the decoder's groups,
     ``pg_collection``, and one whose state is None lies on other ranks. So does the decoder, where
     its state is None; the groups are an encoder's then.
@@ -70,14 +73,15 @@ def build_model(
                 architectures[name], decoder=config, groups=state.groups, backend=backend
             )
             encoding[name] = encoder
-            encoding[projector] = load(parts[projector].build)(
-                architectures[projector],
-                vision=architectures[name],
-                config=encoder.config,
-                output_size=model.foundation.hidden_size,
-                groups=state.groups,
-            )
-        for module in (encoding[name], encoding[projector]):
+            if _is_last_stage(encoder, model.encoder(name), key=model.keys[name]):
+                encoding[projector] = load(parts[projector].build)(
+                    architectures[projector],
+                    vision=architectures[name],
+                    config=encoder.config,
+                    output_size=model.foundation.hidden_size,
+                    groups=state.groups,
+                )
+        for module in (encoding[each] for each in entry.modules if each in encoding):
             # Checkpoints and Hugging Face folders ask it where its slices are.
             module.pg_collection = state.groups
             state.run(module)
@@ -97,3 +101,15 @@ def build_model(
         if architecture.lora is not None:
             add_adapters(built, architecture.lora)
     return composed
+
+
+def _is_last_stage(encoder: Any, architecture: EncoderArchitecture, *, key: str) -> bool:
+    """Whether the projector lies here. Raises ValueError for stages of one that knows of none."""
+    stages = len(architecture.layers_of_stages)
+    stage: EncoderStage | None = getattr(encoder, "stage", None)
+    if stage is None and stages > 1:
+        raise ValueError(
+            f"model.{key}.pipeline_model_parallel_size is {stages}, but a "
+            f"{type(encoder).__name__} is computed in one piece: leave it away."
+        )
+    return stage is None or stage.last

@@ -2,10 +2,12 @@
 
 A rank is a process; its lanes are computing, communication, data and files, and the exchange of
 experts' tokens where the schedule has nodes for it. Times are microseconds since the first event.
-Arrows lead from a stage's send to its neighbour's receive.
+Arrows lead from a stage's send to its neighbour's receive, and from an encoder on ranks of its own
+to the decoder and back.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ _COMMUNICATION = (*TRANSFERS, "exchange")
 _FILES = ("data", "checkpoint")
 
 # What a send on the one side is on the other: the details of its bytes and of its peer.
-_MATCHES = (
-    (("sent_next", "next"), ("received_previous", "previous")),
-    (("sent_previous", "previous"), ("received_next", "next")),
-)
+_MATCHES = {
+    "activations": (("sent_next", "next"), ("received_previous", "previous")),
+    "gradients": (("sent_previous", "previous"), ("received_next", "next")),
+}
 
 
 def write_chrome_trace(traces: Sequence[RankTrace], path: Path) -> None:
@@ -83,26 +85,35 @@ def _title(event: TraceEvent) -> str:
 
 def _arrows(traces: Iterable[RankTrace], origin: int) -> Iterator[dict[str, Any]]:
     """Pairs of flow events: the n-th send from one rank to another is its n-th receive there."""
-    counts: dict[tuple[Any, ...], int] = {}
+    counts: Counter[tuple[bool, str, int, int]] = Counter()
     for trace in traces:
         for event in trace.events:
-            if event.phase != "p2p":
-                continue
-            for direction, (sent, received) in enumerate(_MATCHES):
-                for phase, (size, peer) in (("s", sent), ("f", received)):
-                    if not event.details.get(size):
-                        continue
-                    other = event.details[peer]
-                    ends = (trace.rank, other) if phase == "s" else (other, trace.rank)
-                    number = counts.setdefault((phase, direction, *ends), 0)
-                    counts[phase, direction, *ends] += 1
-                    yield {
-                        "ph": phase,
-                        **({"bp": "e"} if phase == "f" else {}),
-                        "id": f"{direction}-{ends[0]}-{ends[1]}-{number}",
-                        "name": ("activations", "gradients")[direction],
-                        "cat": "p2p",
-                        "pid": trace.rank,
-                        "tid": 1,
-                        "ts": ((event.start if phase == "s" else event.end) - origin) / 1e3,
-                    }
+            for sends, what, other in _messages(event):
+                ends = (trace.rank, other) if sends else (other, trace.rank)
+                number = counts[sends, what, *ends]
+                counts[sends, what, *ends] += 1
+                yield {
+                    "ph": "s" if sends else "f",
+                    **({} if sends else {"bp": "e"}),
+                    "id": f"{event.phase}-{what}-{ends[0]}-{ends[1]}-{number}",
+                    "name": what,
+                    "cat": event.phase,
+                    "pid": trace.rank,
+                    "tid": 1,
+                    "ts": ((event.start if sends else event.end) - origin) / 1e3,
+                    "args": {"microbatch": event.details.get("microbatch")},
+                }
+
+
+def _messages(event: TraceEvent) -> Iterator[tuple[bool, str, int]]:
+    """Whether an event sends, what, and to or from which rank; one may do several."""
+    details = event.details
+    if event.phase == "p2p":
+        for what, ends in _MATCHES.items():
+            for sends, (size, peer) in zip((True, False), ends, strict=True):
+                if details.get(size):
+                    yield sends, what, details[peer]
+    elif event.phase == "exchange":
+        for sends, peer in ((True, "target"), (False, "source")):
+            if peer in details:
+                yield sends, event.name.rpartition(" ")[2], details[peer]

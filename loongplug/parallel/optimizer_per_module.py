@@ -19,7 +19,7 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_ddp import wrapper_of_nothing
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.parameter_groups import SavedRates, groups_to_load, rate_overrides
-from loongplug.parallel.states import decoder_layout, is_adopted, layout_of
+from loongplug.parallel.states import decoder_layout, has_state, is_adopted, layout_of
 from loongplug.platform import current_platform
 
 # The fp32 copies of bf16 parameters: by their places in groups, and as Megatron lists them.
@@ -246,9 +246,9 @@ def layout_where(name: str, state: ModuleState | None) -> Layout | None:
     """The layout that a part trains in; None where that is Megatron's, and of all ranks."""
     if not is_adopted():
         return None
-    # A state that this rank has no part in has the name of the part that trains in it.
+    # A state that this rank has no part in has the name of the part, or it is the decoder's.
     where = name if state is None else state.state
-    return decoder_layout() if where is None else layout_of(where)
+    return layout_of(where) if where is not None and has_state(where) else decoder_layout()
 
 
 def _common(state: Any) -> Any:

@@ -26,6 +26,7 @@ from loongplug.parallel.snapshot import Snapshot, load_start, part_random_number
 from loongplug.platform.upstream_seams import rank_order_table
 
 TEXT_DECODER = "text_decoder"
+_BETWEEN_STAGES = 100  # seeds, as in Megatron
 _NOWHERE = "no decoder"  # of ranks that the decoder has not: what Megatron has between modules
 
 # Called after each switch with the names of the state that was left and the one now in use.
@@ -187,7 +188,7 @@ def create_parallel_state(
     also the ranks that ``layout`` does not have. gloo groups are made beside the others where
     the current state has them.
 
-    The random numbers depend on ``seed``, ``name`` and the rank's own tensor and expert
+    The random numbers depend on ``seed``, ``name`` and the rank's own stage, tensor and expert
     parallel coordinates in ``layout``, and on nothing of the decoder: ranks with equal
     coordinates draw the same, wherever they are.
 
@@ -228,7 +229,8 @@ def create_parallel_state(
         )
         snapshot = None
         if dist.get_rank() in layout.ranks:
-            _seed(_seed_of(name, seed), like=tracker)
+            stage = layout.coordinates(dist.get_rank()).pp
+            _seed(_seed_of(name, seed) + _BETWEEN_STAGES * stage, like=tracker)
             snapshot = Snapshot()
     finally:
         in_order.undo()
@@ -290,6 +292,11 @@ def parallel_state_of(name: str) -> Iterator[None]:
 def layout_of(name: str) -> Layout:
     """The layout of a state, on every rank. Raises ValueError for an unknown name."""
     return PARALLEL_STATES[name].layout
+
+
+def has_state(name: str) -> bool:
+    """Whether there is a state of this name, on every rank; not for what shares the decoder's."""
+    return name in PARALLEL_STATES
 
 
 def decoder_layout() -> Layout:

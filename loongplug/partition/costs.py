@@ -8,9 +8,11 @@ recomputed and gradients are needed, the backward has one forward more.
 from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 from loongplug.data.positions import Grid
+from loongplug.estimate.own_ranks import OwnRanks
 from loongplug.estimate.units import MicrobatchSize
 from loongplug.hetero.balance import EncoderWork
 from loongplug.hetero.modes import mode_of
@@ -79,12 +81,14 @@ def costs_of(
     *,
     trains: Callable[[str], bool],
     apart: Collection[str] = (),
+    own: Sequence[OwnRanks] = (),
 ) -> dict[str, EntryCosts]:
     """By entry, the decoder's last: of a microbatch with the mean media of these.
 
     ``trains`` says of a parameter's name whether it trains; ``apart`` are the encoders on ranks of
-    their own, which are as many for a unit as their tensor parallel size. Padding counts, since it
-    is computed.
+    their own, which are as many for a unit as their tensor parallel size. Those of which ``own``
+    says so have replicas of their own, too: the busiest one's samples count. Padding counts, since
+    it is computed.
     """
     model = parsed.model
     hugging_face = parsed.family.load_hugging_face(model)
@@ -92,9 +96,13 @@ def costs_of(
     chains = Chains.of(model, mapping, trains=trains)
     entries = model.entries()
     found = {}
+    placed = {each.name: each for each in own}
     for entry in encoders(entries):
-        ranks = _ranks_of_a_unit(parsed, entry, apart=entry.name in apart)
-        found[entry.name] = _of_encoder(parsed, entry, chains, microbatches, ranks=ranks)
+        if entry.name in placed:
+            part = _part_of_own(placed[entry.name], parsed.args)
+        else:
+            part = Fraction(1, _ranks_of_a_unit(parsed, entry, apart=entry.name in apart))
+        found[entry.name] = _of_encoder(parsed, entry, chains, microbatches, part=part)
     found[only_decoder(entries).name] = _of_decoder(parsed, chains.decoder, microbatches)
     return found
 
@@ -134,16 +142,16 @@ def _of_encoder(
     chains: Chains,
     microbatches: Sequence[MicrobatchSize],
     *,
-    ranks: int,
+    part: Fraction,
 ) -> EntryCosts:
-    """With its projector, which its last layer has beside it."""
+    """With its projector, which its last layer has beside it. ``part``: of a unit, for a rank."""
     architecture = parsed.model.encoder(entry.name)
-    units = [each.units[entry.name] for each in microbatches]
+    units = [each.units[entry.name] for each in microbatches] * part.numerator
     grids = [grid for unit in units for grid in unit.grids]
     attention = _attention_of_a_layer(architecture, grids)
     rows = _Counted(
         tokens=sum(map(prod, grids)) // architecture.rows_per_state,
-        share=len(units) * ranks,
+        share=len(microbatches) * part.denominator,
     )
     tokens = replace(rows, tokens=sum(unit.tokens for unit in units))
     layers = chains.encoders[entry.name].layers
@@ -177,6 +185,11 @@ def _attention_of_a_layer(
         for side, of_pair in work.attention
     }
     return {side: 2 * each.of_units([grids])[0] if grids else 0 for side, each in of_one.items()}
+
+
+def _part_of_own(own: OwnRanks, args: Namespace) -> Fraction:
+    """Of a decoder replica's unit, what a rank of the encoder's busiest replica does meanwhile."""
+    return Fraction(own.samples, args.micro_batch_size * own.layout.tp)
 
 
 def _ranks_of_a_unit(parsed: ParsedArguments, entry: Entry, *, apart: bool) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loongplug.estimate.estimator import run_of
+from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.hetero.modes import mode_of
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
@@ -15,6 +16,7 @@ from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import compose_asked_for
 from loongplug.training.flags import read_command_line, without_flags
 from loongplug.training.freezing import freezing_of
+from loongplug.training.rules.own_ranks import lying_apart
 from loongplug.training.rules.pipeline import wants_virtual
 
 AWARE, PLAIN = "frozen-aware", "plain"
@@ -33,9 +35,10 @@ _SPLITS = frozenset(
 class Found:
     """Two splits of the layers of a run, the frozen-aware one first.
 
-    ``apart`` are the encoders with stages of their own, ``inside`` those that the decoder's first
-    stage has, ``around`` those that work on all of its stages, before its schedule and behind it.
-    ``replaced`` are flags of the run that the split stands for.
+    ``apart`` are the encoders with stages of their own, of which ``own`` have ranks of their own by
+    the run's flags; ``inside`` are those that the decoder's first stage has, ``around`` those that
+    work on all of its stages, before its schedule and behind it. ``replaced`` are flags of the run
+    that the split stands for.
     """
 
     parsed: ParsedArguments
@@ -43,6 +46,7 @@ class Found:
     partitions: tuple[Partition, Partition]
     decoder: str
     apart: tuple[str, ...]
+    own: tuple[str, ...]
     inside: tuple[str, ...]
     around: tuple[str, ...]
     replaced: tuple[str, ...]
@@ -74,7 +78,8 @@ def find(
     """
     line = read_command_line(flags)
     args, pp = line.args, line.args.pipeline_model_parallel_size
-    if pp < 2 and not encoder_stages:
+    composed = compose_asked_for(args, overrides=line.overrides).config
+    if pp < 2 and not encoder_stages and not lying_apart(composed):
         raise ValueError(
             f"--pipeline-model-parallel-size is {pp}, so that there are no stages to split layers "
             "into: give 2 or more, or stages of an encoder by --encoder-stages NAME=N"
@@ -85,14 +90,17 @@ def find(
             "expected: drop --num-virtual-stages-per-pipeline-rank and "
             "--num-layers-per-virtual-pipeline-stage"
         )
-    layers = compose_asked_for(args, overrides=line.overrides).config.foundation.num_layers
+    layers = composed.foundation.num_layers
     flags = without_flags(flags, _SPLITS)
     if 1 < pp <= layers:  # a start would refuse layers that do not divide
         flags = [*flags, LAYOUT, layout_text(_even(layers, pp))]
     parsed, microbatches = run_of(flags, ranks=ranks, visual_tokens=visual_tokens, folder=folder)
     model = parsed.model
     names = [entry.name for entry in encoders(model.entries())]
-    apart = _stages_of_encoders(encoder_stages, model=model, names=names)
+    own = own_ranks_of(parsed.args, model)
+    given = _stages_of_encoders(encoder_stages, model=model, names=names)
+    stages = {each.name: each.layout.pp for each in own} | given
+    apart = {name: stages[name] for name in names if name in stages}
     around = [
         name
         for name in names
@@ -103,7 +111,9 @@ def find(
     trains = freezing_of(parsed.args, model).trains
     real, plain = (
         _with_encoders(
-            costs_of(parsed, microbatches, trains=each, apart=apart), decoder, inside=inside
+            costs_of(parsed, microbatches, trains=each, apart=apart, own=own),
+            decoder,
+            inside=inside,
         )
         for each in (trains, lambda name: True)
     )
@@ -123,6 +133,7 @@ def find(
         partitions=(aware, unaware),
         decoder=decoder,
         apart=tuple(apart),
+        own=tuple(each.name for each in own),
         inside=tuple(inside),
         around=tuple(around),
         replaced=tuple(flag for name, flag in line.flags.items() if name in _SPLITS),

@@ -1,7 +1,7 @@
 """A split of a model's layers into stages, and the time of a step with it. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.partition.clock import StageTime, step_time
@@ -23,12 +23,14 @@ class Stage:
 class Partition:
     """A split, called ``name``: the stages of encoders first, then the decoder's.
 
-    ``step`` is how long a step takes, as the operations that a rank could do meanwhile.
+    ``step`` is how long a step takes, as the operations that a rank could do meanwhile; ``alone``
+    how long it would take each entry that has stages, if it waited for no other.
     """
 
     name: str
     stages: tuple[Stage, ...]
     step: float
+    alone: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def slowest(self) -> int:
@@ -79,7 +81,13 @@ def partition(
         for entry, number in stages.items()
     ]
     step = step_time(modules, times, microbatches=microbatches)
-    return Partition(name=name, stages=tuple(found), step=step)
+    alone = {
+        each.name: step_time(
+            [replace(each, into=None)], {each.name: times[each.name]}, microbatches=microbatches
+        )
+        for each in modules
+    }
+    return Partition(name=name, stages=tuple(found), step=step, alone=alone)
 
 
 def _split(entry: str, believed: EntryCosts, *, stages: int) -> tuple[int, ...]:

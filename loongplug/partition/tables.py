@@ -26,14 +26,25 @@ def print_found(found: Found) -> None:
     else:
         times = max(aware.step, plain.step) / min(aware.step, plain.step)
         print(f"{steps}: the {found.kept.name} split is kept, {times:.3f} times as fast")
+    if found.own:
+        _print_sides(found)
     for name in found.around:
         print(f"{name} works on all stages before and behind the schedule: it is in no stage")
     for name in found.apart:
-        sizes = " + ".join(map(str, found.kept.sizes(name)))
-        print(f"{name}: {sizes} layers")
+        sizes = found.kept.sizes(name)
+        override = f"model.{found.parsed.model.keys[name]}.stage_layers={[*sizes]}"
+        print(f"{name}: {' + '.join(map(str, sizes))} layers ({override.replace(' ', '')})")
     if found.flags:
         instead = f" (in the place of {', '.join(found.replaced)})" if found.replaced else ""
         print(f"flags: {shlex.join(found.flags)}{instead}")
+
+
+def _print_sides(found: Found) -> None:
+    """How long a step would take each module that waited for no other, and which is slower."""
+    kept = found.kept
+    slowest = max(kept.stages, key=lambda each: each.cost.total).entry
+    steps = ", ".join(f"{name} {_amount(time)}" for name, time in kept.alone.items())
+    print(f"a step of each alone: {steps}; the slowest stage, which decides, is of {slowest}")
 
 
 def _print_stages(split: Partition, found: Found) -> None:
@@ -75,13 +86,15 @@ def _amount(operations: float) -> str:
 
 def write(path: Path, found: Found) -> None:
     """The figures as JSON, in operations of a rank: of a stage for a microbatch, and of a step."""
-    content = {
+    content: dict[str, Any] = {
         "microbatches": found.microbatches,
         "kept": found.kept.name,
         "flags": list(found.flags),
         "encoder_stages": {name: list(found.kept.sizes(name)) for name in found.apart},
         "splits": {each.name: _split(each) for each in found.partitions},
     }
+    if found.own:
+        content["alone"] = dict(found.kept.alone)
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

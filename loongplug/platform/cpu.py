@@ -8,6 +8,7 @@ torch itself decides by it (fused optimizers, pinned memory, autocast).
 Tensors keep torch's own dispatch: a global ``TorchFunctionMode`` would tax every operation.
 """
 
+import ctypes
 import functools
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch.optim.adam import _fused_adam
 
 from loongplug.platform.active import Platform
 from loongplug.platform.copies import HostCopies
@@ -34,6 +36,8 @@ from loongplug.platform.gloo import (
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _HOST = torch.device("cpu")
+# Numbers of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class HostStream:
@@ -173,6 +177,30 @@ def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
+def _all_at_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Adam's steps of many tensors by torch's kernel for that, bit by bit the same."""
+
+    @functools.wraps(original)
+    def single_tensor_adam(
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *others: Any,
+        **settings: Any,
+    ) -> None:
+        # The kernel takes values as they lie in memory.
+        alike = all(
+            each.dtype == torch.float32 and each.is_contiguous()
+            for each in (*params, *grads, *exp_avgs, *exp_avg_sqs)
+        )
+        plain = alike and not settings["amsgrad"] and not settings["differentiable"]
+        step = _fused_adam if plain else original
+        step(params, grads, exp_avgs, exp_avg_sqs, *others, **settings)
+
+    return single_tensor_adam
+
+
 def _row(target: str, reason: str, replacement: Any = None, **options: Any) -> Replacement:
     return Replacement(target=target, reason=reason, replacement=replacement, **options)
 
@@ -216,6 +244,8 @@ CPU_ROWS: tuple[Replacement, ...] = (
          _another(_itself)),
     _row("torch.Tensor.type", "the optimizers take parameters by type name and know only "
          "torch.cuda ones", wrapper=_device_type_name),
+    _row("torch.optim.adam._single_tensor_adam", "goes over its tensors eight times, and over a "
+         "model's hundreds of small ones in Python", wrapper=_all_at_once),
     _row("torch.distributed.distributed_c10d.ProcessGroupGloo", "makes a device with a thread of "
          "its own for each group", wrapper=GlooOnOneDevice),
     _row("torch.distributed.all_gather", _UNEVEN, wrapper=exchanged_all_gather),
@@ -238,6 +268,7 @@ class CpuPlatform(Platform):
         # ``with torch.device(...)`` knows the factories by a set made at its first use: it has
         # to be made of torch's own functions, which the wrappers call.
         torch.utils._device._device_constructors()
+        _keep_freed_memory()
         self._dynamo_before = _set_dynamo_disabled("1")
         self.use(ReplacementTable("cpu", CPU_ROWS))
 
@@ -283,6 +314,20 @@ class CpuPlatform(Platform):
         """Undo the CPU layer."""
         super().deactivate()
         _set_dynamo_disabled(self._dynamo_before)
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep what tensors of a step free for those of the next one.
+
+    As it starts, glibc takes tensors above some 100 KiB to 32 MiB from the kernel and gives them
+    back, by a threshold that wanders, and the kernel clears each page anew: up to a tenth of a
+    small model's step. Larger ones still go back. Other C libraries are left as they are, and it
+    stays so for the process, since nobody can ask what was set before.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _set_dynamo_disabled(disabled: str | None) -> str | None:

@@ -154,13 +154,15 @@ def exchanged_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..
 
 
 def exchanged_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.all_reduce`` in one exchange."""
+    """``torch.distributed.all_reduce`` in one exchange, or in none where a rank is alone."""
 
     @functools.wraps(original)
     def all_reduce(
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         ranks = dist.get_world_size(group)
+        if ranks == 1 and not async_op and op in _REDUCTIONS:
+            return None  # gloo would have a thread of its own look at it
         if not _ours(group, async_op) or op not in _REDUCTIONS or not _small(tensor, ranks):
             return original(tensor, op, group, async_op)
         tensor.copy_(_REDUCTIONS[op](_to_all(tensor, ranks, group=group)).view_as(tensor))

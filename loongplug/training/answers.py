@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
 from loongplug.evaluate.metrics import is_match
@@ -25,15 +24,20 @@ _Followed = tuple[int, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a replica is asked: ``loader`` gives its ``questions``, in ``microbatches`` of a step.
+    """What a replica is asked: its ``questions``, in ``microbatches`` of a step.
 
-    Rows are ``length`` tokens long, with ``room`` for an answer behind each question. An answer
-    ends with one of ``ends``, or has no more room.
+    ``chunk`` gives what a virtual chunk takes of them, so many ``pieces`` for each microbatch. A
+    rank that encodes and does not decode is asked no questions, and takes the others' media.
+
+    A microbatch has so many ``rows``, each ``length`` tokens long, with ``room`` for an answer
+    behind each question. An answer ends with one of ``ends``, or has no more room.
     """
 
-    loader: MicrobatchLoader
+    chunk: Callable[[int], Iterator[Microbatch]]
+    pieces: int
     questions: Sequence[Question]
     microbatches: int
+    rows: int
     length: int
     room: int
     ends: Collection[int]
@@ -74,22 +78,22 @@ class Answers:
         """
         asked = self._asked = self._asked or self._ask()
         answers = self._answers(asked)
-        texts = self._processor.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        decode = self._processor.tokenizer.decode  # a batch of none is an empty answer to it
+        texts = [decode(each, skip_special_tokens=True) for each in answers]
         pairs = zip(texts, asked.questions, strict=True)
         right = sum(is_match(text, question.answer) for text, question in pairs)
         return right, len(answers)
 
     def _answers(self, asked: Asked) -> list[list[int]]:
         """The tokens of each answer, without the one that ends it."""
-        microbatches = _microbatches(asked.loader, asked.microbatches, chunks=len(self._chunks))
-        rows = microbatches[0][0].position_ids.shape[1]
+        microbatches, rows = _microbatches(asked, chunks=len(self._chunks)), asked.rows
         lengths = [len(each.input_ids) for each in asked.questions]
         answers: list[list[int]] = [[] for _ in asked.questions]
         ended = [False] * len(answers)
         with _evaluating(self._chunks), torch.no_grad():
             for place in range(asked.room):
                 last = [length + place - 1 for length in lengths]
-                tokens = self._next_tokens(asked, microbatches, last=last, rows=rows)
+                tokens = self._next_tokens(asked, microbatches, last=last)
                 for row, token in enumerate(tokens[: len(answers)]):
                     ended[row] = ended[row] or token in asked.ends
                     if not ended[row]:
@@ -105,10 +109,11 @@ class Answers:
         microbatches: Sequence[Sequence[Microbatch]],
         *,
         last: Sequence[int],
-        rows: int,
     ) -> list[int]:
         """The likeliest token behind place ``last`` of each row. Every rank enters."""
         from megatron.training import training  # asked each time: a run puts its own there
+
+        rows = asked.rows
 
         def forward_step(
             data_iterator: Iterator[Microbatch], model: Any, return_schedule_plan: bool = False
@@ -150,11 +155,12 @@ class Answers:
         return left.item() == 0
 
 
-def _microbatches(loader: MicrobatchLoader, count: int, *, chunks: int) -> list[list[Microbatch]]:
+def _microbatches(asked: Asked, *, chunks: int) -> list[list[Microbatch]]:
     """By chunk, without labels: the model then gives logits. Collective: the replica's ranks."""
+    count = asked.microbatches * asked.pieces
     return [
         [replace(next(each), labels=None) for _ in range(count)]
-        for each in map(loader.chunk, range(chunks))
+        for each in map(asked.chunk, range(chunks))
     ]
 
 

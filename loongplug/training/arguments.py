@@ -71,7 +71,12 @@ def parse_arguments(
     # To Megatron, and to the rules, the decoder's ranks are all there are.
     args.world_size -= ranks_apart(composed.config)
     args.own_ranks = [
-        (name, encoder.rank_offset)
+        (
+            name,
+            encoder.rank_offset,
+            encoder.tensor_model_parallel_size or 1,
+            encoder.pipeline_model_parallel_size,
+        )
         for name in composed.config.encoders
         if (encoder := composed.config.encoder(name)).rank_offset is not None
     ]

@@ -25,7 +25,7 @@ from loongplug.platform.upstream_saving import (
     synchronous_save_table,
     whole_checkpoints_table,
 )
-from loongplug.training.own_ranks import with_own_ranks
+from loongplug.training.apart import with_own_ranks
 from loongplug.training.packing_place import with_packing_place
 
 

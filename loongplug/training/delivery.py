@@ -1,7 +1,7 @@
 """How a microbatch's media come from the rank that loads them to those that encode them."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -19,6 +19,47 @@ def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[in
     return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
 
 
+# One encoder's unit: its rows, None where this rank does not encode it, and the bad samples.
+Delivery = Callable[[PlannedUnit], tuple[Tensor | None, set[int]]]
+
+
+@dataclass(eq=False, kw_only=True)
+class News:
+    """Word of which samples have bad media, known to the rank that loads these, to all ``hearers``.
+
+    These are what trains on the samples' text: the ranks of a decoder replica.
+    """
+
+    group: dist.ProcessGroup  # gloo; the hearers and who loads are among its ranks
+    hearers: Sequence[int]
+    channel: int  # tells apart several of these on one group
+    _sending: deque[dist.Work] = field(default_factory=deque, init=False)
+
+    def told(self, samples: Sequence[int], bad: Container[int], *, first: int) -> set[int]:
+        """Which of ``samples``, one for each medium, are ``bad``, as the loading rank knows it.
+
+        That rank, ``first``, does not wait for the others: a rank of a later stage may ask for a
+        microbatch only once that has come through the stages before. Collective: ``first`` and the
+        hearers, where there are media; another rank hears nothing.
+        """
+        rank = dist.get_rank()
+        if not samples or rank not in (first, *self.hearers):
+            return set()
+        if rank != first:
+            flags = torch.empty(len(samples), dtype=torch.uint8)
+            dist.recv(flags, src=first, group=self.group, tag=self.channel)
+            return {samples[medium] for medium in flags.nonzero().flatten().tolist()}
+        flags = torch.tensor([sample in bad for sample in samples], dtype=torch.uint8)
+        while self._sending and self._sending[0].is_completed():
+            self._sending.popleft().wait()
+        for other in self.hearers:
+            if other != first:
+                work = dist.isend(flags, dst=other, group=self.group, tag=self.channel)
+                assert work is not None, "this rank is in the group"
+                self._sending.append(work)
+        return {sample for sample in samples if sample in bad}
+
+
 @dataclass(eq=False)
 class ReplicaDelivery:
     """The first rank of an encoder's replica loads for it; all ranks of the replica get the rows.
@@ -29,49 +70,25 @@ class ReplicaDelivery:
     little for what connects such a replica. No other rank ever has them.
 
     Which samples have bad media is known to the loading rank alone. Where they may be left out,
-    it tells all ranks of its model replica, through ``news``, without waiting: a rank of a later
-    stage may ask for a microbatch only once that has come through the stages before.
+    it tells those who train on the samples, through ``news``.
     """
 
-    replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica of this model replica
+    replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica; a unit names one
     group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
     _: KW_ONLY
     row_values: int
     device: torch.device
-    news: dist.ProcessGroup | None  # gloo, of the model replica; None: no sample may be left out
-    channel: int  # tells apart several of these on one group
-    _sending: deque[dist.Work] = field(default_factory=deque, init=False)
+    news: News | None  # None: no sample may be left out, or nobody else needs to know
 
     def __call__(self, planned: PlannedUnit) -> tuple[Tensor | None, set[int]]:
-        """The unit's rows, None where this rank does not encode it, and the bad samples' numbers.
-
-        Collective: all ranks of the model replica, as far as ``planned`` has media.
-        """
+        """See :data:`Delivery`. Collective as the news, and the replica that encodes."""
         ranks, media = self.replicas[planned.encoder_replica], planned.media
         loaded = None if planned.load is None else planned.load()
         bad = set() if loaded is None else set(loaded.bad)
-        if self.news is not None and media.media:
-            bad = self._told(media, bad, self.news, first=ranks[0])
+        if self.news is not None:
+            bad = self.news.told(media.samples, bad, first=ranks[0])
         encodes = dist.get_rank() in ranks
         return (self._rows(media, loaded) if encodes else None), bad
-
-    def _told(
-        self, media: MediaBatch, bad: set[int], news: dist.ProcessGroup, *, first: int
-    ) -> set[int]:
-        """What the loading rank, ``first``, knows."""
-        if first != dist.get_rank():
-            flags = torch.empty(len(media.media), dtype=torch.uint8)
-            dist.recv(flags, src=first, group=news, tag=self.channel)
-            return {media.samples[medium] for medium in flags.nonzero().flatten().tolist()}
-        flags = torch.tensor([sample in bad for sample in media.samples], dtype=torch.uint8)
-        while self._sending and self._sending[0].is_completed():
-            self._sending.popleft().wait()
-        for rank in dist.get_process_group_ranks(news):
-            if rank != first:
-                work = dist.isend(flags, dst=rank, group=news, tag=self.channel)
-                assert work is not None, "this rank is in the group"
-                self._sending.append(work)
-        return bad
 
     def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
         if loaded is None:
@@ -85,8 +102,28 @@ class ReplicaDelivery:
         return rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedElsewhere:
+    """A unit that encoders on ranks of their own load and encode, piece by piece.
+
+    ``pieces`` are the loading rank and the samples of each piece of this rank's microbatches, None
+    for all samples.
+    """
+
+    pieces: Sequence[tuple[int, range | None]]
+    news: News
+
+    def __call__(self, planned: PlannedUnit) -> tuple[None, set[int]]:
+        """See :data:`Delivery`. Collective as the news of each piece."""
+        bad: set[int] = set()
+        for first, samples in self.pieces:
+            own = [each for each in planned.media.samples if samples is None or each in samples]
+            bad |= self.news.told(own, (), first=first)
+        return None, bad
+
+
 def deliver(
-    deliveries: Mapping[str, ReplicaDelivery], planned: PlannedMicrobatch
+    deliveries: Mapping[str, Delivery], planned: PlannedMicrobatch
 ) -> tuple[dict[str, Tensor], set[int]]:
     """A :data:`~loongplug.data.loader.Delivery` of each encoder's units, in the encoders' order.
 
@@ -117,4 +154,11 @@ def replica_group() -> dist.ProcessGroup | None:
         [list(ranks) for ranks in replicas], backend="gloo"
     )
     assert isinstance(group, dist.ProcessGroup), "every rank is in a replica"
+    return group
+
+
+def group_of_all() -> dist.ProcessGroup:
+    """A gloo group of all ranks. Collective: the default group."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group

@@ -22,18 +22,19 @@ from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.modes import mode_of
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.models.decoder import DecoderConfig
+from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.freezing import Freezing
 from loongplug.models.layers.specs import Backend, pick_backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
-from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.module_state import ModuleState
 from loongplug.platform import Platform, current_platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
+from loongplug.training.apart import arguments_of_decoder
 from loongplug.training.freezing import apply_freezing
 
 
@@ -42,7 +43,7 @@ def backend_of(args: Namespace) -> Backend:
     return "te" if args.transformer_impl == "transformer_engine" else pick_backend()
 
 
-def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> Engine:
+def engine_of(args: Namespace, model: Any) -> Engine:
     """The engine that the flags and the encoders' YAML ask for."""
 
     def of_encoder(entry: Entry) -> EncoderEngine:
@@ -52,8 +53,12 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             entry=entry,
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
+            handed_on=payload_widths(encoder),
             seed=args.seed,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_sizes={
+                True: args.micro_batch_size,
+                False: args.eval_micro_batch_size or args.micro_batch_size,
+            },
             ahead=ahead(
                 pipeline=args.pipeline_model_parallel_size,
                 virtual=args.virtual_pipeline_model_parallel_size is not None,
@@ -62,11 +67,10 @@ def engine_of(args: Namespace, model: Any, *, recorder: Recorder = NOTHING) -> E
             sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
-            recorder=recorder,
         )
 
     found = {entry.name: of_encoder(entry) for entry in encoders(model.entries())}
-    return Engine(found, recorder=recorder)
+    return Engine(found)
 
 
 def tensor_offload_of(args: Namespace, *, platform: Platform) -> TensorOffload | None:
@@ -144,7 +148,9 @@ class ModelProvider:
         other) and before the optimizer copies them into its own shards.
         """
         if config is None:
-            config = core_transformer_config_from_args(get_args(), DecoderConfig)
+            args = get_args()
+            args = args if self.engine.decodes else arguments_of_decoder(args)
+            config = core_transformer_config_from_args(args, DecoderConfig)
         assert isinstance(config, DecoderConfig)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         chunk: MultimodalModel = self.family.load_builder(self.model)(

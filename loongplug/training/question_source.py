@@ -47,6 +47,16 @@ def end_tokens(processor: Processor) -> frozenset[int]:
     return frozenset(given if isinstance(given, list) else (given,))
 
 
+def microbatches_for(questions: int, *, each: int, multiple: int) -> int:
+    """How many ask so many questions, ``each`` of them at a time on all replicas together."""
+    return -(-questions // (each * multiple)) * multiple
+
+
+def questions_for[T](questions: Sequence[T], *, dp_rank: int, dp_size: int) -> list[T]:
+    """Those that a replica is asked."""
+    return list(questions[dp_rank::dp_size])
+
+
 class QuestionSource:
     """One step, the same each time it is asked for: this replica's questions, then blank rows.
 
@@ -69,10 +79,10 @@ class QuestionSource:
         encoders: Mapping[str, EncoderUnits],
         bad_samples: BadSamples,
     ) -> None:
-        each = micro_batch_size * dp_size
-        needed = -(-len(questions) // each)
-        self.microbatches = -(-needed // multiple) * multiple
-        self.questions = list(questions[dp_rank::dp_size])
+        self.microbatches = microbatches_for(
+            len(questions), each=micro_batch_size * dp_size, multiple=multiple
+        )
+        self.questions = questions_for(questions, dp_rank=dp_rank, dp_size=dp_size)
         self._size = micro_batch_size
         self._encoders = encoders
         self._bad_samples = bad_samples

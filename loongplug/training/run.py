@@ -38,6 +38,7 @@ from loongplug.platform.upstream_seams import (
     stepped_schedules_table,
 )
 from loongplug.training.answers import Answers
+from loongplug.training.apart import finalized_together, make_own_groups
 from loongplug.training.arguments import (
     ParsedArguments,
     parse_arguments,
@@ -48,13 +49,13 @@ from loongplug.training.checkpoints import (
     has_checkpoint,
     use_whole_checkpoints,
 )
-from loongplug.training.datasets import DatasetProvider, speaks_for_replica
+from loongplug.training.datasets import DatasetProvider
+from loongplug.training.decoder_data import speaks_for_replica
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of
 from loongplug.training.log import LogTap, WithoutSave, applied, megatron_output
 from loongplug.training.outputs import outputs_ready
-from loongplug.training.own_ranks import finalized_together, make_own_groups
 from loongplug.training.progress import (
     StepReport,
     TrainingProgress,
@@ -339,7 +340,7 @@ def _told_what_was_built(
 @contextmanager
 def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Report exchanges of features and switches between parallel states to ``recorder``."""
-    engine.recorder = recorder
+    engine.report_to(recorder)
     if recorder is not NOTHING:
         PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
     try:

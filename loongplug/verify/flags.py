@@ -85,6 +85,7 @@ def reference_flags(
             for encoder in encoders
             for plain in (
                 *("tensor_model_parallel_size=1", "data_parallel_size=1", "rank_offset=null"),
+                *("pipeline_model_parallel_size=1", "stage_layers=null"),
                 *("mode=null", "recompute=false"),
             )
         ),

@@ -11,6 +11,7 @@ from typing import Any
 from loongplug.data.demo_processor import FixedImages
 from loongplug.data.demo_tasks import MEL_BINS, SECONDS
 from loongplug.models.architecture import (
+    EncoderArchitecture,
     MultimodalArchitecture,
     MultimodalTextArchitecture,
     TextArchitecture,
@@ -114,12 +115,27 @@ def tiny_sizes(
         else:
             assert isinstance(encoder, AudioTransformerConfig)
             own = _hears(encoder, layout, out=text["hidden_size"], demo_frames=demo_patches)
+        own |= _in_stages(encoder, own)
         sizes |= {f"{model.keys[name]}.{key}": value for key, value in own.items()}
     decoder = text | {
         "num_layers": tiny_stages(layout, taps=model.taps()).layers,
         "vocab_size": up(vocabulary, layout.tp),
     }
     return sizes | {f"foundation.{key}": value for key, value in decoder.items()}
+
+
+def _in_stages(encoder: EncoderArchitecture, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer or more for each pipeline stage; uneven ones stay so."""
+    given, stages = encoder.stage_layers, encoder.pipeline_model_parallel_size
+    if (given is None and stages == 1) or "num_layers" not in sizes:  # in one piece
+        return {}
+    behind = encoder.num_layers > encoder.computed_layers
+    computed = sizes["num_layers"] - behind
+    if given is None:
+        return {"num_layers": max(computed, stages) + behind}
+    each = [1 + (size > min(given)) for size in given]
+    each[0] += max(0, computed - sum(each))
+    return {"num_layers": sum(each) + behind, "stage_layers": each}
 
 
 def _hears(

@@ -52,9 +52,8 @@ def test_bench_step_measures_two_ranks(demo, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", [pytest.param("qwen3_vl_tiny", marks=pytest.mark.sweep), "llava_tiny"]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("model", ["qwen3_vl_tiny", "llava_tiny"])
 def test_both_sides_of_the_comparison_do_the_same_work(demo, model):
     comparison = compare(demo, model=model, rounds=1, steps=2, threads=1)
     assert comparison.largest_loss_difference < 1e-5

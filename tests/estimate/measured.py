@@ -24,9 +24,10 @@ from loongplug.estimate.ledger import (
     WEIGHTS,
 )
 from loongplug.estimate.tape import Tape
+from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.executor import Executor
+from loongplug.hetero.executor import Executor, unwrapped
 from loongplug.hetero.operations import Kept
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
@@ -75,7 +76,9 @@ class _Watch:
 
     def built(self, chunks: Any, optimizer: Any, *, mapping: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
+        self.decodes = hasattr(unwrapped(chunks[0]), "text_decoder")
         self._name_regions()
+        self._follow_edges()
         self.entered.enter_context(self.tape.resizes())
         self.entered.enter_context(all_to_alls_apart())
         self.entered.enter_context(self.tape)
@@ -119,6 +122,8 @@ class _Watch:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 put(GRADIENTS, buffer.grad_data)
         for each in self.optimizer.chained_optimizers:
+            if each.optimizer is None:  # nothing trains
+                continue
             for group in each.optimizer.param_groups:
                 for parameter in group["params"]:
                     put(OPTIMIZER, parameter)
@@ -178,6 +183,26 @@ class _Watch:
         around(ChainedOptimizer, "step", before=self._step_begins, behind=self._step_ends)
         self._follow_offload()
 
+    def _follow_edges(self) -> None:
+        """What comes to a rank by an edge; one that encodes alone has no passes of a schedule's."""
+        receive, send, tape = Edges._irecv, Edges._isend, self.tape
+
+        def sent(edges: Edges, *args: Any, **kwargs: Any) -> None:
+            # Only who waits for a send hears from gloo that it is done; NCCL says so at once.
+            while edges._sending:
+                edges._sending.popleft().work.wait()
+            send(edges, *args, **kwargs)
+
+        def received(edges: Edges, *args: Any, back: bool) -> Any:
+            with tape.region(FEATURE_GRADIENTS if back else FEATURES):
+                return receive(edges, *args, back=back)
+
+        Edges._irecv, Edges._isend = received, sent
+        around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
+        if not self.decodes:
+            around(EncoderOfStep, "payload", behind=self._sample)
+            around(EncoderOfStep, "backward", before=self._sample)
+
     def _step_begins(self, _: Any) -> None:
         self.most_before_step = self.tape.most
         self.tape.restart()
@@ -231,9 +256,11 @@ class _Watch:
         for key, (_, region, nbytes) in list(self.tape._known.items()):
             if key not in state:
                 live[region] = live.get(region, 0) + nbytes
-        gradients = [each for executor in self.executors for each in _gradients_of(executor)]
-        live[FEATURE_GRADIENTS] = sum(each.untyped_storage().nbytes() for each in gradients)
-        live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
+        if self.decodes:
+            gradients = [each for executor in self.executors for each in _gradients_of(executor)]
+            storages = {each._cdata: each for each in map(Tensor.untyped_storage, gradients)}
+            live[FEATURE_GRADIENTS] = sum(each.nbytes() for each in storages.values())
+            live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
         for name, nbytes in live.items():
             self.found.most[name] = max(self.found.most.get(name, 0), nbytes)
 
@@ -248,6 +275,8 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         for each in lot.items
         if each.device is not None
     ]
+    if isinstance(executor._exchange, Edges):
+        leaving += [each.rows for each in executor._exchange._sending]
     return [*([] if step is None else step.gradients.values()), *leaving]
 
 

@@ -22,7 +22,8 @@ from loongplug.estimate.ledger import (
     PIPELINE,
     WEIGHTS,
 )
-from loongplug.estimate.units import microbatches_of_data
+from loongplug.estimate.step import ROLES
+from loongplug.estimate.units import microbatches_of_data, own_units_of_data
 
 pytestmark = pytest.mark.slow
 
@@ -102,12 +103,31 @@ TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+# The last ranks have the encoder alone.
+OWN = "model.image_encoder.rank_offset"
+OWN_RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "own-rank": (2, (f"{OWN}=1", SHARDED)),
+    "own-rank-dp2-frozen": (3, (f"{OWN}=2", FROZEN, "--global-batch-size", "16")),
+    "own-rank-pp2-recompute": (3, (f"{OWN}=2", PP, "2", *RECOMPUTE)),
+    "own-ranks-dp2": (3, (f"{OWN}=1", "model.image_encoder.data_parallel_size=2", SHARDED)),
+    "own-rank-tp2-sp-all-frozen": (
+        3,
+        (f"{OWN}=2", TP, "2", SP, FROZEN, "model.image_projector.freeze=true"),
+    ),
+    "own-ranks-tp2-lora-only": (
+        3,
+        (f"{OWN}=1", "model.image_encoder.tensor_model_parallel_size=2", *LORA, *LORA_ONLY),
+    ),
+}
+
+
 def estimated(rank, *, flags, ranks):
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
     parsed = parsed_for(flags, ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
     units = microbatches_of_data(parsed.args, parsed.model, step=1)
-    return estimate(parsed, units, stepping=stepping_of(flags))
+    own = own_units_of_data(parsed.args, parsed.model, step=1)
+    return estimate(parsed, units, own_units=own, stepping=stepping_of(flags))
 
 
 @pytest.fixture(scope="module")
@@ -157,23 +177,36 @@ def test_a_step_of_two_encoders_holds_what_was_estimated(flags, sounds, name, ta
     holds_what_was_estimated([*flags, *sounds], name, table)
 
 
+@pytest.mark.parametrize("name", OWN_RANKS)
+def test_a_step_with_the_encoder_on_ranks_of_its_own_holds_what_was_estimated(flags, name, table):
+    stages = holds_what_was_estimated(flags, name, table)
+    *decoder, encoder = stages
+    assert all(ENCODER not in each.most and INPUT not in each.most for each in decoder)
+    assert DECODER not in encoder.most
+    _, more = OWN_RANKS[name]
+    assert (FEATURE_GRADIENTS in encoder.most) == ("model.image_projector.freeze=true" not in more)
+
+
 def holds_what_was_estimated(flags, name, table):
-    ranks, more = (CASES | TWO_ENCODERS)[name]
+    ranks, more = (CASES | TWO_ENCODERS | OWN_RANKS)[name]
     run = [*flags, *more, "--train-iters", "2"]
     (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
-    found = run_ranks(measure, ranks, flags=run, apart=DP in more or FULL in more, timeout=180.0)
+    apart = DP in more or FULL in more or name in OWN_RANKS
+    found = run_ranks(measure, ranks, flags=run, apart=apart, timeout=180.0)
     for stage in stages:
         real, most = found[stage.rank], dict(stage.most)
         table.append(row(name, stage, real))
         for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
             assert most[part] == pytest.approx(real.state[part], rel=1e-3), (stage, part)
         # What stages send each other is among what the real decoder's passes made.
-        most[DECODER] += most.pop(PIPELINE, 0)
+        most[DECODER] = most.get(DECODER, 0) + most.pop(PIPELINE, 0)
         for part in (ENCODER, DECODER, INPUT):
             assert most.get(part, 0) == pytest.approx(
                 real.most.get(part, 0), rel=0.1, abs=HOST_TABLES
             ), (stage, real.most, part)
-        if stage.stage == 0:  # later ones have features before the schedule only
+        if stage.role not in ROLES:  # how far it is ahead of the decoder is any machine's own
+            assert real.most.get(FEATURES, 0) <= most.get(FEATURES, 0)
+        elif stage.stage == 0:  # later ones have features before the schedule only
             assert most.get(FEATURES, 0) == pytest.approx(real.most.get(FEATURES, 0), rel=0.1)
         # Looked at before each pass, when the last one's is not there yet.
         assert real.most[FEATURE_GRADIENTS] <= most.get(FEATURE_GRADIENTS, 0)
@@ -187,3 +220,4 @@ def holds_what_was_estimated(flags, name, table):
         ):  # a pair holds little beside the state
             assert stage.total - kept == pytest.approx(real.total - kept, rel=0.1)
         assert stage.host == pytest.approx(real.host if NAMED in more else 0, rel=0.1)
+    return stages

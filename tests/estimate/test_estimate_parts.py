@@ -141,7 +141,7 @@ def test_what_gloo_has_not_let_go_of_yet_does_not_count(monkeypatch, async_op):
     [
         ("fused", {"fused": True}),
         ("all at once", {"foreach": True}),
-        ("one by one", {"foreach": False}),
+        ("fused", {"foreach": False}),  # on the CPU, by its table
     ],
 )
 @pytest.mark.parametrize("sizes", [(300, 200, 400, 100), (400, 400, 10), ()])
@@ -197,7 +197,7 @@ def test_gradients_in_bf16_are_copied_for_all_optimizers_at_once():
     [
         ((), "all at once"),
         (("--device", "cuda"), "all at once"),
-        (("--device", "cpu"), "one by one"),
+        (("--device", "cpu"), "fused"),
         (("--transformer-impl", "transformer_engine"), "fused"),
         (("--transformer-impl", "local"), "all at once"),
     ],
@@ -208,7 +208,7 @@ def test_the_optimizer_is_torch_s_unless_another_is_asked_for(flags, stepping):
 
 @pytest.mark.parametrize("host", [0, 3_000_000])
 def test_what_has_left_by_name_is_a_line_of_its_own(capsys, host):
-    args = Namespace(model_name="tiny", world_size=1)
+    args = Namespace(model_name="tiny", ranks=1)
     parts = {"weights": 2_000_000}
     found = RankMemory(
         stage=0, rank=0, role="decoder", parts=parts, when="", most={}, step=1_500_000, host=host

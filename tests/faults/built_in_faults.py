@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from loongplug.checkpoint.atomic import AtomicSaves
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.units import UnitLoader
+from loongplug.hetero.edge import Edges
 from loongplug.hetero.exchange import Exchange
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.multimodal import MultimodalModel
@@ -135,6 +136,8 @@ class _Full(io.FileIO):
 
 def exchange_of(draw: Draw) -> tuple[Any, str]:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
+    if draw.mode == "apart":
+        return Edges, "gather_variable_shape_embeddings"
     if exchanges_features(draw.mode):
         return Exchange, "_move"
     return P2PCommunicator, "_communicate"

@@ -1,6 +1,8 @@
 """What fuzzed runs choose from: models, layouts, modes, what trains, and what leaves losses be."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 MODELS = {
     "dense": "qwen3_vl_tiny",
@@ -15,13 +17,28 @@ DAMAGES = ("pixels", "media", "row")  # of one row, which the third step meets
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of the decoder; data parallel is what is left of ``ranks``."""
+    """Of the decoder; data parallel is what is left of ``ranks``.
+
+    ``own`` are TP/DP of encoders on ranks of their own, which are the last of ``ranks``.
+    """
 
     ranks: int = 1
+    own: str = ""
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+
+    @property
+    def encoders(self) -> tuple[tuple[int, int], ...]:
+        """TP and DP of those on ranks of their own."""
+        sizes = (each.split("/") for each in self.own.split("|") if each)
+        return tuple((int(tp), int(dp)) for tp, dp in sizes)
+
+    @property
+    def decoder_ranks(self) -> int:
+        """The first of all, which the decoder has."""
+        return self.ranks - sum(map(prod, self.encoders))
 
     def flags(self) -> list[str]:
         """As the command line has them. Experts that are dealt out are not split as well."""
@@ -72,18 +89,76 @@ def layouts_of(model: str, ranks: int) -> tuple[Layout, ...]:
     return LAYOUTS[ranks] + tuple(layout for layout in LAYOUTS[ranks] if layout.ep > 1)
 
 
-MODES = ("uniform", "hetero-tp", "hetero-dp", "full", "full-balanced", "full-wide")
+# By the number of ranks, with encoders on ranks of their own.
+OWN_LAYOUTS = {
+    2: (Layout(ranks=2, own="1/1"),),
+    3: (
+        Layout(ranks=3, own="1/1"),
+        Layout(ranks=3, own="1/2"),
+        Layout(ranks=3, own="2/1"),
+        Layout(ranks=3, own="1/1", tp=2),
+        Layout(ranks=3, own="1/1", pp=2),
+        Layout(ranks=3, own="1/1", pp=2, vpp=2),
+        Layout(ranks=3, own="1/1", ep=2),
+    ),
+    4: (
+        Layout(ranks=4, own="1/3"),
+        Layout(ranks=4, own="1/2"),
+        Layout(ranks=4, own="1/2", tp=2),
+        Layout(ranks=4, own="2/1", pp=2),
+        Layout(ranks=4, own="1/2", pp=2, vpp=2),
+        Layout(ranks=4, own="2/1", tp=2, ep=2),
+    ),
+    6: (
+        Layout(ranks=6, own="1/2", tp=2, pp=2),
+        Layout(ranks=6, own="2/1", pp=2, vpp=2),
+        Layout(ranks=6, own="1/4"),
+    ),
+}
+# The same of a model with two encoders.
+OWN_LAYOUTS_OF_TWO = {
+    3: (Layout(ranks=3, own="1/1|1/1"),),
+    4: (
+        Layout(ranks=4, own="1/1|1/1"),
+        Layout(ranks=4, own="1/1|1/2"),
+        Layout(ranks=4, own="1/1|1/1", pp=2),
+        Layout(ranks=4, own="1/1|1/1", tp=2),
+    ),
+    6: (Layout(ranks=6, own="1/2|1/1", pp=2, vpp=2),),
+}
+
+
+def own_layouts_of(model: str, *, large: bool) -> tuple[Layout, ...]:
+    """Those with encoders on ranks of their own that a model can have."""
+    sizes = OWN_LAYOUTS_OF_TWO if model == "two encoders" else OWN_LAYOUTS
+    found = [each for ranks, some in sizes.items() if ranks <= 4 or large for each in some]
+    return tuple(each for each in found if model == "experts" or each.ep == 1)
+
+
+MODES = ("uniform", "hetero-tp", "hetero-dp", "full", "full-balanced", "full-wide", "apart")
 
 
 def modes_of(layout: Layout) -> tuple[str, ...]:
     """Those that a layout can have."""
-    needs = {"hetero-tp": layout.tp > 1, "hetero-dp": layout.tp > 1, "full-wide": layout.pp > 1}
+    if layout.own:
+        return ("apart",)
+    needs = {
+        "apart": False,
+        "hetero-tp": layout.tp > 1,
+        "hetero-dp": layout.tp > 1,
+        "full-wide": layout.pp > 1,
+    }
     return tuple(mode for mode in MODES if needs.get(mode, True))
 
 
 def is_full(mode: str) -> bool:
     """Whether encoder and decoder take turns, the encoder on all ranks."""
     return mode.startswith("full")
+
+
+def bad_sample_flags(mode: str, *, fatal: bool = False) -> list[str]:
+    """What becomes of bad samples; a rule refuses to leave them out with an encoder apart."""
+    return ["--bad-sample", "fatal" if fatal or mode == "apart" else "skip"]
 
 
 def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
@@ -100,7 +175,17 @@ def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
             *("--dp-balance-trigger-threshold-vit", "0"),
         ),
         "full-wide": (*full, f"{own_tp}={layout.tp * layout.pp}"),
+        "apart": tuple(_apart_flags(layout)),
     }[mode]
+
+
+def _apart_flags(layout: Layout) -> Iterator[str]:
+    offset = layout.decoder_ranks
+    for key, (tp, dp) in zip(("image_encoder", "audio_encoder"), layout.encoders, strict=False):
+        yield f"model.{key}.rank_offset={offset}"
+        yield f"model.{key}.tensor_model_parallel_size={tp}"
+        yield f"model.{key}.data_parallel_size={dp}"
+        offset += tp * dp
 
 
 _FROZEN_ENCODER = "model.image_encoder.freeze=True"
@@ -189,5 +274,5 @@ def extra_flags(extras: tuple[str, ...], *, model: str, layout: Layout, mode: st
         names.append("sequence parallel")
     flags = list(dict.fromkeys(flag for name in names for flag in EXTRAS[name].flags))
     # One encoder in the run's mode, and one that is not.
-    apart = model == "two encoders" and layout.ranks > 1 and len(extras) % 2 == 1
-    return [*flags, *(["model.audio_encoder.mode=uniform"] if apart else [])]
+    mixed = model == "two encoders" and layout.ranks > 1 and len(extras) % 2 == 1
+    return [*flags, *(["model.audio_encoder.mode=uniform"] if mixed and not layout.own else [])]

@@ -22,6 +22,7 @@ from drawn_options import (
     is_full,
     layouts_of,
     modes_of,
+    own_layouts_of,
 )
 
 Choose = Callable[[Sequence[Any]], Any]  # one of them
@@ -141,13 +142,20 @@ class Draw:
 def drawn(choose: Choose, *, large: bool = False) -> Draw:
     """A draw; ``large``: four ranks as often as one or two. The simplest options come first."""
     model = choose((*["dense"] * 5, *MODELS))
-    layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
+    if choose((False, False, False, False, True)):
+        layout = choose(own_layouts_of(model, large=large))
+    else:
+        layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
     mode = choose(modes_of(layout))
     trains = choose((*COMMON, *COMMON, *TRAINS))
     fault = _fault(choose, layout, mode, trains=trains)
-    rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
+    # What is left out of a damaged file has to be left out by all.
+    common = model == "dense" and trains in COMMON
+    rows, damage = _data(choose, fault, common=common, whole=bool(layout.own))
     restart = fault.kind in RESTARTED and choose((False, False, False, True))
     resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
+    if resume.own and damage:
+        resume, resume_mode = ALONE, "uniform"
     return Draw(
         layout=layout,
         mode=mode,
@@ -185,12 +193,15 @@ def _resume(choose: Choose, model: str, layout: Layout) -> tuple[Layout, str]:
     return resume, choose(modes_of(resume))
 
 
-def _data(choose: Choose, fault: Fault, *, common: bool) -> tuple[str, str]:
-    """Rows, and what is wrong with one of them. What is not ``common`` meets fewer of both."""
+def _data(choose: Choose, fault: Fault, *, common: bool, whole: bool) -> tuple[str, str]:
+    """Rows, and what is wrong with one of them. What is not ``common`` meets fewer of both.
+
+    ``whole``: nothing is wrong but what ends the run.
+    """
     if fault.kind == "bad sample":
         damage = choose(DAMAGES)
     else:
-        damage = choose(("", "", "", *DAMAGES)) if common else ""
+        damage = choose(("", "", "", *DAMAGES)) if common and not whole else ""
     if damage in ("pixels", "media"):  # there is an image to damage
         return choose(("mixed", "many") if common else ("mixed",)), damage
     return choose(ROWS if common else ("mixed", "lone")), damage
@@ -261,7 +272,7 @@ def _before_training(choose: Choose, kind: str, layout: Layout, *, trains: str) 
 
 def exchanges_features(mode: str) -> bool:
     """Whether features travel between ranks; else, only hidden states between stages do."""
-    return is_full(mode) or mode == "hetero-dp"
+    return is_full(mode) or mode in ("hetero-dp", "apart")
 
 
 def comes_to(place: str, layout: Layout, mode: str) -> bool:
@@ -271,6 +282,8 @@ def comes_to(place: str, layout: Layout, mode: str) -> bool:
 
 def ranks_at(place: str, layout: Layout, mode: str) -> tuple[int, ...]:
     """The ranks that come to ``place``."""
+    if mode == "apart":
+        return _apart_ranks_at(place, layout)
     on_first_stage = layout.ranks // layout.pp
     if place == "unit":
         # The first of each group that encodes together; those all have one on the first stage.
@@ -279,3 +292,18 @@ def ranks_at(place: str, layout: Layout, mode: str) -> tuple[int, ...]:
         return tuple(range(layout.ranks) if everywhere else range(0, on_first_stage, apart))
     encodes = place == "encoder" or (place == "exchange" and mode == "hetero-dp")
     return tuple(range(on_first_stage if encodes and not is_full(mode) else layout.ranks))
+
+
+def _apart_ranks_at(place: str, layout: Layout) -> tuple[int, ...]:
+    """The same where encoders have ranks of their own."""
+    everyone, decoder = range(layout.ranks), layout.decoder_ranks
+    own = tuple(everyone[decoder:])
+    if place in ("unit", "encoder"):
+        first, loads = decoder, []
+        for tp, dp in layout.encoders:
+            loads += range(first, first + tp * dp, tp)
+            first += tp * dp
+        return tuple(loads) if place == "unit" else own
+    if place == "exchange":
+        return (*everyone[: decoder // layout.pp], *own)
+    return tuple(everyone[:decoder] if place in ("decoder", "backward") else everyone)

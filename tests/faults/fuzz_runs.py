@@ -16,8 +16,11 @@ from typing import Any
 import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
 from attempts import ENDING_SECONDS, RUN_SECONDS
 from drawn_options import MODELS
+from drawn_placements import DrawnPlacement, drawn_placements
 from draws import Draw, drawn
 from fuzzed_run import WrongEndError
+from placed_steps import play
+from ranks import RankError, run_ranks
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,12 +36,15 @@ from world import World
 FORK = multiprocessing.get_context("fork")
 # A draw is up to three runs: its reference, itself, and the run that goes on.
 DRAW_SECONDS = 4 * (RUN_SECONDS + ENDING_SECONDS)
+PATIENCE = 3600.0  # of all drawn placements; each has a bound of its own
 WRONG_ENOUGH = 10  # to look at; when all runs hang, more would take hours
 
 
 def main() -> None:
     """Exits with 1 when a draw ends otherwise than it has to."""
     options = _options()
+    if options.placements or options.placement:
+        sys.exit(_placements(options))
     with tempfile.TemporaryDirectory(prefix="loongplug-fuzz-", ignore_cleanup_errors=True) as name:
         world = World(Path(name))
         if options.draw:
@@ -59,7 +65,29 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--large", action="store_true", help="4 ranks in every third draw")
     parser.add_argument("--draw", metavar="JSON", help="run this one, as a failure has printed it")
+    parser.add_argument(
+        "--placements", type=int, metavar="N", help="N placements of encoders instead, without runs"
+    )
+    parser.add_argument("--placement", metavar="JSON", help="this one, as a failure has printed it")
     return parser.parse_args()
+
+
+def _placements(options: argparse.Namespace) -> int:
+    """Steps of drawn placements, most of them on four ranks."""
+    if options.placement:
+        draws = {0: [DrawnPlacement.from_json(options.placement)]}
+    else:
+        draws = drawn_placements(options.placements, seed=options.seed)
+    begun = time.monotonic()
+    for each in draws.values():
+        try:
+            taken = run_ranks(play, max(draw.ranks for draw in each), draws=each, timeout=PATIENCE)
+        except RankError as error:
+            print(f"fuzz: error: {error}")
+            return 1
+        print(f"{len(each)} placements: {sum(taken)} rows came where they belong", flush=True)
+    print(f"{time.monotonic() - begun:.0f} s of seed {options.seed}; none wrong")
+    return 0
 
 
 def _one(world: World, draw: Draw) -> int:

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from attempts import FAILED, WHOLE, Agent, Ending, Losses, attempt
-from drawn_options import ALONE, MODELS, TRAINS, VISION, Layout, extra_flags, mode_flags
+from drawn_options import (
+    ALONE,
+    MODELS,
+    TRAINS,
+    VISION,
+    Layout,
+    bad_sample_flags,
+    extra_flags,
+    mode_flags,
+)
 from draws import STEPS, Draw, Fault
 from fuzz_data import HEARS, base_flags, write_rows
 from fuzzed_run import (
@@ -62,8 +71,8 @@ class World:
             return REFUSED[draw.fault.kind](self, draw, place)
         expected = self.reference(draw)
         save = place / "checkpoints"
-        policy = "fatal" if draw.fault.kind == "bad sample" else "skip"
-        flags = self.flags(draw, draw.layout, draw.mode, "--bad-sample", policy)
+        fatal = bad_sample_flags(draw.mode, fatal=draw.fault.kind == "bad sample")
+        flags = self.flags(draw, draw.layout, draw.mode, *fatal)
         flags += ["--save", str(save)]
         agent = Agent() if draw.restart else None
         if agent:
@@ -121,7 +130,7 @@ class World:
         return [
             *base_flags(self.folder, model=MODELS[draw.model]),
             *("--train-data-path", str(data), "--load-hf", str(self.weights(draw.model))),
-            *("--micro-batch-size", str(draw.micro_batch), "--bad-sample", "skip"),
+            *("--micro-batch-size", str(draw.micro_batch), *bad_sample_flags(mode)),
             *layout.flags(),
             *mode_flags(mode, layout),
             *extra_flags(draw.extras, model=draw.model, layout=layout, mode=mode),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loongplug.hetero.intervals import overlaps
-from loongplug.hetero.placement import PlacedEntry, Placement, all_apart
+from loongplug.hetero.placement import ApartEdge, PlacedEntry, Placement, all_apart
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -26,8 +26,12 @@ def images(decoder: str, vision: str) -> Placement:
     return all_apart(language, {"images": vision_layout}, into="text")
 
 
+def edges_of(placement: Placement, name: str, *, micro_batch_size: int) -> list[ApartEdge]:
+    return [each.edge for each in placement.pieces(name, micro_batch_size=micro_batch_size)]
+
+
 def pairs(placement: Placement, *, micro_batch_size: int) -> list[tuple[int, int]]:
-    edges = placement.apart_edges("images", micro_batch_size=micro_batch_size)
+    edges = edges_of(placement, "images", micro_batch_size=micro_batch_size)
     return [(edge.encoder, edge.decoder) for edge in edges]
 
 
@@ -66,10 +70,11 @@ def test_an_edge_has_the_encoder_s_last_stage_and_the_decoder_s_first(placement,
     decoder = placement.entry("text").layout
     for entry in placement.entries[:-1]:
         encoder = entry.layout
-        edges = placement.apart_edges(entry.name, micro_batch_size=size)
+        pieces = placement.pieces(entry.name, micro_batch_size=size)
+        edges = [each.edge for each in pieces]
         met = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=size)
-        assert [(each.encoder, each.decoder) for each in edges] == [
-            (each.encoder, each.decoder) for each in met
+        assert [(x.edge.encoder, x.edge.decoder, x.samples) for x in pieces] == [
+            (each.encoder, each.decoder, each.samples) for each in met
         ]
         assert {each.decoder for each in edges} == set(range(decoder.dp))
         for edge in edges:
@@ -84,7 +89,7 @@ def test_an_edge_has_the_encoder_s_last_stage_and_the_decoder_s_first(placement,
 
 
 def test_leaders_send_all_rows_and_each_rank_takes_its_own_where_sequences_are_sharded():
-    (edge,) = images("2/2/1", "4/1/1").apart_edges("images", micro_batch_size=1)
+    (edge,) = edges_of(images("2/2/1", "4/1/1"), "images", micro_batch_size=1)
     assert (edge.encoder_ranks, edge.decoder_ranks) == ((4, 5, 6, 7), (0, 1))
     assert edge.feature_senders == (4,)
     assert edge.feature_receivers() == (0,)
@@ -100,7 +105,7 @@ def test_gradients_of_replicas_are_added_as_they_are(placement):
 def test_figure_9_of_the_mimo_paper():
     placement = images("2/2/1", "1/1/4")
     assert placement.world_size == 8
-    edges = placement.apart_edges("images", micro_batch_size=4)
+    edges = edges_of(placement, "images", micro_batch_size=4)
     assert [(edge.encoder_ranks, edge.decoder_ranks) for edge in edges] == [
         ((4,), (0, 1)),
         ((5,), (0, 1)),
@@ -115,8 +120,8 @@ def test_figure_4a_s_six_ranks():
         {"images": layout("1/2/1"), "audio": layout("1/1/1", first_rank=2)},
         into="text",
     )
-    (first,) = placement.apart_edges("images", micro_batch_size=1)
-    (second,) = placement.apart_edges("audio", micro_batch_size=1)
+    (first,) = edges_of(placement, "images", micro_batch_size=1)
+    (second,) = edges_of(placement, "audio", micro_batch_size=1)
     assert (first.encoder_ranks, first.decoder_ranks) == ((1,), (3,))
     assert (second.encoder_ranks, second.decoder_ranks) == ((2,), (3,))
 
@@ -238,9 +243,9 @@ def test_ranges_that_part_the_world_and_no_others(spans):
 
 def test_edges_of_one_kind_are_not_asked_for_the_other():
     placement = images("2/1/2", "1/1/4")
-    with pytest.raises(AssertionError, match="apart_edges"):
+    with pytest.raises(AssertionError, match="see pieces"):
         placement.edge("images", rank=0)
-    with pytest.raises(AssertionError, match="apart_edges"):
+    with pytest.raises(AssertionError, match="see pieces"):
         placement.exchange_groups("images")
     colocated = Placement(
         entries=(
@@ -251,4 +256,4 @@ def test_edges_of_one_kind_are_not_asked_for_the_other():
     assert not colocated.is_apart("images")
     assert colocated.world_size == 4
     with pytest.raises(AssertionError, match="see edges"):
-        colocated.apart_edges("images", micro_batch_size=1)
+        colocated.pieces("images", micro_batch_size=1)

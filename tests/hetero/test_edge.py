@@ -14,10 +14,9 @@ from parity.mutations import FAULTS
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
-from loongplug.hetero.edge import Edges, Piece, Transport, pieces_of
+from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.intervals import overlaps
-from loongplug.hetero.placement import own_ranks
+from loongplug.hetero.placement import Piece, one_apart
 from loongplug.hetero.routes import Rows, sequence_shards
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import create_exchange_group
@@ -121,11 +120,8 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "
     if fault:
         FAULTS[fault].put_in(rank)
     sizes = {"tp": case.encoder.tp, "dp": case.encoder.dp, "rank_offset": case.decoder.world_size}
-    placement = own_ranks(case.decoder, entry=ENCODER, **sizes)
-    slot = overlaps(
-        encoders=case.encoder.dp, decoders=case.decoder.dp, micro_batch_size=case.samples
-    )
-    pieces = pieces_of(placement.apart_edges(ENCODER.name, micro_batch_size=case.samples), slot)
+    placement = one_apart(case.decoder, entry=ENCODER, **sizes)
+    pieces = placement.pieces(ENCODER.name, micro_batch_size=case.samples)
     everyone = [list(range(case.ranks))]
     there, back = (create_exchange_group(name, everyone, options_of="pp") for name in "tb")
     encodes = [] if case.encoder.tp == 1 else case.encoder.groups("tp")

@@ -44,6 +44,7 @@ def test_adding_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # its commands are tested one by one elsewhere
 @pytest.mark.timeout(1200)
 def test_lora(tmp_path: Path) -> None:
     printed = run_page(HOWTO / "train_with_lora.md", folder=tmp_path, timeout=BOUND)
@@ -51,6 +52,7 @@ def test_lora(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # its commands are tested one by one elsewhere
 @pytest.mark.timeout(1200)
 def test_extend_a_run(tmp_path: Path) -> None:
     run_page(HOWTO / "extend_a_run.md", folder=tmp_path, timeout=BOUND)

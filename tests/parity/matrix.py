@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 import loongplug
+from loongplug.data.order import epoch_permutation
 from loongplug.observe.bars import threadless_bars
 from loongplug.verify.plan import LEARNING_RATE, SEED
 from loongplug.verify.ranks import OnEvent, RankError, run_ranks
@@ -27,11 +28,14 @@ from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
 from parity.overlap_cells import OverlapCell, overlap_cells
 from parity.parity_page import hearing_page, layouts_page, overlap_page, savings_page
+from parity.placement_cells import PlacementCell, placement_cells
+from parity.placement_page import placements_page
 from parity.results import Result, as_result, outcome
-from parity.saving_cells import saving_cells
+from parity.saving_cells import one_word, saving_cells
 
 STEPS = 2
 _BIT_STEPS = 3
+_DATA_SEED = 1234  # Megatron's default, which orders samples
 SAMPLES = 64
 _SECONDS = 300.0  # for one run
 _LARGEST = 4  # any size of the axes divides it
@@ -51,6 +55,7 @@ PARTS = {
     "hearing": Part("parity_hearing.md", hearing_cells, hearing_page),
     "savings": Part("parity_savings.md", saving_cells, savings_page),
     "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
+    "placements": Part("parity_placements.md", placement_cells, placements_page),
 }
 
 
@@ -195,6 +200,8 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
     folder.mkdir(parents=True)
     composed = compose_model(model_name=cell.model)
     rows = demo_rows(composed.config, demo, samples=SAMPLES)
+    if isinstance(cell, PlacementCell):
+        rows = kept_media(rows, cell)
     (folder / "rows").write_text(str(rows), encoding="utf-8")
     write_demo_processor(composed.config, folder / "processor")
     tokenizer = read_tokenizer(folder / "processor")
@@ -208,6 +215,26 @@ def prepare(cell: Cell, folder: Path, *, demo: Path) -> None:
         composed.config, tokenizer, special_tokens=composed.family.special_tokens
     )
     write_random_weights(folder / "weights", composed.family.load_hugging_face(model), seed=SEED)
+
+
+def kept_media(rows: Path, cell: PlacementCell) -> Path:
+    """Rows without the media that the cell leaves away, beside ``rows``, where the media are."""
+    if cell.rows == "whole":
+        return rows
+    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    order = epoch_permutation(len(samples), seed=_DATA_SEED, epoch=0)
+    for place, number in enumerate(order):
+        for message in samples[number]["messages"]:
+            if not isinstance(message["content"], str):
+                message["content"] = [
+                    each
+                    for each in message["content"]
+                    if each["type"] == "text" or cell.keeps(each["type"], place=place)
+                ]
+    kept = rows.with_name(f"{rows.stem}-{one_word(cell.rows)}-{cell.batch}.jsonl")
+    lines = (json.dumps(each) + "\n" for each in samples)
+    kept.write_text("".join(lines), encoding="utf-8")
+    return kept
 
 
 def prepare_adapters(flags: Sequence[str], prepared: Path, *, folder: Path) -> None:

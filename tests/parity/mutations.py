@@ -680,9 +680,9 @@ NOT_HERE: tuple[tuple[str, str, str], ...] = (
         "Refused by the rule `virtual-overlap` before anything runs.",
     ),
     (
-        "an encoder on ranks of its own: 0 tokens clamped to 1, random state under one key",
+        "an encoder on ranks of its own keeps its random state under the decoder's key",
         "placement.md P2",
-        "Encoders lie on the decoder's ranks today.",
+        "Its chunks have a key of their own; the small models draw nothing that would show it.",
     ),
     (
         "documents of a row see each other through a mask word; counts of a context-parallel part",

@@ -9,7 +9,7 @@ from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
 from parity.saving_cells import AWAY, TRAINED, SavingCell
 
-_FIGURES = ("gradients", "norm", "loss", "parameters")
+FIGURES = ("gradients", "norm", "loss", "parameters")
 _LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
 _OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
 _MORE: dict[type[Cell], tuple[str, ...]] = {
@@ -27,7 +27,7 @@ def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
     ]
     groups["full-hetero-dp with balance"] = [each for each in results if each.cell.balance]
     lines = [
-        *_head("Parity matrix", results, whole=whole, code=code),
+        *page_head("Parity matrix", results, whole=whole, code=code),
         f"Every layout of encoder TP x TP x PP x VPP x DP x EP over 1, 2 and 4 that fits "
         f"{MOST_RANKS} ranks is a cell in every mode that is another one there (heterogeneous DP "
         "takes a TP above the encoder's), with one choice of the other columns; every value of a "
@@ -36,7 +36,7 @@ def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
         f"{', '.join(MORE_MODELS)} have few cells: every value of a column is in every mode that "
         "it can be in.",
         "",
-        *_by_group("mode", groups | {"all": list(results)}),
+        *by_group("mode", groups | {"all": list(results)}),
         "",
         *_published(results),
         *_models(results),
@@ -47,12 +47,12 @@ def layouts_page(results: Sequence[Result], whole: int, code: str) -> str:
 def hearing_page(results: Sequence[Result], whole: int, code: str) -> str:
     """The page of models that hear, of which one has two encoders."""
     lines = [
-        *_head("Parity of models that hear", results, whole=whole, code=code),
+        *page_head("Parity of models that hear", results, whole=whole, code=code),
         f"{' and '.join(HEARING_MODELS)} train on rows with spoken digits; the second one has an "
         "encoder of images as well, in the same mode as that of sounds, and its rows have scans "
         "too. Every value of a column is in every mode that it can be in.",
         "",
-        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        *by_group("mode", _modes(results) | {"all": list(results)}),
         "",
         *_models(results),
     ]
@@ -66,7 +66,7 @@ def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
     }
     away = {name: [each for each in results if _saving(each).away == name] for name in AWAY}
     lines = [
-        *_head("Parity of freeze, LoRA and offload", results, whole=whole, code=code),
+        *page_head("Parity of freeze, LoRA and offload", results, whole=whole, code=code),
         "The single rank trains the same parameters; what is frozen may not move. *Trains* says "
         "which (adapters start at random values), *away in phase 2* what leaves the device while "
         "the decoder works, in full separation (on the CPU: into other memory). The other columns "
@@ -74,11 +74,11 @@ def savings_page(results: Sequence[Result], whole: int, code: str) -> str:
         "of 1 and 2; every value of a column meets every value of every other that it can be "
         "with.",
         "",
-        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        *by_group("mode", _modes(results) | {"all": list(results)}),
         "",
-        *_by_group("trains", trained),
+        *by_group("trains", trained),
         "",
-        *_by_group("away in phase 2", away),
+        *by_group("away in phase 2", away),
         *_models(results),
     ]
     return "\n".join(lines) + "\n"
@@ -95,7 +95,7 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
         if (found := [each for each in results if _overlap(each).trained == name])
     }
     lines = [
-        *_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
+        *page_head("Parity of the overlapped schedule of experts", results, whole=whole, code=code),
         "*Bits* are those of a second comparison, in bf16 over three steps, with the same layout "
         "without the overlap and without what goes with it: each rank's losses, gradient norms, "
         "gradients and parameters, with microbatches of text among them. *Kept* says what is kept "
@@ -104,19 +104,20 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
         "stages without virtual ones are refused, since Megatron's schedule has none. Every value "
         "of a column meets every value of every other that it can be with.",
         "",
-        *_by_group("mode", _modes(results) | {"all": list(results)}),
+        *by_group("mode", _modes(results) | {"all": list(results)}),
         "",
-        *_by_group("kept", kept),
+        *by_group("kept", kept),
         "",
-        *_by_group("trains", trains),
+        *by_group("trains", trains),
         "",
-        *_by_group("", {"delayed": delayed, "shared experts": shared}),
+        *by_group("", {"delayed": delayed, "shared experts": shared}),
         *_models(results),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _head(title: str, results: Sequence[Result], *, whole: int, code: str) -> Iterable[str]:
+def page_head(title: str, results: Sequence[Result], *, whole: int, code: str) -> Iterable[str]:
+    """How every page begins."""
     agree = sum(result.agrees for result in results)
     return [
         f"# {title}",
@@ -139,15 +140,15 @@ def _modes(results: Sequence[Result]) -> dict[str, list[Result]]:
     return {mode: [each for each in results if each.cell.mode == mode] for mode in MODES}
 
 
-def _by_group(head: str, groups: Mapping[str, Sequence[Result]]) -> Iterable[str]:
+def by_group(head: str, groups: Mapping[str, Sequence[Result]]) -> Iterable[str]:
     """A line for each group of what is worth a look of its own."""
-    yield _line([head, "cells", "agree", *(f"largest error: {name}" for name in _FIGURES)])
-    yield _line(["---", *["---:"] * 6])
+    yield table_line([head, "cells", "agree", *(f"largest error: {name}" for name in FIGURES)])
+    yield table_line(["---", *["---:"] * 6])
     for name, mine in groups.items():
         agree = sum(each.agrees for each in mine)
-        columns = zip(*map(_figures, mine), strict=True)
-        largest = [f"{max(column):.1e}" for column in columns] or [""] * len(_FIGURES)
-        yield _line([name, str(len(mine)), str(agree), *largest])
+        columns = zip(*map(figures_of, mine), strict=True)
+        largest = [f"{max(column):.1e}" for column in columns] or [""] * len(FIGURES)
+        yield table_line([name, str(len(mine)), str(agree), *largest])
 
 
 def _published(results: Sequence[Result]) -> Iterable[str]:
@@ -160,15 +161,15 @@ def _published(results: Sequence[Result]) -> Iterable[str]:
         "encoder; here it is trained."
     )
     yield ""
-    yield _line(["layout", "decoder TP/PP/DP", "encoder TP/PP/DP", "cells", "verdict"])
-    yield _line(["---"] * 3 + ["---:", "---"])
+    yield table_line(["layout", "decoder TP/PP/DP", "encoder TP/PP/DP", "cells", "verdict"])
+    yield table_line(["---"] * 3 + ["---:", "---"])
     for layout in TABLE_A8:
-        yield _line(_published_row(layout, results))
+        yield table_line(_published_row(layout, results))
 
 
 def _published_row(layout: PublishedLayout, results: Sequence[Result]) -> list[str]:
     mine = [each for each in results if layout.is_run_by(each.cell)]
-    verdicts = dict.fromkeys(_verdict(each) for each in mine)
+    verdicts = dict.fromkeys(verdict_of(each) for each in mine)
     return [
         f"`{layout.name}`",
         f"{layout.tp} / {layout.pp} / {layout.dp}",
@@ -186,13 +187,13 @@ def _models(results: Sequence[Result]) -> Iterable[str]:
 
 def _table(results: Sequence[Result]) -> Iterable[str]:
     more = _MORE[type(results[0].cell)]
-    yield _line([*_LAYOUT, *_OPTIONS, *more, *_FIGURES, "verdict"])
+    yield table_line([*_LAYOUT, *_OPTIONS, *more, *FIGURES, "verdict"])
     texts = ["---"] * (len(_OPTIONS) + len(more))
-    yield _line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
+    yield table_line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
     order = {mode: place for place, mode in enumerate(MODES)}
     for each in sorted(results, key=lambda result: (order[result.cell.mode], result.cell)):
-        figures = ("" if each.loss is None else f"{figure:.1e}" for figure in _figures(each))
-        yield _line([*_columns(each), *figures, _verdict(each)])
+        figures = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
+        yield table_line([*_columns(each), *figures, verdict_of(each)])
 
 
 def _columns(result: Result) -> Iterable[str]:
@@ -222,16 +223,19 @@ def _overlap(result: Result) -> OverlapCell:
     return result.cell
 
 
-def _figures(result: Result) -> tuple[float, ...]:
+def figures_of(result: Result) -> tuple[float, ...]:
+    """Its largest errors, by :data:`FIGURES`."""
     figures = (result.gradients, result.gradient_norm, result.loss, result.parameters)
     return tuple(0.0 if figure is None else figure for figure in figures)
 
 
-def _verdict(result: Result) -> str:
+def verdict_of(result: Result) -> str:
+    """The word of a table's last column."""
     if result.failed is not None:
         return "**failed**"
     return "agrees" if result.agrees else "**differs**"
 
 
-def _line(cells: Iterable[str]) -> str:
+def table_line(cells: Iterable[str]) -> str:
+    """A line of a Markdown table."""
     return f"| {' | '.join(cells)} |"

@@ -1,13 +1,24 @@
 """The layouts that another project validated its convergence with, as cells of the parity matrix.
 
-Table A8 of "Heterogeneous Parallelism for Multimodal Large Language Model Training" (Karnati et
-al.) names them for four GPUs to each module. Its section C.4 runs them colocated, with both modules
-on the same eight ranks: TP and PP as they are, DP doubled.
+Tables A7 and A8 of "Heterogeneous Parallelism for Multimodal Large Language Model Training"
+(Karnati et al.) name them for four GPUs to each module: on ranks of its own, :data:`A7` and
+:data:`A8`. Its section C.4 runs those of A8 colocated, with both modules on the same eight ranks:
+TP and PP as they are, DP doubled.
 """
 
 from dataclasses import dataclass
 
 from parity.cells import FULL, Cell
+
+# TP/PP/DP of the decoder and of the encoder. The decoder is frozen in A7, and trains in A8.
+A7 = (
+    *("4/1/1|4/1/1", "2/1/2|2/1/2", "2/2/1|4/1/1", "1/1/4|1/1/4", "1/4/1|4/1/1", "1/4/1|1/1/4"),
+    *("1/2/2|2/1/2", "4/1/1|1/1/4", "2/2/1|2/1/2", "2/1/2|1/1/4"),
+)
+A8 = (
+    *("4/1/1|4/1/1", "2/1/2|2/1/2", "2/2/1|4/1/1", "1/4/1|4/1/1", "1/2/2|2/1/2", "2/2/1|2/1/2"),
+    *("1/4/1|2/1/2", "4/1/1|2/1/2"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from parity.cells import Cell
 from parity.overlap_cells import OverlapCell
+from parity.placement_cells import PlacementCell
 from parity.saving_cells import SavingCell
 
 
@@ -36,6 +37,8 @@ def _kind(cell: Mapping[str, Any]) -> type[Cell]:
     """By a field that the others don't have."""
     if "delayed" in cell:
         return OverlapCell
+    if "own" in cell:
+        return PlacementCell
     return SavingCell if "away" in cell else Cell
 
 

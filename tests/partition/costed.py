@@ -55,6 +55,6 @@ def trains_of(run, *, freeze=(), train=()) -> Freezing:
     return freezing_of(args, run.model)
 
 
-def costs(run, *microbatches, freeze=(), train=(), apart=()):
+def costs(run, *microbatches, freeze=(), train=(), apart=(), own=()):
     freezing = trains_of(run, freeze=freeze, train=train)
-    return costs_of(run, microbatches, trains=freezing.trains, apart=apart)
+    return costs_of(run, microbatches, trains=freezing.trains, apart=apart, own=own)

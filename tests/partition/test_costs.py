@@ -5,6 +5,9 @@ from math import prod
 import pytest
 from costed import FULL, LENGTH, costs, media, parsed, trains_of
 
+from loongplug.estimate.own_ranks import OwnRanks
+from loongplug.hetero.intervals import made_by, overlaps
+from loongplug.parallel.layout import Layout
 from loongplug.partition.costs import Cost, EntryCosts, LayerCost
 from loongplug.training.work import StepWork
 
@@ -170,6 +173,27 @@ def test_convolutions_of_sound_come_before_the_layers():
     )
     # Nobody asks for the gradient of a sound.
     assert ratio(found) == pytest.approx((sounds + 2 * states) / (sounds + states))
+
+
+@pytest.mark.parametrize(
+    ("encoders", "decoders", "tp", "part"),
+    [(1, 1, 1, 1), (2, 1, 1, 1 / 2), (1, 2, 2, 1), (1, 3, 1, 3), (3, 2, 1, 1), (4, 1, 1, 1 / 2)],
+)
+def test_a_replica_on_ranks_of_its_own_does_the_samples_that_it_encodes(
+    encoders, decoders, tp, part
+):
+    """The busiest one's, of two samples a microbatch, on each of its tensor parallel ranks."""
+    run = parsed()
+    slot = overlaps(encoders=encoders, decoders=decoders, micro_batch_size=2)
+    each = [made_by(number, slot) for number in range(encoders)]
+    made = max(each, key=lambda one: sum(len(part.samples) for part in one))
+    own = OwnRanks(
+        name=EYES, layout=Layout(tp=tp, dp=encoders), replica=each.index(made), made=made
+    )
+    found = costs(run, media(run, GRID), own=(own,))[EYES].whole()
+    alone = costs(run, media(run, GRID))[EYES].whole()
+    assert found.forward == pytest.approx(part * alone.forward, rel=1e-6)
+    assert found.backward == pytest.approx(part * alone.backward, rel=1e-6)
 
 
 def test_packs_attend_within_their_segments():

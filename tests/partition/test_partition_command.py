@@ -72,6 +72,34 @@ def test_encoders_with_stages_of_their_own_and_around_the_schedule(tmp_path):
     assert not re.search(r"\+ text_decoder 0", result.output)
 
 
+@pytest.mark.parametrize(("pp", "stages"), [(1, 1), (2, 2)])
+def test_an_encoder_on_ranks_of_its_own_is_a_side_of_the_step(tmp_path, pp, stages):
+    figures = tmp_path / "figures.json"
+    sizes = ("--pipeline-model-parallel-size", str(pp), f"model.image_encoder.rank_offset={pp}")
+    given = () if stages == 1 else ("--encoder-stages", f"image_encoder={stages}")
+    result = run(*sizes, *given, "--json", str(figures), ranks=pp + 1)
+    assert result.exit_code == 0, result.output
+    written = json.loads(figures.read_text())
+    aware, count = written["splits"]["frozen-aware"], written["microbatches"]
+    names = [each["entry"] for each in aware["stages"]]
+    assert names == ["image_encoder"] * stages + ["text_decoder"] * pp
+    assert not re.search(r"\+ text_decoder 0", result.output)
+    # Forward and backward of a microbatch on the slowest stage of each side.
+    sides = {
+        name: max(
+            each["forward"] + each["backward"] for each in aware["stages"] if each["entry"] == name
+        )
+        for name in names
+    }
+    slowest = max(sides, key=sides.get)
+    assert f"the slowest stage, which decides, is of {slowest}" in result.output
+    assert count * sides[slowest] < aware["step"] <= (count + pp + stages - 1) * sides[slowest]
+    if pp == stages == 1:
+        assert written["alone"] == {name: count * each for name, each in sides.items()}
+        assert written["flags"] == []
+    assert max(written["alone"].values()) < aware["step"]
+
+
 def test_all_stages_know_that_a_boundary_falls_among_the_deepstack_features(tmp_path):
     """Megatron asked of the first stage's layers tells a rank its own, where there is a layout."""
     announced = []

@@ -59,6 +59,7 @@ def test_the_better_split_is_kept(aware, plain, kept):
         partitions=(split, replace(split, name="plain", step=plain)),
         decoder="text",
         apart=(),
+        own=(),
         inside=(),
         around=(),
         replaced=(),

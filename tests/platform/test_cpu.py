@@ -1,6 +1,8 @@
 """The CPU table against the installed torch, row by row, and what its rows have to do."""
 
 import importlib
+import platform
+import resource
 import time
 from typing import Any
 
@@ -22,8 +24,7 @@ def _value(row: Replacement) -> Any:
 @pytest.fixture
 def originals() -> Any:
     """Each target's value without the table; the table is applied again afterwards."""
-    platform = current_platform()
-    table: ReplacementTable = platform._tables["cpu"]  # type: ignore[attr-defined]
+    table: ReplacementTable = current_platform()._tables["cpu"]  # type: ignore[attr-defined]
     table.undo()
     found = {row.target: _value(row) for row in CPU_ROWS}
     table.apply()
@@ -212,7 +213,61 @@ def test_peak_memory_rises_and_is_reset() -> None:
     assert platform.peak_memory_bytes() < high - 150e6
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own settings")
+@pytest.mark.parametrize("mib", [4, 20])
+def test_what_a_step_frees_is_there_for_the_next_one(mib: int) -> None:
+    def step() -> None:
+        for each in [torch.ones(mib << 18) for _ in range(4)]:
+            each.add_(1)
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < mib << 8  # as many pages as one of the 40 tensors has
+
+
 def test_no_mode_taxes_every_operation() -> None:
     assert torch.overrides._get_current_function_mode_stack() == []
     assert torch.add is importlib.import_module("torch").add
     assert activate("cpu") is current_platform()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"weight_decay": 0.1, "betas": (0.8, 0.95), "maximize": True}, {"amsgrad": True}],
+    ids=str,
+)
+def test_adam_steps_are_bit_by_bit_torchs_own(settings: dict[str, Any], originals: Any) -> None:
+    single = originals["torch.optim.adam._single_tensor_adam"]
+
+    def trained(*, replaced: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        grid = torch.randn(7, 5, generator=generator)
+        parameters = [torch.randn(n, generator=generator) for n in (1003, 64, 1, 0)]
+        parameters.append(grid.t())  # not as it lies in memory
+        adam = torch.optim.AdamW(parameters, lr=0.01, **settings)
+        with pytest.MonkeyPatch.context() as patch:
+            if not replaced:
+                patch.setattr(
+                    importlib.import_module("torch.optim.adam"), "_single_tensor_adam", single
+                )
+            for _ in range(5):
+                for each in parameters:
+                    each.grad = torch.randn(each.shape, generator=generator)
+                adam.step()
+        return [*parameters, *(adam.state[each]["exp_avg_sq"] for each in parameters)]
+
+    for ours, theirs in zip(trained(replaced=True), trained(replaced=False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_adam_takes_one_kernel_for_all_tensors_of_a_group() -> None:
+    parameters = [torch.ones(3), torch.ones(4)]
+    adam = torch.optim.AdamW(parameters)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        adam.step()
+    assert [each.count for each in seen.key_averages() if "_fused_adamw_" in each.key] == [1]

@@ -149,3 +149,18 @@ def test_all_groups_of_a_rank_talk_through_one_device():
         assert devices == 1
         assert timeout == timedelta(seconds=77)
         assert known
+
+
+def _alone(rank: int) -> None:
+    tensor = torch.tensor([3.0, -1.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dist.distributed_c10d, "_check_single_tensor", lambda *_: pytest.fail("asked")
+        )
+        for op, _ in REDUCTIONS.values():
+            assert dist.all_reduce(tensor, op) is None
+    assert tensor.tolist() == [3.0, -1.0]
+
+
+def test_a_rank_that_is_alone_reduces_nothing() -> None:
+    run_ranks(_alone, 1)

@@ -127,7 +127,7 @@ def flags(flags):
     ]
 
 
-@pytest.mark.parametrize("name", sweep(CASES, but=("overlap-tp2-full", "recompute-etp2")))
+@pytest.mark.parametrize("name", sweep(CASES, but=("overlap-tp2-full",)))
 def test_no_bit_differs_and_two_layers_are_there(flags, name):
     ranks, layout, more = CASES[name]
     stays = run_ranks(watched, ranks, flags=[*flags, *layout], late=False, timeout=290.0)

@@ -65,7 +65,7 @@ def flags(flags, demo):
 
 
 # Both heterogeneous ways, virtual stages, and all that says how to overlap.
-FEW = ("tp2-hetero-dp", "tp2-vpp2-full")
+FEW = ("tp2-vpp2-full",)
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))

@@ -19,13 +19,14 @@ TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
 
 
 def losses_and_answers(rank: int, *, flags: list[str]):
-    """Losses, this rank's place among the data parallel ones, texts of each evaluation."""
+    """Losses, and of each evaluation this rank's replica, None if it encodes alone, and texts."""
     original, found = Answers._answers, []
 
     def recorded(self, asked):
         answers = original(self, asked)
         texts = self._processor.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        found.append((parallel_state.get_data_parallel_rank(), texts))
+        replica = parallel_state.get_data_parallel_rank() if asked.questions else None
+        found.append((replica, texts))
         return answers
 
     Answers._answers = recorded
@@ -47,6 +48,7 @@ def trained(flags, *layout, ranks, folder, generates=True):
         more += ["--eval-generate", str(QUESTIONS)]
     every = run_ranks(losses_and_answers, ranks, flags=[*flags, *more], timeout=480.0)
     last = dict(found[-1] for _, found in every if found)
+    last.pop(None, None)
     assert all(len(found) == generates for _, found in every)  # the last one once
     return every[0][0], last, json.loads((folder / "m.json").read_text())
 
@@ -84,6 +86,27 @@ def said_by_eval(folder, data):
             4,
             1,
             id="full-separation",
+        ),
+        pytest.param(
+            (
+                *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+                *("--eval-micro-batch-size", "1", "model.image_encoder.rank_offset=2"),
+                "model.image_encoder.data_parallel_size=2",
+            ),
+            4,
+            1,
+            id="own-ranks",
+        ),
+        pytest.param(
+            (
+                *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"),
+                *("--num-virtual-stages-per-pipeline-rank", "2"),
+                "model.image_encoder.rank_offset=4",
+            ),
+            5,
+            2,
+            id="own-ranks-virtual-stages",
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             (

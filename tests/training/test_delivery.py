@@ -9,7 +9,13 @@ from loongplug.data.bad_samples import BadSample
 from loongplug.data.conversation import Medium
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
-from loongplug.training.delivery import ReplicaDelivery, deliver, loaded_replicas
+from loongplug.training.delivery import (
+    LoadedElsewhere,
+    News,
+    ReplicaDelivery,
+    deliver,
+    loaded_replicas,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -83,8 +89,7 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, torch.Tensor], s
             groups[name],
             row_values=VALUES[name],
             device=torch.device("cpu"),
-            news=everyone if news else None,
-            channel=number,
+            news=News(group=everyone, hearers=range(3), channel=number) if news else None,
         )
         for number, (name, replicas) in enumerate(REPLICAS.items())
     }
@@ -111,3 +116,59 @@ def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples(news
                 if news or replicas[index % len(replicas)][0] == rank
             }
             assert bad == set().union(*(UNITS[index, name][1] for name in knows))
+
+
+# Of a microbatch of three samples, rank 0 encodes the first two and rank 1 the third; ranks 2 and 3
+# decode. By microbatch, the sample of each medium, and which samples are bad.
+PIECES = ((0, range(2)), (1, range(2, 3)))
+APART = [([0, 2, 2], {2}), ([1], {1}), ([2], set()), ([], set()), ([0, 1, 2], {0, 2})]
+
+
+def unit_of_samples(index: int, samples: list[int], *, bad: set[int], loads: bool) -> PlannedUnit:
+    """A medium of one row for each of ``samples``."""
+
+    def load() -> LoadedUnit:
+        sample = BadSample(kind="pixels", message="of noise")
+        bad_here = dict.fromkeys(bad & {*samples}, sample)
+        rows = torch.zeros(len(samples), 1)
+        return LoadedUnit(index=index, encoder="eyes", rows=rows, bad=bad_here, decoded=1)
+
+    nothing: tuple[Medium, ...] = tuple(object() for _ in samples)  # type: ignore[misc]
+    media = MediaBatch(
+        index=index,
+        encoder="eyes",
+        media=nothing,
+        grids=((1, 1, 1),) * len(samples),
+        samples=tuple(samples),
+        where=("rows.jsonl:1",) * len(samples),
+    )
+    return PlannedUnit(media=media, encoder_replica=0, load=load if loads else None)
+
+
+def told_apart(rank: int) -> list[set[int]]:
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    news = News(group=everyone, hearers=(2, 3), channel=1)
+    found = []
+    for index, (samples, bad) in enumerate(APART):
+        if rank < 2:
+            own = [each for each in samples if each in PIECES[rank][1]]
+            delivery = ReplicaDelivery(
+                [(rank,)], alone, row_values=1, device=torch.device("cpu"), news=news
+            )
+            _, heard = delivery(unit_of_samples(index, own, bad=bad, loads=True))
+        else:
+            elsewhere = LoadedElsewhere(pieces=PIECES, news=news)
+            _, heard = elsewhere(unit_of_samples(index, samples, bad=bad, loads=False))
+        found.append(heard)
+    dist.barrier()
+    return found
+
+
+def test_all_that_decode_hear_of_bad_samples_from_encoders_on_ranks_of_their_own() -> None:
+    found = run_ranks(told_apart, 4)
+    for index, (_, bad) in enumerate(APART):
+        assert found[2][index] == found[3][index] == bad
+        for rank, own in PIECES:
+            assert found[rank][index] == bad & {*own}

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from command_lines import command_line, write_tokenizer
-from rule_cases.own_ranks import APART, OWN_RANKS, OWN_RANKS_OMNI, OWN_RANKS_OVERRIDES, PLACED
+from rule_cases.own_ranks import (
+    APART,
+    OWN_RANKS,
+    OWN_RANKS_OMNI,
+    OWN_RANKS_OVERRIDES,
+    PLACED,
+    STAGES,
+)
 from test_rules import Run, changed, names, prepare
 
 from loongplug.checkpoint.notes import (
@@ -114,16 +121,19 @@ def test_placement_names_the_modules_and_ranks(omni: Any) -> None:
     assert found[1].startswith("no module lies on rank 9: ")
 
 
-@pytest.mark.parametrize(("tp", "refused"), [(1, False), (2, True), (None, False)])
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize(("size", "refused"), [(1, False), (2, True), (None, False)])
 def test_an_encoder_of_transformers_stays_whole(
-    prepared: Run, monkeypatch: pytest.MonkeyPatch, tp: int | None, refused: bool
+    prepared: Run, monkeypatch: pytest.MonkeyPatch, kind: str, size: int | None, refused: bool
 ) -> None:
     encoder: Any = object.__new__(HuggingFaceEncoderConfig)
-    for name, value in {"rank_offset": 8, "tensor_model_parallel_size": tp}.items():
+    sizes = {f"{each}_model_parallel_size": 1 for each in ("tensor", "pipeline")}
+    sizes[f"{kind}_model_parallel_size"] = size
+    for name, value in {"rank_offset": 8, **sizes}.items():
         object.__setattr__(encoder, name, value)
     monkeypatch.setattr(own_ranks, "lying_apart", lambda model: {"image_encoder": encoder})
     found = own_ranks.own_ranks_whole(prepared[0], prepared[1])
-    expected = "model.image_encoder.tensor_model_parallel_size 2" if refused else None
+    expected = f"model.image_encoder.{kind}_model_parallel_size 2" if refused else None
     assert found == expected
 
 
@@ -132,12 +142,14 @@ def test_a_model_is_put_together_again() -> None:
         compose_model(model_name="qwen2_5_omni_tiny").config,
         [
             *("image_encoder.rank_offset=4", "image_encoder.tensor_model_parallel_size=2"),
+            *("image_encoder.pipeline_model_parallel_size=2", "image_encoder.stage_layers=[2,1]"),
             *("audio_encoder.tensor_model_parallel_size=1", "image_encoder.freeze=True"),
         ],
     )
     whole = placed.beside_the_decoder()
+    own = {"tensor_model_parallel_size": None, "pipeline_model_parallel_size": 1}
     assert whole.image_encoder == dataclasses.replace(
-        placed.image_encoder, rank_offset=None, tensor_model_parallel_size=None
+        placed.image_encoder, rank_offset=None, stage_layers=None, **own
     )
     assert whole.audio_encoder is placed.audio_encoder  # which lies beside the decoder as it is
     assert whole.image_encoder.freeze
@@ -145,11 +157,12 @@ def test_a_model_is_put_together_again() -> None:
 
 def test_a_checkpoint_is_of_the_same_model_wherever_its_encoders_lay(tmp_path: Path) -> None:
     config = compose_model(model_name="qwen3_vl_tiny").config
-    placed = changed(config, [*APART])
+    placed = changed(config, [*APART, *STAGES[1:], "image_encoder.stage_layers=[2,1]"])
     write_architecture(tmp_path, to_yaml_data(placed), rank=0)
     check_architecture(tmp_path, to_yaml_data(config))
     noted = for_any_layout(read_architecture(tmp_path))
-    assert not {"rank_offset", "data_parallel_size"} & noted["model"]["image_encoder"].keys()
+    of_its_place = {"rank_offset", "data_parallel_size", "stage_layers"}
+    assert not of_its_place & noted["model"]["image_encoder"].keys()
     older = to_yaml_data(config)
     del older["model"]["image_encoder"]["data_parallel_size"]  # as before there was such a key
     (tmp_path / "older").mkdir()

@@ -52,8 +52,8 @@ def padded(request, flags, tmp_path_factory):
 @pytest.mark.parametrize(
     ("padded", "layout", "ranks"),
     [
-        ("qwen3_vl_tiny", ("--use-distributed-optimizer",), 2),
-        ("qwen3_vl_tiny", VIRTUAL, 2),
+        pytest.param("qwen3_vl_tiny", ("--use-distributed-optimizer",), 2, marks=pytest.mark.sweep),
+        pytest.param("qwen3_vl_tiny", VIRTUAL, 2, marks=pytest.mark.sweep),
         ("qwen2_5_vl_tiny", (*TP2_PP2, "--sequence-parallel", *SELECTIVE), 4),
         ("qwen3_vl_moe_tiny", (*TP2_PP2, "--sequence-parallel", *SELECTIVE), 4),
     ],

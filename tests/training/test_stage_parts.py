@@ -85,8 +85,8 @@ RUN = ("--train-iters", "2", "--eval-iters", "1", "--eval-interval", "1")
     ("layout", "ranks", "by_rank"),
     [
         ((), 1, [[WHOLE]]),
-        (PP2, 2, [[FIRST], [LAST]]),
-        (PP4, 4, [[FIRST], [MIDDLE], [MIDDLE], [LAST]]),
+        pytest.param(PP2, 2, [[FIRST], [LAST]], marks=pytest.mark.sweep),
+        pytest.param(PP4, 4, [[FIRST], [MIDDLE], [MIDDLE], [LAST]], marks=pytest.mark.sweep),
         (VIRTUAL, 2, [[FIRST, MIDDLE], [MIDDLE, LAST]]),
         ((*TP2, *PP2), 4, [[FIRST], [FIRST], [LAST], [LAST]]),
     ],

@@ -54,10 +54,12 @@ def test_the_reference_has_nothing_parallel():
     )
     assert set(line.flags) == {"micro_batch_size", "adam_beta2", "global_batch_size"}
     assert (line.args.global_batch_size, line.args.micro_batch_size) == (16, 2)
-    assert line.overrides[-5:] == (
+    assert line.overrides[-7:] == (
         "model.image_encoder.tensor_model_parallel_size=1",
         "model.image_encoder.data_parallel_size=1",
         "model.image_encoder.rank_offset=null",
+        "model.image_encoder.pipeline_model_parallel_size=1",
+        "model.image_encoder.stage_layers=null",
         "model.image_encoder.mode=null",
         "model.image_encoder.recompute=false",
     )

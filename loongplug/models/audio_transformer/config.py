@@ -53,6 +53,13 @@ class AudioTransformerConfig(EncoderArchitecture):
         """Frames of the chunks that have no part in each other; None: whole sounds."""
         return None
 
+    def states(self, grid: Grid) -> int:
+        """One for every two frames of a piece, a sound or a chunk of one."""
+        frames = self.sizes.frames(grid)
+        whole, rest = divmod(frames, self.chunk or frames)
+        states = whole * self.sizes.states(self.chunk or frames)
+        return states + (self.sizes.states(rest) if rest else 0)
+
     def tokens(self, grid: Grid) -> int:
         """One for each pair of states, or for each state where they are not pooled."""
         return self.sizes.tokens(self.sizes.frames(grid))

@@ -15,7 +15,8 @@ from loongplug.data.positions import Grid
 from loongplug.models.audio_transformer.config import AudioTransformerConfig
 from loongplug.models.audio_transformer.plan import UnitPlan, plan_unit
 from loongplug.models.carried import Carried, parameter_name
-from loongplug.models.encoder import blank_unit, encoder_config
+from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
@@ -70,9 +71,9 @@ class AudioTransformer(MegatronModule):
         super().__init__(config=config)
         self.architecture = architecture
         self.tp_group = pg_collection.tp
-        hidden = architecture.hidden_size
-        self.conv1 = LineConvolution(architecture.mel_bins, hidden, stride=1)
-        self.conv2 = LineConvolution(hidden, hidden, stride=2)
+        self.stage = stage_of(architecture, pg_collection)
+        if self.stage.first:
+            self._build_embeddings()
         self.blocks = TransformerBlock(
             config=config,
             spec=vision_layer_spec(config, backend=backend),
@@ -81,7 +82,15 @@ class AudioTransformer(MegatronModule):
         )
         for layer in self.blocks.layers:
             hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
-        self.final_norm = LayerNorm(config, hidden, eps=architecture.layernorm_epsilon)
+        if self.stage.last:
+            hidden, eps = architecture.hidden_size, architecture.layernorm_epsilon
+            self.final_norm = LayerNorm(config, hidden, eps=eps)
+
+    def _build_embeddings(self) -> None:
+        config, architecture = self.config, self.architecture
+        hidden = architecture.hidden_size
+        self.conv1 = LineConvolution(architecture.mel_bins, hidden, stride=1)
+        self.conv2 = LineConvolution(hidden, hidden, stride=2)
         self.add_module(CARRIED, Carried(architecture.carried_tensors()))
         if config.perform_initialization:
             assert config.init_method is not None
@@ -98,12 +107,12 @@ class AudioTransformer(MegatronModule):
             return None
         return self.get_submodule(CARRIED).get_parameter(parameter_name(name))
 
-    def blank_unit(self) -> MediaInput:
+    def blank_unit(self) -> EncoderInput:
         """What an empty unit is computed as: the shortest sound that gives a token, all zero."""
-        return blank_unit(self.architecture, device=self.conv1.weight.device)
+        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
-    def forward(self, unit: MediaInput) -> tuple[Tensor, list[Tensor]]:
-        """Encode all sounds of one unit.
+    def forward(self, unit: EncoderInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all sounds of one unit, or go on from where the stage before has come.
 
         Args:
             unit: rows are frames, each sound's followed by those behind it that the first
@@ -111,19 +120,22 @@ class AudioTransformer(MegatronModule):
 
         Returns:
             the normed states, of two each where they are pooled, one for each token in the order
-            of the sounds, [tokens, hidden], and no taps.
+            of the sounds, [tokens, hidden], and no taps; from a stage that is not the last all
+            states as they are, [states, hidden].
 
         Raises:
             ValueError: a sound is too short, or too long for the model.
         """
-        architecture, device = self.architecture, self.conv1.weight.device
+        architecture, device = self.architecture, next(self.parameters()).device
         plan = plan_unit(self._frames(unit), sizes=architecture.sizes, chunk=architecture.chunk)
-        states = self._embed(unit, plan)[:, None]  # [states, 1, hidden]
+        own = unit.states if isinstance(unit, HandedOn) else self._embed(unit, plan)
         states = self.blocks(
-            hidden_states=input_for_recompute(states, layers=self.blocks),
+            hidden_states=input_for_recompute(own[:, None], layers=self.blocks),
             attention_mask=None,
             packed_seq_params=pack_segments(plan.segments, device=device),
         )[:, 0]
+        if not self.stage.last:
+            return states, []
         if architecture.pooled:
             pairs = states.index_select(0, to_device(plan.kept, device)).unflatten(0, (-1, 2))
             states = pairs.mean(dim=1)
@@ -148,7 +160,7 @@ class AudioTransformer(MegatronModule):
             table = to_device(host, weight.device).to(states.dtype)
         return states + table.index_select(0, positions)
 
-    def _frames(self, unit: MediaInput) -> list[int]:
+    def _frames(self, unit: EncoderInput) -> list[int]:
         """Those of each sound."""
         sizes = self.architecture.sizes
         grids: list[Grid] = unit.grids.tolist()

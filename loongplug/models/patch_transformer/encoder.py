@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.carried import Carried
-from loongplug.models.encoder import blank_unit, encoder_config
+from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
 from loongplug.models.hf_mapping import CARRIED
 from loongplug.models.layers.activations import activation
 from loongplug.models.layers.key_bias import hold_key_bias
@@ -45,6 +46,25 @@ class PatchTransformer(MegatronModule):
         super().__init__(config=config)
         self.architecture = architecture
         self.tp_group = pg_collection.tp
+        self.stage = stage_of(architecture, pg_collection)
+        if self.stage.first:
+            self._build_embeddings()
+        spec = vision_layer_spec(config, backend=backend)
+        start = architecture.start_of_layer_scale()
+        if start is not None:
+            spec = with_layer_scale(spec, hidden_size=architecture.hidden_size, start=start)
+        self.blocks = TransformerBlock(
+            config=config, spec=spec, post_layer_norm=False, pg_collection=pg_collection
+        )
+        for layer in self.blocks.layers:
+            hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
+        last = self.stage.last
+        self.final_norm = self._norm() if last and architecture.norms_features else None
+        if last and (tensors := carried_tensors(architecture)):
+            self.add_module(CARRIED, Carried(tensors))
+
+    def _build_embeddings(self) -> None:
+        config, architecture = self.config, self.architecture
         hidden, names = architecture.hidden_size, architecture.names
         own_tokens = 0 if names.class_token is None else 1
         # A convolution whose stride is its kernel is a linear map of each patch.
@@ -60,37 +80,44 @@ class PatchTransformer(MegatronModule):
             config.init_method(self.position_embedding.weight)
             if self.class_token is not None:
                 config.init_method(self.class_token)
-        spec = vision_layer_spec(config, backend=backend)
-        start = architecture.start_of_layer_scale()
-        if start is not None:
-            spec = with_layer_scale(spec, hidden_size=hidden, start=start)
-        self.blocks = TransformerBlock(
-            config=config, spec=spec, post_layer_norm=False, pg_collection=pg_collection
-        )
-        for layer in self.blocks.layers:
-            hold_key_bias(layer.self_attention.linear_qkv.bias, head=config.kv_channels)
-        self.final_norm = self._norm() if architecture.norms_features else None
-        if tensors := carried_tensors(architecture):
-            self.add_module(CARRIED, Carried(tensors))
 
     def _norm(self) -> LayerNorm:
         size, eps = self.architecture.hidden_size, self.architecture.layernorm_epsilon
         return LayerNorm(self.config, size, eps=eps)
 
-    def blank_unit(self) -> MediaInput:
+    def blank_unit(self) -> EncoderInput:
         """What an empty unit is computed as; it has the positions of the table's first corner."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
-    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
-        """Encode all images of one unit.
+    def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit, or go on from where the stage before has come.
 
         Returns:
-            the feature layer's states in the patches' own order, [patches, hidden], and no taps.
+            the feature layer's states in the patches' own order, [patches, hidden], and no taps;
+            from a stage that is not the last those of all tokens, [tokens, hidden].
 
         Raises:
             ValueError: an image has another size than the model's.
         """
         side, images = self._grid(vision)
+        tokens = side**2 + self.architecture.has_class_token()  # of an image
+        device = next(self.parameters()).device
+        own = vision.states if isinstance(vision, HandedOn) else self._embed(vision, side, images)
+        states = self.blocks(
+            hidden_states=input_for_recompute(own[:, None], layers=self.blocks),
+            attention_mask=None,
+            packed_seq_params=pack_segments([tokens] * images, device=device),
+        )[:, 0]
+        if not self.stage.last:
+            return states, []
+        if self.final_norm is not None:
+            states = self.final_norm(states)
+        # [images, tokens, hidden]; a class token is the first.
+        apart = states.unflatten(0, (images, tokens))
+        return apart[:, tokens - side**2 :].flatten(0, 1), []
+
+    def _embed(self, vision: MediaInput, side: int, images: int) -> Tensor:
+        """What goes into the layers, [tokens of all images, hidden]."""
         weight = self.patch_embed.weight
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
         patches = self.patch_embed(vision.rows.to(weight.dtype))
@@ -98,21 +125,10 @@ class PatchTransformer(MegatronModule):
         if self.class_token is not None:
             tokens = torch.cat([self.class_token.expand(images, 1, -1), tokens], dim=1)
         places = to_device(self._places(side), weight.device)  # [tokens]
-        states = (tokens + self.position_embedding(places)).flatten(0, 1)[:, None]
-        if self.pre_norm is not None:
-            states = self.pre_norm(states)
-        states = self.blocks(
-            hidden_states=input_for_recompute(states, layers=self.blocks),
-            attention_mask=None,
-            packed_seq_params=pack_segments([tokens.shape[1]] * images, device=weight.device),
-        )
-        if self.final_norm is not None:
-            states = self.final_norm(states)
-        # [images, tokens, hidden]; a class token is the first.
-        apart = states[:, 0].unflatten(0, (images, tokens.shape[1]))
-        return apart[:, tokens.shape[1] - side**2 :].flatten(0, 1), []
+        states = (tokens + self.position_embedding(places)).flatten(0, 1)
+        return states if self.pre_norm is None else self.pre_norm(states)
 
-    def _grid(self, vision: MediaInput) -> tuple[int, int]:
+    def _grid(self, vision: EncoderInput) -> tuple[int, int]:
         """The side of all of a unit's images in patches, and how many images there are."""
         sizes = frame_sizes(vision.grids)
         architecture = self.architecture

@@ -20,9 +20,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture, VisionArchitecture
-from loongplug.models.encoder import blank_unit, encoder_config
+from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
 from loongplug.models.layers.norm import RMSNorm
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
@@ -91,16 +91,19 @@ class Qwen25VisionEncoder(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.architecture = architecture
+        self.stage = stage_of(architecture, pg_collection)
         self._geometry = WindowGeometry(
             side=architecture.window_tokens,
             head_dim=architecture.hidden_size // architecture.num_attention_heads,
             base=architecture.rotary_base,
             merge=architecture.spatial_merge_size,
         )
-        # A 3D convolution whose stride is its kernel is a linear map of each patch.
-        self.patch_embed = nn.Linear(architecture.row_values, architecture.hidden_size, bias=False)
-        if config.perform_initialization:
-            config.init_method(self.patch_embed.weight)
+        if self.stage.first:
+            # A 3D convolution whose stride is its kernel is a linear map of each patch.
+            inputs = architecture.row_values
+            self.patch_embed = nn.Linear(inputs, architecture.hidden_size, bias=False)
+            if config.perform_initialization:
+                config.init_method(self.patch_embed.weight)
         full = vision_layer_spec(config, backend=backend)
         windowed = vision_layer_spec(config, backend=backend, layer_class=WindowTransformerLayer)
         self.blocks = TransformerBlock(
@@ -108,42 +111,43 @@ class Qwen25VisionEncoder(MegatronModule):
             spec=TransformerBlockSubmodules(
                 layer_specs=[
                     full if number in architecture.full_attention_layers else windowed
-                    for number in range(architecture.num_layers)
+                    for number in self.stage.layers
                 ]
             ),
             post_layer_norm=False,
             pg_collection=pg_collection,
         )
 
-    def blank_unit(self) -> MediaInput:
+    def blank_unit(self) -> EncoderInput:
         """What an empty unit is computed as."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
-    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
-        """Encode all images of one unit.
+    def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit, or go on from where the stage before has come.
 
         Returns:
-            the last layer's states in the patches' own order, [patches, hidden], and no taps.
+            the last layer's states, [patches, hidden], and no taps: in the patches' own order, from
+            a stage that is not the last in that of the windows.
         """
-        weight = self.patch_embed.weight
+        device = next(self.parameters()).device
         plan = self._geometry.plan(vision.grids)
-        order, inverse = (
-            to_device(plan.order, weight.device),
-            to_device(plan.inverse, weight.device),
-        )
-        # Pixels need no gradient, so that moving them costs no backward pass.
-        patches = permute_blocks(vision.rows.to(weight.dtype), order)
-        angles = to_device(plan.angles, weight.device)[:, None, None, :]
-        hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
+        order, inverse = to_device(plan.order, device), to_device(plan.inverse, device)
+        angles = to_device(plan.angles, device)[:, None, None, :]
+        if isinstance(vision, HandedOn):
+            hidden_states = vision.states[:, None]
+        else:
+            # Pixels need no gradient, so that moving them costs no backward pass.
+            patches = permute_blocks(vision.rows.to(self.patch_embed.weight.dtype), order)
+            hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
         states = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
             rotary_pos_emb=rope_table(angles, dtype=torch.float32),
             packed_seq_params=pack_windows(
-                frames=plan.frame_lengths, windows=plan.window_lengths, device=weight.device
+                frames=plan.frame_lengths, windows=plan.window_lengths, device=device
             ),
-        )
-        return permute_blocks(states[:, 0], inverse), []
+        )[:, 0]
+        return (permute_blocks(states, inverse) if self.stage.last else states), []
 
 
 def build_encoder(

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.models.architecture import ProjectorArchitecture
-from loongplug.models.encoder import blank_unit, encoder_config
+from loongplug.models.encoder import encoder_config
+from loongplug.models.encoder_stages import EncoderInput, HandedOn, blank_of_stage, stage_of
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.rope import rope_table
@@ -45,12 +46,21 @@ class Qwen3VisionEncoder(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.architecture = architecture
+        self.stage = stage_of(architecture, pg_collection)
         self._geometry = PackedGeometry(
             side=round(architecture.num_position_embeddings**0.5),
             head_dim=architecture.hidden_size // architecture.num_attention_heads,
             base=architecture.rotary_base,
             merge=architecture.spatial_merge_size,
         )
+        if self.stage.first:
+            self._build_embeddings()
+        self.blocks = TransformerBlock(
+            config=config, spec=layer_spec, post_layer_norm=False, pg_collection=pg_collection
+        )
+
+    def _build_embeddings(self) -> None:
+        config, architecture = self.config, self.architecture
         # A 3D convolution whose stride is its kernel is a linear map of each patch.
         self.patch_embed = nn.Linear(architecture.row_values, architecture.hidden_size)
         self.position_embedding = nn.Embedding(
@@ -60,26 +70,27 @@ class Qwen3VisionEncoder(MegatronModule):
             config.init_method(self.patch_embed.weight)
             nn.init.zeros_(self.patch_embed.bias)
             config.init_method(self.position_embedding.weight)
-        self.blocks = TransformerBlock(
-            config=config, spec=layer_spec, post_layer_norm=False, pg_collection=pg_collection
-        )
 
-    def blank_unit(self) -> MediaInput:
+    def blank_unit(self) -> EncoderInput:
         """What an empty unit is computed as."""
-        return blank_unit(self.architecture, device=self.patch_embed.weight.device)
+        return blank_of_stage(self.architecture, self.stage, like=next(self.parameters()))
 
-    def forward(self, vision: MediaInput) -> tuple[Tensor, list[Tensor]]:
-        """Encode all images of one unit.
+    def forward(self, vision: EncoderInput) -> tuple[Tensor, list[Tensor]]:
+        """Encode all images of one unit, or go on from where the stage before has come.
 
         Returns:
             the last layer's states [patches, hidden] and the states behind each of
-            ``deepstack_layers``, in their order, [patches, hidden] each.
+            ``deepstack_layers``, in their order, [patches, hidden] each; of layers so far.
         """
-        device = self.patch_embed.weight.device
+        device = next(self.parameters()).device
         taps, shares, angles = (
             to_device(each, device) for each in self._geometry.packed(vision.grids)
         )
-        hidden_states = self._embed(vision, taps, shares)[:, None]  # [patches, 1, hidden]
+        before: tuple[Tensor, ...] = ()
+        if isinstance(vision, HandedOn):
+            hidden_states, before = vision.states[:, None], vision.taps
+        else:
+            hidden_states = self._embed(vision, taps, shares)[:, None]  # [patches, 1, hidden]
         deepstack_layers = self.architecture.deepstack_layers
         output = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
@@ -89,7 +100,7 @@ class Qwen3VisionEncoder(MegatronModule):
             extract_layer_indices=set(deepstack_layers),
         )
         states, tapped = output if deepstack_layers else (output, [])
-        return states[:, 0], [tap[:, 0] for tap in tapped]
+        return states[:, 0], [*before, *(tap[:, 0] for tap in tapped)]
 
     def _embed(self, vision: MediaInput, taps: Tensor, shares: Tensor) -> Tensor:
         """Patch embeddings plus the interpolated position table, [patches, hidden]."""

@@ -58,22 +58,51 @@ def own_ranks_replicas(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="encoders in several places are not supported yet",
-    cure="give all encoders a rank_offset, or none",
+    reason="beside the decoder an encoder has no stages of its own",
+    cure="give a rank_offset, or leave pipeline_model_parallel_size and stage_layers away",
 )
-def own_ranks_of_all(args: Namespace, model: Any) -> str | None:
-    """some encoders with a `rank_offset` and others without"""
-    own = lying_apart(model)
-    beside = [f"model.{model.keys[name]}" for name in model.encoders if name not in own]
-    if not own or not beside:
-        return None
-    given = ", ".join(f"model.{model.keys[name]}.rank_offset" for name in own)
-    return f"{given} given, and none of {', '.join(beside)}"
+def own_ranks_pipeline(args: Namespace, model: Any) -> str | None:
+    """an encoder's `pipeline_model_parallel_size` above 1, or `stage_layers`, without a
+    `rank_offset`
+    """
+    wrong = []
+    for name in model.encoders:
+        encoder = model.encoder(name)
+        if encoder.rank_offset is not None:
+            continue
+        if encoder.pipeline_model_parallel_size > 1:
+            size = encoder.pipeline_model_parallel_size
+            wrong.append(f"model.{model.keys[name]}.pipeline_model_parallel_size {size}")
+        elif encoder.stage_layers is not None:
+            wrong.append(f"model.{model.keys[name]}.stage_layers {[*encoder.stage_layers]}")
+    return f"{', '.join(wrong)} without a rank_offset" if wrong else None
+
+
+@rule(
+    reason="each stage has one layer or more, and all of them together those that run",
+    cure="change pipeline_model_parallel_size, or the sizes in stage_layers",
+)
+def own_ranks_layers(args: Namespace, model: Any) -> str | None:
+    """more pipeline stages of an encoder than it has layers to run, or `stage_layers` that are not
+    one size for each stage, of 1 or more, with a sum of those layers
+    """
+    wrong = []
+    for name, each in lying_apart(model).items():
+        key, stages = f"model.{model.keys[name]}", each.pipeline_model_parallel_size
+        layers, sizes = each.computed_layers, each.stage_layers
+        if sizes is None and stages > max(layers, 1):
+            wrong.append(f"{key}.pipeline_model_parallel_size {stages} with {layers} layers to run")
+        elif sizes is not None and (len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers):
+            wrong.append(
+                f"{key}.stage_layers {[*sizes]} with pipeline_model_parallel_size {stages} and "
+                f"{layers} layers to run"
+            )
+    return ", ".join(wrong) or None
 
 
 @rule(
     reason="each rank holds one module, and none is without",
-    cure="change a rank_offset, or an encoder's tensor_model_parallel_size or data_parallel_size",
+    cure="change a rank_offset, or an encoder's parallel sizes",
 )
 def own_ranks_placement(args: Namespace, model: Any) -> str | None:
     """encoders whose ranks overlap, or have ranks between them that no module lies on"""
@@ -118,19 +147,25 @@ def _ranks(count: int) -> str:
 def _layouts(model: Any) -> dict[str, Layout]:
     """Of the encoders that lie apart; empty where another rule refuses a number."""
     own = lying_apart(model)
-    sizes = {
-        name: (each.tensor_model_parallel_size or 1, each.data_parallel_size, each.rank_offset or 0)
+    sizes: dict[str, dict[str, Any]] = {
+        name: {
+            "tp": each.tensor_model_parallel_size or 1,
+            "pp": each.pipeline_model_parallel_size,
+            "dp": each.data_parallel_size,
+            "first_rank": each.rank_offset or 0,
+        }
         for name, each in own.items()
     }
-    if any(min(numbers) < 1 for numbers in sizes.values()):
+    if any(min(numbers.values()) < 1 for numbers in sizes.values()):
         return {}
-    return {name: Layout(tp=tp, dp=dp, first_rank=at) for name, (tp, dp, at) in sizes.items()}
+    return {name: Layout(**numbers) for name, numbers in sizes.items()}
 
 
 @rule(
     refuses=f"a `rank_offset` with the encoder's `mode`, or with {_SPREADING.in_docs}",
     reason="these are about encoders on the decoder's ranks",
-    cure="drop them, or leave rank_offset away",
+    cure="drop them, or leave rank_offset away; an encoder beside another's own ranks can have a "
+    "mode",
 )
 def own_ranks_modes(args: Namespace, model: Any) -> str | None:
     own = lying_apart(model)
@@ -146,52 +181,17 @@ def own_ranks_modes(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="the decoder's ranks would not hear of a sample that an encoder's rank leaves out",
-    cure="drop the flag, and see by `loongplug data check` which samples are bad",
-)
-def own_ranks_bad_samples(args: Namespace, model: Any) -> str | None:
-    """`--bad-sample skip` with a `rank_offset`"""
-    if args.bad_sample == "fatal" or not lying_apart(model):
-        return None
-    return f"--bad-sample {args.bad_sample} with a rank_offset"
-
-
-@rule(
-    reason="a run answers by its decoder's ranks, which have no encoder",
-    cure="drop the flag, and evaluate the export by `loongplug eval`",
-)
-def own_ranks_answers(args: Namespace, model: Any) -> str | None:
-    """`--eval-generate` with a `rank_offset`"""
-    if args.eval_generate is None or not lying_apart(model):
-        return None
-    return f"--eval-generate {args.eval_generate} with a rank_offset"
-
-
-@rule(
-    reason="who encodes which samples of a microbatch is the same in training and evaluation",
-    cure="drop --eval-micro-batch-size",
-)
-def own_ranks_evaluation(args: Namespace, model: Any) -> str | None:
-    """an `--eval-micro-batch-size` that differs from `--micro-batch-size`, with `--eval-iters`
-    and a `rank_offset`
-    """
-    size = args.eval_micro_batch_size
-    if size in (None, args.micro_batch_size) or not args.eval_iters or not lying_apart(model):
-        return None
-    return f"--eval-micro-batch-size {size} with --micro-batch-size {args.micro_batch_size}"
-
-
-@rule(
     reason="transformers computes the whole encoder on each rank",
-    cure="leave tensor_model_parallel_size away, and give a data_parallel_size",
+    cure="leave these away, and give a data_parallel_size",
 )
 def own_ranks_whole(args: Namespace, model: Any) -> str | None:
-    """a `rank_offset` and a `tensor_model_parallel_size` above 1 of an encoder that transformers
-    computes
+    """a `rank_offset` and a `tensor_model_parallel_size` or `pipeline_model_parallel_size` above 1
+    of an encoder that transformers computes
     """
     wrong = [
-        f"model.{model.keys[name]}.tensor_model_parallel_size {each.tensor_model_parallel_size}"
+        f"model.{model.keys[name]}.{key} {size}"
         for name, each in lying_apart(model).items()
-        if isinstance(each, HuggingFaceEncoderConfig) and (each.tensor_model_parallel_size or 1) > 1
+        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        if isinstance(each, HuggingFaceEncoderConfig) and (size := getattr(each, key) or 1) > 1
     ]
     return ", ".join(wrong) or None

@@ -178,7 +178,9 @@ def ranks_apart(model: Any) -> int:
     """The ranks of encoders that the decoder has not."""
     encoders = [model.encoder(name) for name in model.encoders]
     return sum(
-        (each.tensor_model_parallel_size or 1) * each.data_parallel_size
+        (each.tensor_model_parallel_size or 1)
+        * each.data_parallel_size
+        * each.pipeline_model_parallel_size
         for each in encoders
         if each.rank_offset is not None
     )

@@ -9,11 +9,11 @@ from rule_cases.kinds import LAYOUT
 
 PLACED = {**LAYOUT, "ranks": 10}
 APART = ("image_encoder.rank_offset=8", "image_encoder.data_parallel_size=2")
+STAGES = ("image_encoder.rank_offset=8", "image_encoder.pipeline_model_parallel_size=2")
 FLAGS = (
     *("enable_encoder_hetero_dp", "enable_full_hetero_dp", "use_vit_dp_balance"),
     *("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state"),
 )
-EVALUATED = {"valid_data_path": [__file__], "eval_iters": 1}  # any file that is there
 
 # Changes to the arguments, with the encoder apart: refused and valid. Where it lies with the
 # decoder, these rules have nothing to say to any of them.
@@ -27,12 +27,6 @@ OWN_RANKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{}],
     ),
     "own-ranks-modes": ([{name: True} for name in FLAGS], [{}]),
-    "own-ranks-bad-samples": ([{"bad_sample": "skip"}], [{"bad_sample": "fatal"}]),
-    "own-ranks-answers": ([{"eval_generate": 4, **EVALUATED}], [EVALUATED]),
-    "own-ranks-evaluation": (
-        [{"eval_micro_batch_size": 1, **EVALUATED}],
-        [{"eval_micro_batch_size": 2, **EVALUATED}, {"eval_micro_batch_size": 1}],
-    ),
     "encoder-state": (
         [{"log_params_norm": True}, {"num_distributed_optimizer_instances": 2}],
         [{}],
@@ -58,6 +52,23 @@ OWN_RANKS_OVERRIDES: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int
         [(8, ["image_encoder.data_parallel_size=2"])],
         [(8, ["image_encoder.data_parallel_size=1"])],
     ),
+    "own-ranks-pipeline": (
+        [
+            (8, ["image_encoder.pipeline_model_parallel_size=2"]),
+            (8, ["image_encoder.stage_layers=[2]"]),
+        ],
+        [(10, [*STAGES]), (10, [*STAGES, "image_encoder.stage_layers=[1,2]"])],
+    ),
+    "own-ranks-layers": (
+        [
+            (12, [APART[0], "image_encoder.pipeline_model_parallel_size=4"]),
+            (10, [*STAGES, "image_encoder.stage_layers=[1,1]"]),
+            (10, [*STAGES, "image_encoder.stage_layers=[3,0]"]),
+            (10, [*STAGES, "image_encoder.stage_layers=[3]"]),
+            (10, [*APART, "image_encoder.stage_layers=[1,2]"]),
+        ],
+        [(11, [APART[0], "image_encoder.pipeline_model_parallel_size=3"])],
+    ),
     "own-ranks-modes": ([(10, [*APART, "image_encoder.mode='uniform'"])], [(10, [*APART])]),
     "encoder-sizes": (
         [
@@ -75,9 +86,13 @@ OWN_RANKS_OVERRIDES: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int
 
 # The same of a model that sees and hears.
 OWN_RANKS_OMNI: dict[str, tuple[list[tuple[int, list[str]]], list[tuple[int, list[str]]]]] = {
-    "own-ranks-of-all": (
-        [(9, ["image_encoder.rank_offset=8"]), (9, ["audio_encoder.rank_offset=8"])],
-        [(10, ["image_encoder.rank_offset=9", "audio_encoder.rank_offset=8"])],
+    "own-ranks-modes": (
+        [(9, ["image_encoder.rank_offset=8", "image_encoder.mode='full_hetero_dp'"])],
+        [
+            (9, ["image_encoder.rank_offset=8"]),
+            (9, ["audio_encoder.rank_offset=8", "image_encoder.mode='full_hetero_dp'"]),
+            (10, ["image_encoder.rank_offset=9", "audio_encoder.rank_offset=8"]),
+        ],
     ),
     "own-ranks-placement": (
         [

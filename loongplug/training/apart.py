@@ -4,6 +4,7 @@ Megatron makes groups over all ranks of the world, once. Here they are there whe
 takes them as they are.
 """
 
+import copy
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -78,8 +79,19 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
         gloo=args.use_gloo_process_groups,
         initialize=partial(_initialize, args, decoder),
     )
-    if engine.own is not None:
+    args.virtual_stages_of_decoder = args.virtual_pipeline_model_parallel_size
+    if TEXT_DECODER in engine.states:  # asked for the first time, it makes those of all encoders
+        assert engine.own is not None
         rest_in(engine.own, dp=decoder.dp)
+        # Megatron would make as many chunks of an encoder that has stages.
+        args.virtual_pipeline_model_parallel_size = None
+
+
+def arguments_of_decoder(args: Namespace) -> Namespace:
+    """``args`` as the decoder's ranks have them, where :func:`make_own_groups` has been."""
+    found = copy.copy(args)
+    found.virtual_pipeline_model_parallel_size = args.virtual_stages_of_decoder
+    return found
 
 
 def _initialize(args: Namespace, decoder: Layout) -> None:

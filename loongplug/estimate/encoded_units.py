@@ -1,0 +1,136 @@
+"""What units of media take of a rank that encodes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
+from loongplug.estimate.trace import Cost
+from loongplug.estimate.units import UnitSize
+from loongplug.hetero.operations import Encode, StepPlan
+from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.multimodal import MultimodalModel
+
+_INPUT_BYTES = 4  # float32, as it comes
+_FIRST_MAPS = ("patch_embed", "conv1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """What units of any size cost: what lies between two traced ones grows with the rows.
+
+    ``blank`` is the cost of the smallest, of so many ``blank_rows``, which stands in for no media.
+    """
+
+    blank: Cost
+    blank_rows: int
+    largest: Cost
+    largest_rows: int
+
+    def of(self, rows: int) -> Cost:
+        """Of a unit of so many."""
+        more = max(rows, self.blank_rows) - self.blank_rows
+        part = more / max(1, self.largest_rows - self.blank_rows)
+
+        def at(low: int, high: int) -> int:
+            return round(low + (high - low) * part)
+
+        low, high = self.blank, self.largest
+        return Cost(
+            kept=at(low.kept, high.kept),
+            forward=at(low.forward, high.forward),
+            backward=at(low.backward, high.backward),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedUnits:
+    """A step's units in an encoder: what each of them takes of a rank that encodes it.
+
+    ``payload`` and ``row`` are the bytes of a token's features and of a row of input;
+    ``blank_input`` those of the input that the backward of a unit without media keeps.
+    """
+
+    units: Sequence[UnitSize]
+    costs: UnitCosts
+    payload: int
+    row: int
+    blank_input: int
+
+    def features(self, unit: int | None) -> int:
+        """Bytes of all of a unit's features; one without media has none."""
+        return 0 if unit is None else self.units[unit].tokens * self.payload
+
+    def cost(self, unit: int | None) -> Cost:
+        """In the encoder; without media that of the blank one, whose input is its own."""
+        rows = self._rows(unit)
+        cost = self.costs.of(rows)
+        return cost if rows else replace(cost, kept=cost.kept + self.blank_input)
+
+    def input(self, plan: StepPlan) -> int:
+        """Bytes of the media of all units that are encoded here."""
+        return self.row * sum(
+            self._rows(each.unit)
+            for operations in plan.values()
+            for each in operations
+            if isinstance(each, Encode)
+        )
+
+    def encode(self, ledger: Ledger, unit: int | None) -> None:
+        """Enter a unit's forward."""
+        cost = self.cost(unit)
+        ledger.add(ENCODER, cost.kept)
+        ledger.work("encoder's forward", cost.forward - cost.kept)
+        ledger.add(FEATURES, self.features(unit))
+
+    def go_back(self, ledger: Ledger, unit: int | None, *, held: int = 0) -> None:
+        """Enter a unit's backward, while so much more is ``held``."""
+        cost = self.cost(unit)
+        ledger.work("encoder's backward", held + cost.backward)
+        ledger.take(ENCODER, cost.kept)
+        ledger.take(FEATURE_GRADIENTS, self.features(unit))
+
+    def _rows(self, unit: int | None) -> int:
+        """Of all media of a unit; None stands for one without any."""
+        return 0 if unit is None else self.units[unit].rows
+
+
+def blank_unit(architecture: EncoderArchitecture) -> UnitSize:
+    """The smallest unit, which stands in for no media."""
+    grid = architecture.blank_grid()
+    return UnitSize(grids=(grid,), tokens=architecture.tokens(grid))
+
+
+def largest_unit(units: Sequence[UnitSize], *, blank: UnitSize) -> UnitSize:
+    """The one with most rows, or ``blank`` media where none of them has any."""
+    found = max(units, key=lambda each: each.rows)
+    return found if found.grids else replace(blank, shards=found.shards)
+
+
+def encoded_units(
+    chunk: MultimodalModel, model: Any, encoder: str, units: Sequence[UnitSize], *, costs: UnitCosts
+) -> EncodedUnits:
+    """The ``units`` of a step in ``encoder``; ``chunk`` is the rank's first, with it or without."""
+    architecture, config = model.encoder(encoder), chunk.config
+    row = architecture.row_values * _INPUT_BYTES
+    kept = blank_unit(architecture).rows * row if _keeps_input(chunk, encoder) else 0
+    return EncodedUnits(
+        units=units,
+        costs=costs,
+        payload=(1 + len(architecture.taps())) * config.hidden_size * config.params_dtype.itemsize,
+        row=row,
+        blank_input=kept,
+    )
+
+
+def _keeps_input(chunk: MultimodalModel, encoder: str) -> bool:
+    """Whether a backward takes it as it comes: of the first map, where that trains."""
+    return any(
+        parameter.requires_grad and parameter.dtype == torch.float32
+        for entry in chunk.encoders
+        if entry.name == encoder
+        for name, parameter in chunk.modules_of(entry)[entry.name].named_parameters()
+        if name.startswith(_FIRST_MAPS)
+    )

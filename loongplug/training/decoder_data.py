@@ -1,0 +1,142 @@
+"""The data of a rank that decodes, and of encoders that lie with the decoder."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import TextNeeds
+from loongplug.data.source import Assignment, EncoderUnits, StepSource
+from loongplug.hetero.engine import EncoderPlace
+from loongplug.hetero.modes import balance_of, mode_of
+from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.entries import encoders
+from loongplug.models.layers.router import balances_by
+from loongplug.platform import current_platform
+from loongplug.training.delivery import (
+    Delivery,
+    LoadedElsewhere,
+    News,
+    ReplicaDelivery,
+    loaded_replicas,
+)
+from loongplug.training.encoder_data import samples_of
+from loongplug.training.rank_data import RankData, SourceOf
+
+
+class DecoderData(RankData):
+    """Whole microbatches: the text that this rank's stages consume, and the media it encodes."""
+
+    def pieces(self, *, training: bool) -> int:
+        """See :meth:`RankData.pieces`."""
+        return 1
+
+    def stream(
+        self,
+        source_of: SourceOf,
+        *,
+        channel: int,
+        training: bool = False,
+        tells: bool = True,
+        seq_length: int | None = None,
+        packed: bool | None = None,
+        on_made: Callable[[StepSource], None] | None = None,
+    ) -> MicrobatchLoader:
+        """See :meth:`RankData.stream`."""
+        source = source_of(
+            dp_rank=parallel_state.get_data_parallel_rank(), encoders=self._encoder_units()
+        )
+        return self._loader(
+            source,
+            deliveries=self._deliveries(channel=channel, training=training, tells=tells),
+            needs=text_needs(self.args),
+            seq_length=seq_length,
+            packed=packed,
+            on_made=None if on_made is None else partial(on_made, source),
+        )
+
+    def _encoder_units(self) -> dict[str, EncoderUnits]:
+        """How this rank makes units, by encoder. Collective like the engine's places."""
+        found = {}
+        for entry in encoders(self.model.entries()):
+            edge = self.engine.encoders[entry.name].place.edge
+            if edge is None:  # media are loaded on the encoder's own ranks
+                found[entry.name] = EncoderUnits(kinds=entry.media, loads=())
+                continue
+            found[entry.name] = EncoderUnits(
+                kinds=entry.media,
+                assignment=assignment_of(
+                    self.args, self.model.encoder(entry.name), replicas=len(edge.replicas)
+                ),
+                loads=loaded_replicas(edge.replicas, rank=dist.get_rank()),
+            )
+        return found
+
+    def _deliveries(self, *, channel: int, training: bool, tells: bool) -> dict[str, Delivery]:
+        found: dict[str, Delivery] = {}
+        for name, engine in self.engine.encoders.items():
+            place = engine.place
+            news = self._news(name, hearer=dist.get_rank(), channel=channel) if tells else None
+            if place.edge is not None:
+                found[name] = ReplicaDelivery(
+                    place.edge.replicas,
+                    place.replica_group,
+                    row_values=self.model.encoder(name).row_values,
+                    device=current_platform().device,
+                    news=news,
+                )
+            elif news is not None:
+                found[name] = self._elsewhere(place, news, training=training)
+        return found
+
+    def _elsewhere(self, place: EncoderPlace, news: News, *, training: bool) -> LoadedElsewhere:
+        """Of the pieces of all decoder replicas, those of this rank's."""
+        assert place.pieces is not None, "the encoder has ranks of its own"
+        replica = parallel_state.get_data_parallel_rank()
+        return LoadedElsewhere(
+            pieces=[
+                (
+                    place.given_media(each.edge.encoder_ranks[0])[0],
+                    samples_of(each, packed=self.args.packing),
+                )
+                for each in place.pieces[training]
+                if each.edge.decoder == replica
+            ],
+            news=news,
+        )
+
+
+def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
+    """Which of an encoder's replicas encodes what, as the flags say."""
+    balance = balance_of(args, encoder) if mode_of(args, encoder).any_owner else None
+    return Assignment(replicas=replicas, by_cost=None if balance is None else balance.assign)
+
+
+def speaks_for_replica() -> bool:
+    """One rank per data parallel replica: its first stage's first tensor parallel rank."""
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def text_needs(args: Namespace) -> list[TextNeeds]:
+    """What each of this rank's virtual chunks consumes of a microbatch's text, by chunk."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return [
+        TextNeeds.of_stage(
+            first=first and chunk == 0,
+            last=last and chunk == chunks - 1,
+            balances=balances_by(
+                experts=args.num_experts,
+                auxiliary=args.moe_aux_loss_coeff,
+                z_loss=args.moe_z_loss_coeff,
+            ),
+        )
+        for chunk in range(chunks)
+    ]

@@ -1,0 +1,111 @@
+"""The data of a rank that encodes and does not decode: pieces of the decoder's microbatches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import cycle
+
+import torch.distributed as dist
+
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Microbatch, TextNeeds
+from loongplug.data.source import EncoderUnits, StepSource
+from loongplug.hetero.placement import Piece
+from loongplug.models.entries import Entry, encoders
+from loongplug.platform import current_platform
+from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
+from loongplug.training.rank_data import Microbatches, RankData, SourceOf
+
+_NO_TEXT = TextNeeds(input_ids=False, labels=False, loss_mask=False)
+
+
+class EncoderData(RankData):
+    """What this rank's encoder makes, piece by piece.
+
+    Of each microbatch number, it is the part of each decoder replica's microbatch that is this
+    encoder replica's, in the order of the replicas.
+    """
+
+    @cached_property
+    def _entry(self) -> Entry:
+        (found,) = (each for each in encoders(self.model.entries()) if each.name == self.engine.own)
+        return found
+
+    def pieces(self, *, training: bool) -> int:
+        """See :meth:`RankData.pieces`."""
+        return len(self._pieces(training=training))
+
+    def stream(
+        self,
+        source_of: SourceOf,
+        *,
+        channel: int,
+        training: bool = False,
+        tells: bool = True,
+        seq_length: int | None = None,
+        packed: bool | None = None,
+        on_made: Callable[[StepSource], None] | None = None,
+    ) -> Microbatches:
+        """See :meth:`RankData.stream`."""
+
+        def loader(piece: Piece) -> MicrobatchLoader:
+            samples = samples_of(piece, packed=self.args.packing)
+            return self._loader(
+                self._source(source_of, piece, samples),
+                deliveries={self._entry.name: self._delivery(piece, channel=channel, tells=tells)},
+                needs=(_NO_TEXT,),
+                seq_length=seq_length,
+                packed=packed,
+                only=samples,
+            )
+
+        return _InTurn([loader(each) for each in self._pieces(training=training)])
+
+    @property
+    def _loading(self) -> tuple[int, ...]:
+        """The ranks of this replica's first stage, which alone needs media."""
+        return self.engine.encoders[self._entry.name].place.given_media(dist.get_rank())
+
+    def _pieces(self, *, training: bool) -> tuple[Piece, ...]:
+        place = self.engine.encoders[self._entry.name].place
+        return place.made_by(dist.get_rank(), training=training)
+
+    def _source(self, source_of: SourceOf, piece: Piece, samples: range | None) -> StepSource:
+        units = EncoderUnits(
+            kinds=self._entry.media,
+            loads=loaded_replicas([self._loading], rank=dist.get_rank()),
+            samples=samples,
+        )
+        return source_of(dp_rank=piece.edge.decoder, encoders={self._entry.name: units})
+
+    def _delivery(self, piece: Piece, *, channel: int, tells: bool) -> ReplicaDelivery:
+        name = self._entry.name
+        hearer = piece.edge.decoder_ranks[0]
+        return ReplicaDelivery(
+            [self._loading],
+            self.engine.encoders[name].place.replica_group,
+            row_values=self.model.encoder(name).row_values,
+            device=current_platform().device,
+            news=self._news(name, hearer=hearer, channel=channel) if tells else None,
+        )
+
+
+def samples_of(piece: Piece, *, packed: bool) -> range | None:
+    """Those of a microbatch that are the piece's; None for all of a pack, which is not split."""
+    return None if packed else piece.samples
+
+
+class _InTurn:
+    """One of each loader's, over and over; nothing where there is none."""
+
+    def __init__(self, loaders: Sequence[MicrobatchLoader]) -> None:
+        self._loaders = loaders
+
+    def chunk(self, index: int) -> Iterator[Microbatch]:
+        """See :meth:`Microbatches.chunk`."""
+        assert index == 0, "an encoder is one chunk"
+        return (next(each) for each in cycle(self._loaders))
+
+    def close(self) -> None:
+        """See :meth:`Microbatches.close`."""
+        for each in self._loaders:
+            each.close()

@@ -1,0 +1,136 @@
+"""What the data of a rank are made of, whether it decodes or encodes alone."""
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from loongplug.data.dataset import ChatDataset
+from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Microbatch, TextNeeds
+from loongplug.data.processor import Processor
+from loongplug.data.source import EncoderUnits, LocalSource, StepSource
+from loongplug.data.units import token_ids
+from loongplug.data.workers import WorkerSettings
+from loongplug.hetero.engine import Engine
+from loongplug.models.architecture import MultimodalArchitecture
+from loongplug.models.entries import encoders
+from loongplug.parallel.states import decoder_layout
+from loongplug.platform import current_platform
+from loongplug.training.delivery import Delivery, News, deliver
+
+_CHANNELS = 3  # of training, of validation, and what asks
+
+# Makes the steps of a decoder replica: of its ``dp_rank``, with units made as ``encoders`` say.
+SourceOf = Callable[..., StepSource]
+
+
+class Microbatches(Protocol):
+    """An endless stream of microbatches, or of pieces of them."""
+
+    def chunk(self, index: int) -> Iterator[Microbatch]:
+        """As this virtual chunk of the rank consumes them."""
+
+    def close(self) -> None:
+        """End what works in the background."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankData(ABC):
+    """How this rank's streams of microbatches are made.
+
+    ``news`` is a gloo group through which bad samples are told; None where none may be left out,
+    or nobody else needs to know.
+    """
+
+    args: Namespace
+    model: MultimodalArchitecture
+    engine: Engine
+    processor: Processor
+    news: dist.ProcessGroup | None
+
+    @abstractmethod
+    def pieces(self, *, training: bool) -> int:
+        """How many a stream gives for one microbatch, in training or in evaluation."""
+
+    @abstractmethod
+    def stream(
+        self,
+        source_of: SourceOf,
+        *,
+        channel: int,
+        training: bool = False,
+        tells: bool = True,
+        seq_length: int | None = None,
+        packed: bool | None = None,
+        on_made: Callable[[StepSource], None] | None = None,
+    ) -> Microbatches:
+        """What this rank takes of the steps that ``source_of`` makes, of training or evaluation.
+
+        Streams of one run differ in their ``channel``. ``tells``: of bad samples, all that need
+        to know. ``seq_length`` and ``packed``: the run's, unless others are given. ``on_made`` is
+        called with each microbatch of a stream of whole ones.
+        """
+
+    def _loader(
+        self,
+        source: StepSource,
+        *,
+        deliveries: Mapping[str, Delivery],
+        needs: Sequence[TextNeeds],
+        seq_length: int | None,
+        packed: bool | None,
+        on_made: Callable[[], None] | None = None,
+        only: range | None = None,
+    ) -> MicrobatchLoader:
+        return MicrobatchLoader(
+            source,
+            processor=self.processor,
+            seq_length=seq_length or self.args.seq_length,
+            token_ids={
+                entry.name: token_ids(self.processor, entry.media)
+                for entry in encoders(self.model.entries())
+            },
+            packed=self.args.packing if packed is None else packed,
+            deliver=partial(deliver, deliveries),
+            needs=needs,
+            pins=current_platform().name == "cuda",
+            on_made=on_made,
+            only=only,
+        )
+
+    def _news(self, name: str, *, hearer: int, channel: int) -> News | None:
+        """Of an encoder's media, to all ranks of the decoder replica that ``hearer`` is of."""
+        if self.news is None:
+            return None
+        return News(
+            group=self.news,
+            hearers=decoder_layout().group("tp_cp_pp", hearer),
+            channel=_CHANNELS * list(self.engine.encoders).index(name) + channel,
+        )
+
+
+def local_source(
+    args: Namespace,
+    dataset: ChatDataset,
+    *,
+    dp_rank: int,
+    encoders: Mapping[str, EncoderUnits],
+    **options: Any,
+) -> LocalSource:
+    """The steps of a decoder replica; ``options`` are training's or validation's."""
+    return LocalSource(
+        dataset,
+        dp_rank=dp_rank,
+        dp_size=decoder_layout().dp,
+        encoders=encoders,
+        look_ahead=args.packing_look_ahead if args.packing else None,
+        workers=WorkerSettings(
+            processes=args.num_workers, pin_memory=current_platform().name == "cuda"
+        ),
+        **options,
+    )

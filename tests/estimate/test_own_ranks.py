@@ -1,0 +1,285 @@
+"""Encoders on ranks of their own in an estimate: the plan's units in flight, and the command."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from loongplug.cli import app
+from loongplug.estimate.edge_ends import DecoderEnd, EncoderEnd
+from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
+from loongplug.estimate.estimator import parsed_for
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
+from loongplug.estimate.own_ranks import own_ranks_of
+from loongplug.estimate.ranks import as_rank
+from loongplug.estimate.trace import Cost
+from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
+from loongplug.hetero.operations import BEGIN, END, forward, gradient
+from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.policies import EncoderStep, apart
+
+pytestmark = pytest.mark.quick
+
+KEPT, FORWARD, BACKWARD = 1000, 1500, 700
+TOKENS, ROWS, PAYLOAD, ROW = 3, 4, 10, 2
+
+
+def encoder_step(*, microbatches, warmup, pieces=1, trains=True):
+    return EncoderStep(
+        encoder_replicas=(0,) * microbatches * pieces,
+        replicas=1,
+        replica=0,
+        consumes=False,
+        training=True,
+        trains=trains,
+        last_stage=True,
+        pieces=pieces,
+        warmup=warmup,
+    )
+
+
+def encoder_end(step, *, leads=True, copies=False):
+    """Units of TOKENS and ROWS each, which keep KEPT bytes where they train."""
+    cost = Cost(kept=KEPT if step.trains else 0, forward=FORWARD, backward=BACKWARD)
+    units = [UnitSize(grids=((1, 2, 2),), tokens=TOKENS)] * len(step.encoder_replicas)
+    return EncoderEnd(
+        plan=apart(step),
+        encoded=EncodedUnits(
+            units=units,
+            costs=UnitCosts(blank=cost, blank_rows=ROWS, largest=cost, largest_rows=ROWS),
+            payload=PAYLOAD,
+            row=ROW,
+            blank_input=0,
+        ),
+        pieces=step.pieces,
+        trains=step.trains,
+        leads=leads,
+        copies=copies,
+    )
+
+
+def followed(end):
+    ledger = Ledger()
+    for when in (BEGIN, END):
+        end.at(ledger, when)
+    assert not any(ledger.live.values())  # all that was made is gone
+    return ledger
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, 3, 16])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"pipeline": 1, "virtual": False},
+        {"pipeline": 4, "virtual": False},
+        {"pipeline": 2, "virtual": True},
+    ],
+)
+def test_as_many_units_are_in_flight_as_the_plan_s_warmup_says(decoder, microbatches, pieces):
+    warmup = ahead(**decoder)
+    most = followed(
+        encoder_end(encoder_step(microbatches=microbatches, warmup=warmup, pieces=pieces))
+    ).most
+    in_flight = min(microbatches, warmup + 1) * pieces
+    assert most[ENCODER] == in_flight * KEPT
+    assert most[FEATURE_GRADIENTS] == in_flight * TOKENS * PAYLOAD  # posted with the features
+    assert most[INPUT] == microbatches * pieces * ROWS * ROW
+
+
+# Four microbatches of one piece, two of them before the first gradient is awaited: by hand, what
+# there is of activations, features and gradients within each forward and backward. A forward's
+# features are there when it is done, and each send finds those before done.
+BY_HAND = [
+    # at work, activations of units, features of sends, receives of gradients
+    ("encoder's forward", 1, 0, 0),  # 0
+    ("encoder's forward", 2, 1, 1),  # 1, while 0 is sent
+    ("encoder's forward", 3, 1, 2),  # 2
+    ("encoder's backward", 3, 1, 3),  # of 0
+    ("encoder's forward", 3, 1, 2),  # 3
+    ("encoder's backward", 3, 1, 3),  # of 1
+    ("encoder's backward", 2, 1, 2),  # of 2
+    ("encoder's backward", 1, 1, 1),  # of 3
+]
+
+
+def test_a_step_by_hand(monkeypatch):
+    seen = []
+    work = Ledger.work
+
+    def noted(ledger, when, transient):
+        if when.startswith("encoder's"):
+            live = ledger.live
+            each = TOKENS * PAYLOAD
+            counts = (
+                live[ENCODER] // KEPT,
+                live[FEATURES] // each,
+                live[FEATURE_GRADIENTS] // each,
+            )
+            seen.append((when, *counts))
+        work(ledger, when, transient)
+
+    monkeypatch.setattr(Ledger, "work", noted)
+    ledger = followed(encoder_end(encoder_step(microbatches=4, warmup=2)))
+    assert seen == BY_HAND
+    # Within the backward of 0: 4 units' media, 3 units' activations, one's features, 3 gradients.
+    assert ledger.when == "encoder's backward"
+    assert sum(ledger.peak.values()) == 4 * 4 * 2 + 3 * 1000 + 30 + 3 * 30 + 700
+
+
+def test_an_encoder_without_gradients_may_be_ahead_by_all_of_the_step():
+    """Two microbatches are received ahead; who takes the others, and when, is not known."""
+    most = followed(encoder_end(encoder_step(microbatches=8, warmup=1, trains=False))).most
+    assert most[ENCODER] == 0
+    assert most[FEATURE_GRADIENTS] == 0
+    assert most[FEATURES] == (8 - 2) * TOKENS * PAYLOAD
+
+
+def test_the_first_rank_of_a_replica_sends_for_the_others():
+    step = encoder_step(microbatches=4, warmup=2)
+    most = followed(encoder_end(step, leads=False)).most
+    assert most[FEATURES] == most[FEATURE_GRADIENTS] == TOKENS * PAYLOAD
+    assert most[ENCODER] == 3 * KEPT
+
+
+def decoder_ledger(*, microbatches, trains, received=None, messages=1, stages=1):
+    """Of a rank of the first of so many stages; microbatch k has (k + 1) x 100 bytes."""
+    step = EncoderStep(
+        encoder_replicas=(0,) * microbatches,
+        replicas=1,
+        replica=None,
+        consumes=True,
+        training=True,
+        trains=trains,
+        last_stage=stages == 1,
+    )
+    consumed = [100 * (number + 1) for number in range(microbatches)]
+    end = DecoderEnd(
+        plan=apart(step),
+        consumed=consumed,
+        received=consumed if received is None else received,
+        messages=messages,
+    )
+    ledger, works = Ledger(), []
+    end.at(ledger, BEGIN)
+    ahead = stages - 1
+    for number in range(microbatches + ahead):
+        if number < microbatches:
+            end.at(ledger, forward(number))
+            works.append(dict(ledger.live))
+        if number >= ahead:
+            end.at(ledger, gradient(number - ahead))
+    end.at(ledger, END)
+    assert not any(ledger.live.values())
+    return ledger, works
+
+
+def test_the_decoder_s_first_stage_receives_two_microbatches_ahead():
+    ledger, works = decoder_ledger(microbatches=4, trains=True)
+    # In the forward of 0 those of 1 and 2 are there, in that of 1 those of 2 and 3, ...
+    assert [each[FEATURES] for each in works] == [500, 700, 400, 0]
+    # ... and while a unit's features are taken its own, too.
+    assert ledger.most[FEATURES] == 200 + 300 + 400
+    # The last gradient is being sent when the next one comes.
+    assert ledger.most[FEATURE_GRADIENTS] == 300 + 400
+    frozen, _ = decoder_ledger(microbatches=4, trains=False)
+    assert frozen.most[FEATURE_GRADIENTS] == 0
+
+
+def test_a_rank_that_hears_of_features_from_its_neighbour_has_one_microbatch_s():
+    ledger, works = decoder_ledger(microbatches=4, trains=True, received=[0] * 4)
+    assert [each[FEATURES] for each in works] == [0] * 4
+    assert ledger.most[FEATURES] == ledger.most[FEATURE_GRADIENTS] == 400
+
+
+def test_what_comes_in_pieces_is_put_together():
+    ledger, _ = decoder_ledger(microbatches=2, trains=True, messages=2)
+    # The second and its copy, beside the first gradient.
+    assert (ledger.when, sum(ledger.peak.values())) == ("exchange of features", 200 + 200 + 100)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replica", "decoders"),
+    [
+        ("rank_offset=2", 0, [(0, range(2)), (1, range(2))]),
+        ("rank_offset=2 data_parallel_size=3", 2, [(1, range(2))]),
+        ("rank_offset=1 data_parallel_size=3", 1, [(0, range(1))]),
+    ],
+)
+def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, replica, decoders):
+    """Its pieces are those of the run, and their media those of the decoder's microbatches."""
+    given = [f"model.image_encoder.{each}" for each in sizes.split()]
+    offset = int(sizes.split()[0][-1])
+    ranks = offset + int(sizes.split()[-1][-1] if "data" in sizes else 1)
+    parsed = parsed_for([*flags, *given], ranks=ranks)
+    (own,) = own_ranks_of(parsed.args, parsed.model)
+    assert (own.replica, own.rank(0)) == (replica, offset + replica)
+    assert [(each.decoder, each.samples) for each in own.made] == decoders
+    with as_rank(parsed, own.rank(0)) as here:
+        place = here.engine.encoders["image_encoder"].place
+        pieces = [
+            (each.edge.decoder, each.samples) for each in place.made_by(own.rank(0), training=True)
+        ]
+        assert pieces == decoders
+        assert not here.engine.decodes
+        assert not hasattr(here.chunks[0], "text_decoder")
+    units = own_units_of_data(parsed.args, parsed.model)["image_encoder"]
+    first = [
+        each.units["image_encoder"] for each in microbatches_of_data(parsed.args, parsed.model)
+    ]
+    assert len(units) == len(first) * len(decoders)
+    if decoders[0] == (0, range(2)):
+        assert [(each.grids, each.tokens) for each in units[::2]] == [
+            (each.grids, each.tokens) for each in first
+        ]
+
+
+RUN = [
+    *("estimate", "--visual-tokens", "16", "--model-name", "qwen3_vl_tiny"),
+    *("--training-phase", "sft", "--seq-length", "256", "--micro-batch-size", "2"),
+    *("--global-batch-size", "8", "--train-iters", "1", "--lr", "1e-3"),
+]
+OWN = "model.image_encoder.rank_offset"
+
+
+def estimated(*options, ranks=2):
+    result = CliRunner().invoke(app, [*RUN, "--ranks", str(ranks), *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_decoder_s_ranks_have_nothing_of_the_encoder(tmp_path):
+    figures = tmp_path / "figures.json"
+    written = ("--json", str(figures))
+    shown = estimated(f"{OWN}=1", *written)
+    assert "qwen3_vl_tiny, 2 rank(s)" in shown
+    decoder, encoder = json.loads(figures.read_text())["stages"]
+    assert (decoder["role"], decoder["rank"]) == ("decoder", 0)
+    assert (encoder["role"], encoder["rank"], encoder["stage"]) == ("image_encoder", 1, 0)
+    assert not {ENCODER, INPUT} & {*decoder["parts"], *decoder["most"]}
+    assert "decoder activations" not in encoder["most"]
+    estimated(*written, ranks=1)
+    (together,) = json.loads(figures.read_text())["stages"]
+    for kind in ("weights", "gradient buffers", "optimizer state"):
+        assert decoder["most"][kind] + encoder["most"][kind] == together["most"][kind]
+    # In fp32, weights, their gradients and two moments, of a parameter.
+    assert encoder["most"]["optimizer state"] == 2 * encoder["most"]["weights"]
+
+
+def test_the_fullest_rank_of_all_modules_is_what_has_to_fit(tmp_path):
+    figures = tmp_path / "figures.json"
+    layouts = [f"{OWN}=1", f"{OWN}=1 model.image_encoder.num_layers=60"]
+    options = [option for each in layouts for option in ("--layout", each)]
+    shown = estimated(*options, "--json", str(figures))
+    places = re.findall(r"layout \d\W.*\W(stage 0(?: of \w+)?)\W", shown)
+    assert places == ["stage 0", "stage 0 of image_encoder"]
+    small, large = json.loads(figures.read_text())["layouts"]
+    assert [each["role"] for each in small["stages"]] == ["decoder", "image_encoder"]
+    assert small["stages"][0] == large["stages"][0]
+
+
+def test_what_a_start_refuses_is_refused_here():
+    result = CliRunner().invoke(app, [*RUN, "--ranks", "3", f"{OWN}=1"])
+    assert result.exit_code == 1
+    assert "3 ranks with rank_offset 1 and 1 rank of encoders: expected 2" in result.output

@@ -1,0 +1,340 @@
+"""Steps of drawn placements, without models: who waits for whom, and which rows come where.
+
+What runs are the product's plans, executors and edges, and Megatron's own schedules, with modules
+of a weight each. A token's feature is a number of its own, and so is the gradient that goes back.
+They are small whole numbers, of which fp32 makes exact sums.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from drawn_placements import DrawnEncoder, DrawnPlacement
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of, places
+from torch import Tensor
+
+from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.hetero.edge import Edges, Transport
+from loongplug.hetero.engine import Engine
+from loongplug.hetero.executor import Executor
+from loongplug.hetero.operations import StepPlan
+from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.placement import Piece, one_apart
+from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.models.entries import Entry, Role
+from loongplug.parallel.layout import Layout
+from loongplug.platform import current_platform
+
+SECONDS = 30.0  # after which a wait is taken for one without end
+
+
+def play(
+    rank: int, *, draws: Sequence[DrawnPlacement], seconds: float = SECONDS, less: int = 0
+) -> int:
+    """All draws, one behind the other; how many rows this rank's decoder has taken.
+
+    ``less``: so many fewer forwards of encoders before their first backward. Raises
+    AssertionError, with how to run the draw again.
+    """
+    groups, taken = Groups(seconds), 0
+    for draw in draws:
+        try:
+            world = _World(draw, groups, less=less)
+            if rank < draw.ranks:
+                taken += world.steps()
+        except Exception as error:
+            again = f"./scripts/fuzz.sh --placement '{draw.to_json()}'"
+            raise AssertionError(f"{error!r}\nthese steps again:\n  {again}") from error
+        groups.tidy()
+    return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    """One encoder as this rank sees it."""
+
+    entry: Entry
+    drawn: DrawnEncoder
+    layout: Layout
+    pieces: tuple[Piece, ...]
+    executor: Executor
+
+    @property
+    def here(self) -> bool:
+        return dist.get_rank() in self.layout.ranks
+
+    @property
+    def made(self) -> list[Piece]:
+        """The pieces that this rank makes of a microbatch of all decoder replicas."""
+        return [each for each in self.pieces if dist.get_rank() in each.edge.encoder_ranks]
+
+    def alone(self) -> Any:
+        return self.executor.instead(dict.fromkeys((True, False), len(self.made)))
+
+
+class _World:
+    """One draw on one rank: groups, executors, and its steps. Collective over all ranks."""
+
+    def __init__(self, draw: DrawnPlacement, groups: Groups, *, less: int) -> None:
+        self.draw = draw
+        self.rank = dist.get_rank()
+        self.decoder = Layout(tp=draw.tp, pp=draw.pp, dp=draw.dp)
+        needed = ahead(pipeline=draw.pp, virtual=draw.vpp > 1, group=draw.group)
+        self._ahead = max(0, needed - less)
+        self.config = self._config()
+        stages = self.decoder.groups("pp") if draw.pp > 1 else []
+        pipelines = [groups.of("pp", ranks) for ranks in stages]
+        self._pipeline = next((each for each in pipelines if each is not None), None)
+        offsets = accumulate(
+            (each.ranks for each in draw.encoders), initial=self.decoder.world_size
+        )
+        self.encoders = [
+            self._encoder(number, each, offset, groups)
+            for number, (each, offset) in enumerate(zip(draw.encoders, offsets, strict=False))
+        ]
+        self.step = self._taken = 0
+
+    def steps(self) -> int:
+        """All of them; the rows that the decoder took here."""
+        own = next((each for each in self.encoders if each.here), None)
+        return self._decode() if own is None else self._encode(own)
+
+    def _config(self) -> Any:
+        draw = self.draw
+        config: Any = ModelParallelConfig(
+            tensor_model_parallel_size=draw.tp,
+            pipeline_model_parallel_size=draw.pp,
+            virtual_pipeline_model_parallel_size=draw.vpp if draw.vpp > 1 else None,
+            microbatch_group_size_per_vp_stage=draw.group,
+            sequence_parallel=draw.sequence_parallel,
+            pipeline_dtype=torch.float32,
+            params_dtype=torch.float32,
+            # As a run of virtual stages has it: at two stages, batched sends are swapped by gloo.
+            batch_p2p_comm=draw.vpp == 1,
+            overlap_p2p_comm=draw.vpp > 1,
+            batch_p2p_sync=False,
+        )
+        config.hidden_size, config.calculate_per_token_loss = WIDTH, True
+        config.finalize_model_grads_func = None
+        return config
+
+    def _encoder(self, number: int, drawn: DrawnEncoder, offset: int, groups: Groups) -> _Encoder:
+        entry = Entry(name=f"encoder {number}", role=Role.ENCODER, into="text_decoder")
+        draw, decoder = self.draw, self.decoder
+        layout = Layout(tp=drawn.tp, dp=drawn.dp, first_rank=offset)
+        placement = one_apart(decoder, entry=entry, tp=drawn.tp, dp=drawn.dp, rank_offset=offset)
+        pieces = placement.pieces(entry.name, micro_batch_size=draw.micro_batch)
+        ranks = sorted(
+            {*layout.ranks, *(rank for each in pieces for rank in each.edge.decoder_ranks)}
+        )
+        there, back = groups.of("there", ranks), groups.of("back", ranks)
+        alike = [] if drawn.tp == 1 else layout.groups("tp")
+        if draw.tp > 1 and not draw.sequence_parallel:
+            alike += decoder.groups("tp")[: draw.dp]
+        together = [groups.of("together", each) for each in alike]
+        transport = None
+        if there is not None and back is not None:
+            mine = next((each for each in together if each is not None), None)
+            transport = Transport(there=there, back=back, together=mine)
+        platform = current_platform()
+        wires = Edges(pieces, transport, window=2, device=platform.device)
+        here = self.rank in layout.ranks
+        made = [each for each in pieces if self.rank in each.edge.encoder_ranks]
+
+        def planned(*, encoder_replicas: tuple[int, ...], training: bool, trains: bool) -> StepPlan:
+            return apart(
+                EncoderStep(
+                    encoder_replicas=encoder_replicas,
+                    replicas=1,
+                    replica=0 if here else None,
+                    consumes=wires.consumes,
+                    training=training,
+                    trains=trains,
+                    last_stage=False,
+                    pieces=max(1, len(made)),
+                    warmup=self._ahead,
+                )
+            )
+
+        executor = Executor(
+            planned, wires, entry=entry, taps=0, outside_schedule=True, platform=platform
+        )
+        executor.encoder_trains = drawn.trains
+        return _Encoder(entry=entry, drawn=drawn, layout=layout, pieces=pieces, executor=executor)
+
+    def _chunk(self, **options: bool) -> Any:
+        return Chunk(self.config, [each.entry for each in self.encoders], **options)
+
+    def _engine(self) -> Engine:
+        found: Any = {each.entry.name: _Engine(each) for each in self.encoders}
+        return Engine(found)
+
+    def _encode(self, own: _Encoder) -> int:
+        """The steps of one of an encoder's ranks."""
+        chunk: Any = self._chunk(trains=own.drawn.trains)
+        schedule = self._engine().schedules(_nothing)()
+        for step, training in enumerate(self.draw.steps):
+            self.step = step
+            chunk.came = 0
+            data = [
+                self._piece(own, piece, number)
+                for number in range(self.draw.microbatches)
+                for piece in own.made
+            ]
+            schedule(
+                data_iterator=iter(data),
+                model=[chunk],
+                num_microbatches=self.draw.microbatches,
+                forward_only=not training,
+            )
+            expected = max(1, len(data)) if training and own.drawn.trains else 0
+            assert chunk.came == expected, f"{chunk.came} gradients of {expected} units"
+        return 0
+
+    def _piece(self, own: _Encoder, piece: Piece, number: int) -> Microbatch:
+        """What an encoder's rank has of a piece: the samples' places, and their rows."""
+        replica, name = piece.edge.decoder, own.entry.name
+        lie = places(self.draw, name, replica, number)
+        rows = torch.cat(
+            [
+                features_of(name, self.step, replica, number, sample, len(lie[sample]))
+                for sample in piece.samples
+            ]
+        )
+        media = MediaInput(
+            rows=rows.unsqueeze(1).expand(-1, WIDTH).contiguous(),
+            grids=torch.tensor([[1, 1, len(rows)]]),
+        )
+        unit = Unit(places=tuple(lie[sample] for sample in piece.samples), media=media)
+        return _microbatch({name: unit}, number)
+
+    def _decode(self) -> int:
+        """The steps of one of the decoder's ranks."""
+        draw, place = self.draw, self.decoder.coordinates(self.rank)
+        chunks: list[Any] = [
+            self._chunk(first=place.pp == 0 and number == 0, trains=draw.decoder_trains)
+            for number in range(draw.vpp)
+        ]
+        engine = self._engine()
+        engine.attach(chunks[0])
+        schedule = engine.schedules(self._megatrons)()
+        data = [
+            _microbatch(
+                {
+                    each.entry.name: Unit(
+                        places=tuple(places(draw, each.entry.name, place.dp, number))
+                    )
+                    for each in self.encoders
+                },
+                number,
+            )
+            for number in range(draw.microbatches)
+        ]
+        for step, training in enumerate(draw.steps):
+            self.step = step
+            streams: list[Iterator[Microbatch]] = [iter(data), *(iter(()) for _ in chunks[1:])]
+            schedule(
+                forward_step_func=self._forward,
+                data_iterator=streams if draw.vpp > 1 else streams[0],
+                model=chunks,
+                num_microbatches=draw.microbatches,
+                seq_length=draw.tp,
+                micro_batch_size=1,
+                forward_only=not training,
+                **self._groups_of_schedule(),
+            )
+        return self._taken
+
+    def _megatrons(self) -> Any:
+        if self.draw.pp == 1:
+            return forward_backward_no_pipelining
+        if self.draw.vpp == 1:
+            return forward_backward_pipelining_without_interleaving
+        return forward_backward_pipelining_with_interleaving
+
+    def _groups_of_schedule(self) -> dict[str, Any]:
+        groups: Any = ProcessGroupCollection()
+        groups.tp = SimpleNamespace(size=lambda: self.draw.tp)
+        groups.cp = SimpleNamespace(size=lambda: 1)
+        if self.draw.pp == 1:
+            return {"pg_collection": groups}
+        pipeline: Any = self._pipeline
+        communicator = P2PCommunicator(pp_group=pipeline, config=self.config)
+        return {"pg_collection": groups, "p2p_communicator": communicator}
+
+    def _forward(self, data: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
+        """A chunk's forward: the first takes features, of which the last makes a sum."""
+        if not chunk.first:
+            return chunk.behind(), _loss
+        return self._taken_in(next(data), chunk) * chunk.weight, _loss
+
+    def _taken_in(self, microbatch: Microbatch, chunk: Any) -> Tensor:
+        """All features of a microbatch, each times the gradient that goes back, as a state."""
+        whole = torch.zeros(WIDTH)
+        for name, source in chunk.feature_sources.items():
+            found = source.features(microbatch.number).embeddings
+            expected = self._expected(name, microbatch)
+            assert torch.equal(found.detach(), expected), "features are another unit's"
+            self._taken += len(found)
+            whole = whole + (found * gradients_of(expected)).sum(dim=0)
+        rows = 1 if self.draw.sequence_parallel else self.draw.tp
+        return torch.cat([whole.view(1, 1, WIDTH), torch.zeros(rows - 1, 1, WIDTH)])
+
+    def _expected(self, name: str, microbatch: Microbatch) -> Tensor:
+        """The features that this rank needs, [rows, WIDTH]."""
+        place, number = self.decoder.coordinates(self.rank), microbatch.number
+        part = LENGTH // self.draw.tp if self.draw.sequence_parallel else LENGTH
+        first = place.tp * part if self.draw.sequence_parallel else 0
+        rows = [
+            features_of(name, self.step, place.dp, number, sample, len(lie))[
+                (first <= lie) & (lie < first + part)
+            ]
+            for sample, lie in enumerate(microbatch.units[name].places)
+        ]
+        return torch.cat(rows).unsqueeze(1).expand(-1, WIDTH)
+
+
+class _Engine:
+    """What an engine asks of an encoder's."""
+
+    steps = True
+
+    def __init__(self, encoder: _Encoder) -> None:
+        self.here = encoder.here
+        self.alone = encoder.alone
+        self._executor = encoder.executor
+
+    def executor(self) -> Executor:
+        return self._executor
+
+
+def _microbatch(units: dict[str, Unit], number: int) -> Microbatch:
+    return Microbatch(
+        input_ids=None,
+        position_ids=torch.zeros(3, 1, LENGTH, dtype=torch.int64),
+        labels=None,
+        loss_mask=None,
+        tokens=LENGTH,
+        units=units,
+        number=number,
+    )
+
+
+def _loss(state: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return state.sum(), torch.tensor(1, dtype=torch.int), {}
+
+
+def _nothing(*_: Any, **__: Any) -> Any:
+    raise AssertionError("an encoder's rank runs no schedule of Megatron's")

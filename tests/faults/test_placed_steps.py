@@ -1,0 +1,66 @@
+"""Drawn placements: every row comes where it belongs, no step hangs, and both would be seen.
+
+``./scripts/fuzz.sh --placements N`` runs as many more as one likes.
+"""
+
+from random import Random
+
+import pytest
+from drawn_placements import DrawnEncoder, DrawnPlacement, drawn_placements, placement_drawn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity.mutations import FAULTS
+from placed_steps import play
+from ranks import RankError, run_ranks
+
+DRAWS = drawn_placements(200, seed=0)
+
+
+@pytest.mark.parametrize("most", DRAWS)
+def test_rows_come_where_they_belong(most: int) -> None:
+    taken = run_ranks(play, most, draws=DRAWS[most], timeout=280.0)
+    assert sum(taken) > len(DRAWS[most])
+
+
+def with_a_fault(rank: int, *, fault: str, draws: list[DrawnPlacement]) -> int:
+    FAULTS[fault].put_in(rank)
+    return play(rank, draws=draws)
+
+
+SPLIT = DrawnPlacement(encoders=(DrawnEncoder(),), tp=2, sequence_parallel=True, media="many")
+SHARED = DrawnPlacement(encoders=(DrawnEncoder(dp=2),), micro_batch=2, media="many")
+
+
+@pytest.mark.parametrize(
+    ("draw", "fault", "said"),
+    [
+        (SHARED, "take_pieces_in_order_of_arrival", "features are another unit's"),
+        (SPLIT, "add_rows_instead_of_placing", "a gradient is another unit's"),
+    ],
+)
+def test_a_fault_is_seen(draw: DrawnPlacement, fault: str, said: str) -> None:
+    with pytest.raises(RankError, match=rf"(?s){said}.*fuzz\.sh --placement '"):
+        run_ranks(with_a_fault, draw.ranks, fault=fault, draws=[draw])
+
+
+PIPELINE = DrawnPlacement(encoders=(DrawnEncoder(),), pp=2)
+VIRTUAL = DrawnPlacement(encoders=(DrawnEncoder(),), pp=2, vpp=2, group=2, microbatches=6)
+
+
+@pytest.mark.parametrize("draw", [PIPELINE, VIRTUAL], ids=["stages", "virtual"])
+def test_a_step_without_end_is_seen(draw: DrawnPlacement) -> None:
+    """With two forwards too few, an encoder waits for a gradient that needs its next features."""
+    assert run_ranks(play, 3, draws=[draw], less=1)
+    with pytest.raises(RankError, match=r"(?s)[Tt]imed out.*fuzz\.sh --placement '"):
+        run_ranks(play, 3, draws=[draw], less=2, seconds=3.0)
+
+
+@pytest.mark.quick
+@given(st.integers(2, 6), st.randoms(use_true_random=False))
+@settings(max_examples=200, database=None)
+def test_a_drawn_placement_fits_and_is_read_as_it_was_written(most: int, chance: Random) -> None:
+    draw = placement_drawn(chance.choice, most=max(most, 2))
+    assert DrawnPlacement.from_json(draw.to_json()) == draw
+    assert draw.ranks <= most
+    assert draw.decoder_trains or any(each.trains for each in draw.encoders)
+    assert draw.vpp == 1 or draw.microbatches % draw.group == 0

@@ -1,0 +1,129 @@
+"""Which cells the parity matrix has of encoders on ranks of their own, and what their rows keep."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from loongplug.data.order import epoch_permutation
+from loongplug.training.flags import read_command_line
+from parity.cells import MOST_RANKS
+from parity.matrix import kept_media
+from parity.placement_cells import (
+    PUBLISHED_MODELS,
+    ROWS,
+    TWO,
+    PlacementCell,
+    placed,
+    placement_cells,
+)
+from parity.placement_page import placements_page
+from parity.published import A7, A8
+from parity.results import Result, as_result
+
+pytestmark = pytest.mark.quick
+
+
+def sizes(cell: PlacementCell) -> str:
+    return f"{cell.tp}/{cell.pp}/{cell.dp}|{cell.own}"
+
+
+def test_both_published_tables_are_cells_of_each_model():
+    cells = placement_cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(cell.ranks <= MOST_RANKS for cell in cells)
+    for model in PUBLISHED_MODELS:
+        frozen, trained = (
+            [cell for cell in cells if (cell.model, cell.table) == (model, table)]
+            for table in ("A7", "A8")
+        )
+        assert [sizes(cell) for cell in frozen] == [*A7]
+        assert [sizes(cell) for cell in trained] == [*A8]
+        assert {(cell.ranks, cell.micro_batch) for cell in frozen} == {(8, 1)}
+        assert {(cell.ranks, cell.micro_batch) for cell in trained} == {(8, 2)}
+        assert all("model.foundation.freeze=true" in cell.shared_flags() for cell in frozen)
+        assert not any("freeze" in flag for cell in trained for flag in cell.shared_flags())
+
+
+def test_replicas_of_both_sides_are_in_the_ratios_that_were_asked_for():
+    found = {(cell.own_sizes[0][2], cell.dp) for cell in placement_cells()}
+    assert found >= {(3, 2), (2, 3), (4, 1), (1, 4)}
+    assert {cell.rows for cell in placement_cells()} == {*ROWS}
+
+
+def test_flags_say_where_encoders_lie_and_the_single_rank_knows_nothing_of_it():
+    cell = placed("1/2/2|1/1/3|2/1/1", model=TWO, micro_batch=3, vpp=2)
+    line = read_command_line(cell.flags())
+    assert line.args.pipeline_model_parallel_size == 2
+    assert line.overrides == (
+        "model.image_encoder.rank_offset=4",
+        "model.image_encoder.tensor_model_parallel_size=1",
+        "model.image_encoder.data_parallel_size=3",
+        "model.audio_encoder.rank_offset=7",
+        "model.audio_encoder.tensor_model_parallel_size=2",
+        "model.audio_encoder.data_parallel_size=1",
+    )
+    assert cell.ranks == 9
+    shared = read_command_line(cell.shared_flags())
+    assert (shared.args.micro_batch_size, shared.args.global_batch_size) == (3, 24)
+    assert not shared.overrides
+    other = replace(cell, micro_batch=1)
+    assert cell.reference != other.reference
+    staged = placed("1/1/1|1/2/1", model="qwen3_vl_tiny")
+    assert "model.image_encoder.pipeline_model_parallel_size=2" in staged.flags()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_keep_the_media_that_the_cell_says(tmp_path, rows):
+    content = [{"type": kind, kind: "x"} for kind in ("image", "audio", "text")]
+    message = {"messages": [{"role": "user", "content": content}]}
+    lines = [json.dumps(message | {"number": number}) for number in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    cell = placed("1/1/1|1/1/1|1/1/1", model=TWO, rows=rows)
+    kept = kept_media(tmp_path / "train.jsonl", cell)
+    assert kept.parent == tmp_path  # where the media are
+    samples = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [each["number"] for each in samples] == list(range(20))
+    order = epoch_permutation(20, seed=1234, epoch=0)
+    media = [
+        [part["type"] for part in samples[number]["messages"][0]["content"]] for number in order
+    ]
+    first, then = {
+        "whole": (["image", "audio", "text"],) * 2,
+        "text": (["text"],) * 2,
+        "text first": (["text"], ["image", "audio", "text"]),
+        "images": (["image", "text"],) * 2,
+        "sounds": (["audio", "text"],) * 2,
+    }[rows]
+    assert media == [first] * cell.batch + [then] * (20 - cell.batch)
+
+
+def test_the_page_has_a_table_for_each_published_one_and_one_for_the_others():
+    cells = [
+        placed("2/1/2|1/1/4", model="llava_tiny", trained="all but the decoder", table="A7"),
+        placed("1/1/2|1/1/3", micro_batch=3),
+        placed("1/2/1|1/1/1|1/1/2", model=TWO, vpp=2, rows="images", micro_batch=2),
+    ]
+    figures = {"gradients": 2e-6, "gradient_norm": 1e-7, "loss": 1e-7, "parameters": 1e-8}
+    results = [Result(cell=cell, agrees=cell.table == "A7", **figures) for cell in cells]
+    page = placements_page(results, 9, "abc")
+    assert "3 of 9 cells: 1 agree, 2 do not. The code had the digest `abc`." in page
+    assert "## Table A7\n" in page
+    assert "## Table A8\n" not in page
+    for line in (
+        "| of table A7 | 1 | 1 | 2.0e-06 |",
+        "| other numbers of replicas | 3 | 1 |",
+        "| decoder with virtual stages | 1 | 0 |",
+        "| two encoders | 1 | 0 |",
+        "| llava_tiny | 2/1/2 | 1/1/4 | 8 | 1 | 1 | 1 |  | none |  | plain |  "
+        "| all but the decoder | whole | 2.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 | agrees |",
+        "| qwen2_5_omni_tiny | 1/2/1 | 1/1/1, 1/1/2 | 5 | 2 | 1 | 2 |  | none |  | plain |  "
+        "| all | images | 2.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 | **differs** |",
+    ):
+        assert line in page, line
+
+
+def test_a_result_survives_the_file():
+    result = Result(cell=placed("1/1/1|1/1/1"), agrees=True)
+    line = {**vars(result), "cell": vars(result.cell)}
+    assert as_result(json.loads(json.dumps(line))) == result

@@ -1,0 +1,49 @@
+"""Whole runs with an encoder in pipeline stages: what they save goes on, there and elsewhere."""
+
+import shutil
+
+import pytest
+from compared_runs import same, train
+
+pytestmark = pytest.mark.slow
+
+ENCODER = "model.image_encoder"
+STAGED = (f"{ENCODER}.rank_offset=1", f"{ENCODER}.pipeline_model_parallel_size=2")
+SAVED_AFTER = 1
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def run_staged(flags, tmp_path_factory):
+    """Flags from the same weights on, the steps of three ranks, and their checkpoint half-way."""
+    folder = tmp_path_factory.mktemp("staged")
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder / "weights"))
+    flags = [*flags, "--load-hf", str(folder / "weights"), "--train-iters", str(STEPS)]
+    flags += ["--lr-decay-style", "constant", "--clip-grad", "0.5"]
+    saving = ("--save", str(folder / "run"), "--save-interval", str(SAVED_AFTER))
+    steps = train(flags, *STAGED, *saving, "--save-hf", str(folder / "export"), ranks=3)
+    for left in (folder / "run").glob(f"iter_{STEPS:07d}"):
+        shutil.rmtree(left)
+    (folder / "run" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AFTER))
+    return flags, steps, folder
+
+
+def test_it_goes_on_bit_by_bit(run_staged, tmp_path):
+    flags, steps, folder = run_staged
+    more = ("--load", str(folder / "run"), "--save-hf", str(tmp_path / "export"))
+    assert train(flags, *STAGED, *more, ranks=3) == steps[SAVED_AFTER:]
+    exported = [each / "model.safetensors" for each in (tmp_path / "export", folder / "export")]
+    first, second = (each.read_bytes() for each in exported)
+    assert first == second
+
+
+def test_it_goes_on_where_the_encoder_lies_with_the_decoder(run_staged, tmp_path):
+    flags, steps, folder = run_staged
+    saving = ("--save", str(tmp_path / "run"), "--save-interval", "1")
+    together = train(flags, "--load", str(folder / "run"), *saving)
+    assert same(together, steps[SAVED_AFTER:])
+    # And back, in stages of other sizes.
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    more = ("--train-iters", str(STEPS + 1), "--load", str(tmp_path / "run"))
+    uneven = (*STAGED, f"{ENCODER}.stage_layers=[1,2]")
+    assert same(train(flags, *uneven, *more, ranks=3), train(flags, *more))

@@ -1,0 +1,118 @@
+"""Runs with the encoder on ranks of its own: bad samples, evaluation and answers as on one rank."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_runs import same, train
+from compared_runs import steps as steps_of
+from cut_images import cut
+
+from loongplug.data.order import epoch_permutation
+from loongplug.training.delivery import LoadedElsewhere
+
+pytestmark = pytest.mark.slow
+
+ROWS, SEED = 8, 1234
+PP2, TP2 = ("--pipeline-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2")
+
+
+def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
+    """The encoder's ranks, behind the decoder's."""
+    return (
+        f"model.image_encoder.rank_offset={offset}",
+        f"model.image_encoder.tensor_model_parallel_size={tp}",
+        f"model.image_encoder.data_parallel_size={dp}",
+    )
+
+
+# Ranks in all, and flags.
+LAYOUTS = {
+    "two-decoders": (3, lies(2)),
+    "stages-encoder-tp2": (4, (*PP2, *lies(2, tp=2))),
+    "tp2-split-two-encoders": (4, (*TP2, "--sequence-parallel", *lies(2, dp=2))),
+}
+
+
+def with_cut_images(rows: list[str], numbers: list[int], *, demo: Path, folder: Path) -> str:
+    """A file of these rows, of which those with such ``numbers`` have damaged images."""
+    folder.mkdir()
+    cut_rows = [
+        cut(row, source=demo, folder=folder) if number in numbers else row
+        for number, row in enumerate(rows)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(cut_rows) + "\n")
+    return str(folder / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def evaluated(flags, demo, tmp_path_factory):
+    """Two steps, each an epoch, from weights that all runs load; an evaluation behind each.
+
+    The last sample of the first epoch is damaged, and one in the middle of the second; so is one of
+    the evaluation's, which goes through it one by one.
+    """
+    folder = tmp_path_factory.mktemp("data")
+    weights = str(folder / "weights")
+    train(flags, "--lr", "0", "--train-iters", "1", "--save-hf", weights)
+    sees = [row for row in (demo / "train.jsonl").read_text().splitlines() if '"image"' in row]
+    first, second = (epoch_permutation(ROWS, seed=SEED, epoch=each) for each in (0, 1))
+    bad = [int(first[-1]), int(second[ROWS // 2])]
+    data = with_cut_images(sees[:ROWS], bad, demo=demo, folder=folder / "train")
+    valid = with_cut_images(sees[ROWS : ROWS + 4], [1], demo=demo, folder=folder / "valid")
+    return [
+        *(*flags, "--load-hf", weights, "--train-iters", "2", "--seed", str(SEED)),
+        *("--train-data-path", data, "--valid-data-path", valid, "--media-root", str(demo)),
+        *("--eval-iters", "1", "--eval-interval", "1", "--bad-sample", "skip"),
+        *("--eval-global-batch-size", "4", "--eval-micro-batch-size", "1"),
+    ]
+
+
+def run(evaluated: list[str], *more: str, ranks: int, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Losses and gradient norms, and what the metrics' file says."""
+    metrics = folder / f"{ranks}.json"
+    steps = train(evaluated, *more, "--metrics-json", str(metrics), ranks=ranks)
+    return steps, json.loads(metrics.read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(evaluated, tmp_path_factory):
+    return run(evaluated, ranks=1, folder=tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_damaged_images_are_left_out_where_the_decoder_trains(evaluated, alone, tmp_path, name):
+    ranks, layout = LAYOUTS[name]
+    steps, metrics = run(evaluated, *layout, ranks=ranks, folder=tmp_path)
+    expected, metrics_alone = alone
+    assert same(steps, expected), (steps, expected)
+    assert metrics["bad_samples"] == metrics_alone["bad_samples"]
+    assert metrics["bad_samples"]["pixels"] > 1
+    assert metrics["valid_loss"] == pytest.approx(metrics_alone["valid_loss"], rel=2e-5)
+
+
+def test_damaged_images_in_packs(evaluated, tmp_path):
+    """A pack has several samples, and one replica of the encoder makes all of it."""
+    packed = (
+        *("--packing", "--packing-look-ahead", "4", "--seq-length", "160"),
+        *("--micro-batch-size", "1", "--global-batch-size", "4"),
+    )
+    (tmp_path / "alone").mkdir()
+    expected, metrics_alone = run(evaluated, *packed, ranks=1, folder=tmp_path / "alone")
+    layout = (*packed, *lies(2, dp=2))
+    steps, metrics = run(evaluated, *layout, ranks=4, folder=tmp_path)
+    assert same(steps, expected), (steps, expected)
+    assert metrics["bad_samples"] == metrics_alone["bad_samples"]
+    assert metrics["bad_samples"]["pixels"] > 1
+
+
+def test_a_decoder_that_does_not_hear_trains_on_damaged_images(evaluated, alone):
+    steps = train(evaluated, *lies(1), ranks=2, function=deaf_steps)
+    assert not same(steps, alone[0])
+
+
+def deaf_steps(rank: int, *, flags: list[str]):
+    """What a run's steps are where the decoder hears nothing."""
+    LoadedElsewhere.__call__ = lambda self, planned: (None, set())
+    return steps_of(rank, flags=flags)

@@ -1,0 +1,134 @@
+"""Encoders with pipeline stages against a single rank, and what must not go unseen between them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.mutations import around
+from sweeps import sweep
+from torch import Tensor
+from verify_cases import Pair, failing, made_plan
+
+from loongplug.verify.plan import Request
+from loongplug.verify.report import report
+from loongplug.verify.runs import plan_runs
+
+LINKS = "loongplug.hetero.stage_links:StageLinks"
+SEES, HEARS = {"image_encoder", "image_projector"}, {"audio_encoder", "audio_projector"}
+
+
+def lies(
+    offset: int, *, of: str = "image", pp: int = 2, tp: int = 1, dp: int = 1
+) -> tuple[str, ...]:
+    """An encoder's ranks, which begin behind the decoder's or another encoder's."""
+    encoder = f"model.{of}_encoder"
+    return (
+        f"{encoder}.rank_offset={offset}",
+        f"{encoder}.pipeline_model_parallel_size={pp}",
+        f"{encoder}.data_parallel_size={dp}",
+        f"{encoder}.tensor_model_parallel_size={tp}",
+    )
+
+
+QWEN3, LLAVA, INTERNVL, OMNI = "qwen3_vl_tiny", "llava_tiny", "internvl_tiny", "qwen2_5_omni_tiny"
+PP2 = ("--pipeline-model-parallel-size", "2")
+PP3 = ("--pipeline-model-parallel-size", "3")
+TP2 = ("--tensor-model-parallel-size", "2")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+MBS2 = ("--micro-batch-size", "2")
+MBS3 = ("--micro-batch-size", "3")
+FROZEN = ("model.image_encoder.freeze=true",)
+
+# Model, ranks in all, and flags. Sizes of the decoder | of the encoder are TP/PP/DP.
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "1/1/2|1/2/1": (QWEN3, 4, lies(2)),
+    "figure-4a": (OMNI, 6, (*PP3, *lies(3), *lies(5, of="audio", pp=1))),
+    "1/1/1|1/2/1-frozen-encoder": (LLAVA, 3, (*lies(1), *FROZEN)),
+    "1/2/2|2/2/1": (QWEN3, 8, (*PP2, *lies(4, tp=2))),
+    "2/1/1|1/3/1-split": (QWEN3, 5, (*TP2, "--sequence-parallel", *lies(2, pp=3))),
+    "1/1/1|2/2/1-recompute": (QWEN3, 5, (*lies(1, tp=2), "model.image_encoder.recompute=true")),
+    "1/2/1|1/2/1-virtual": (QWEN3, 4, (*VPP2, *lies(2))),
+    "1/1/1|1/2/4-mbs3": (QWEN3, 9, (*MBS3, *lies(1, dp=4))),  # a replica without samples
+    "1/1/3|1/2/2-mbs2": (QWEN3, 7, (*MBS2, *lies(3, dp=2))),
+    "1/1/1|1/2/1-uneven": (QWEN3, 3, (*lies(1), "model.image_encoder.stage_layers=[1,2]")),
+    "1/1/1|1/2/1-optimizer": (QWEN3, 3, (*lies(1), "--use-distributed-optimizer")),
+    "1/1/1|1/2/1-windows": ("qwen2_5_vl_tiny", 3, lies(1)),
+    "1/2/1|1/2/1-tiles": (INTERNVL, 4, (*PP2, *lies(2))),
+    "1/1/1|1/2/1-sounds": (OMNI, 4, (*lies(1, pp=1), *lies(2, of="audio"))),
+    "1/1/1|1/2/1-first-layers-frozen": (
+        QWEN3,
+        3,
+        (
+            *(*lies(1), "--freeze-parameters", "image_encoder.patch_embed*"),
+            *("image_encoder.position_embedding*", "image_encoder.blocks.layers.[01].*"),
+        ),
+    ),
+    "1/1/1|1/2/1-last-layer-frozen": (
+        QWEN3,
+        3,
+        (*lies(1), "--freeze-parameters", "image_encoder.blocks.layers.2.*"),
+    ),
+}
+FEW = ("1/1/2|1/2/1", "figure-4a", "1/1/1|1/2/1-frozen-encoder")
+
+
+def pair_of(folder: Path, demo: Path, name: str) -> Pair:
+    model, ranks, flags = CASES[name]
+    if model == QWEN3:
+        return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
+    flags = ("--device", "cpu", "--model-name", model, *flags)
+    request = Request(flags=flags, scale="tiny", steps=1, ranks=ranks)
+    return Pair(plan_runs(request, folder=folder), folder)
+
+
+@pytest.mark.parametrize("name", sweep(CASES, but=FEW))
+def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, demo, name)
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+    trained = {each.module for each in comparison.tensors if each.what == "gradients"}
+    expected = SEES | (HEARS if CASES[name][0] == OMNI else set())
+    frozen = {"image_encoder"} if "frozen-encoder" in name else set()
+    assert trained >= expected - frozen
+    assert not frozen & trained
+
+
+@pytest.fixture(scope="module")
+def staged(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_of(tmp_path_factory.mktemp("staged"), demo, "1/1/2|1/2/1")
+
+
+def without_taps(rank: int) -> None:
+    """What goes back to a stage is the gradient of its last layer's states alone."""
+
+    def give_back(original: Any, self: Any, unit: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            gradient = gradient.clone()
+            gradient[:, gradient.shape[1] // 3 :] = 0.0  # the states, and two taps behind them
+        original(self, unit, gradient)
+
+    around(f"{LINKS}.give_back", give_back)
+
+
+def of_the_unit_before(rank: int) -> None:
+    """A stage gets the gradient of another unit, as far as it has the rows."""
+    kept: list[Tensor] = []
+
+    def take_back(original: Any, self: Any, unit: int) -> Tensor:
+        gradient: Tensor = original(self, unit)
+        kept.append(gradient.clone())
+        before = kept[max(0, len(kept) - 2)]
+        rows = min(len(before), len(gradient))
+        return torch.cat([before[:rows], gradient[rows:]])
+
+    around(f"{LINKS}.take_back", take_back)
+
+
+@pytest.mark.parametrize("fault", [without_taps, of_the_unit_before])
+def test_wrong_gradients_between_stages(staged: Pair, fault: Any) -> None:
+    comparison = staged.compared(fault)
+    assert failing(comparison, "gradients") == {"image_encoder"}
+    assert not any(each.fails for each in comparison.losses)
+    wrong = {each.name for each in comparison.tensors if each.what == "gradients" and each.fails}
+    assert not any(".blocks.2." in name for name in wrong), "the last stage's are right"
