@@ -20,7 +20,9 @@ def run_apart(flags, tmp_path_factory):
     flags = [*flags, "--load-hf", str(folder / "weights"), "--train-iters", str(STEPS)]
     flags += ["--lr-decay-style", "constant", "--clip-grad", "0.5"]
     saving = ("--save", str(folder / "run"), "--save-interval", str(SAVED_AFTER))
-    steps = train(flags, *APART, *saving, "--save-hf", str(folder / "export"), ranks=2)
+    # Timers of a kind that only the decoder has, some with a barrier unless told otherwise.
+    more = (*saving, "--save-hf", str(folder / "export"), "--timing-log-level", "2")
+    steps = train(flags, *APART, *more, ranks=2)
     for left in (folder / "run").glob(f"iter_{STEPS:07d}"):
         shutil.rmtree(left)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AFTER))
