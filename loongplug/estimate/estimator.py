@@ -57,7 +57,6 @@ class Estimator:
         parsed, microbatches = run_of(
             flags, ranks=self.ranks, visual_tokens=self.visual_tokens, folder=self.folder
         )
-        _require_whole_encoders(parsed)
         with quiet():
             from loongplug.estimate.estimate import estimate
 
@@ -78,19 +77,6 @@ class Estimator:
         if self.visual_tokens is None:
             return own_units_of_data(parsed.args, parsed.model)
         return own_units_of_size(parsed.args, parsed.model, visual_tokens=self.visual_tokens)
-
-
-def _require_whole_encoders(parsed: "ParsedArguments") -> None:
-    """Raise ValueError for encoders with pipeline stages, which are not counted yet."""
-    model = parsed.model
-    for name in model.encoders:
-        stages = model.encoder(name).pipeline_model_parallel_size
-        if stages > 1:
-            key = f"model.{model.keys[name]}.pipeline_model_parallel_size"
-            raise ValueError(
-                f"{key} is {stages}, and an estimate knows encoders of one stage only: leave it "
-                "away, with as many ranks less, for what all stages of the encoder hold together"
-            )
 
 
 def fits_in(nbytes: int, *, device_memory: float) -> bool:
