@@ -33,7 +33,10 @@ class News:
     group: dist.ProcessGroup  # gloo; the hearers and who loads are among its ranks
     hearers: Sequence[int]
     channel: int  # tells apart several of these on one group
-    _sending: deque[dist.Work] = field(default_factory=deque, init=False)
+    # How many microbatches' word may be on its way. Of those before, all must have heard by then:
+    # waiting for them must not hold up who they wait for.
+    recent: int
+    _sending: deque[list[dist.Work]] = field(default_factory=deque, init=False)
 
     def told(self, samples: Sequence[int], bad: Container[int], *, first: int) -> set[int]:
         """Which of ``samples``, one for each medium, are ``bad``, as the loading rank knows it.
@@ -50,13 +53,13 @@ class News:
             dist.recv(flags, src=first, group=self.group, tag=self.channel)
             return {samples[medium] for medium in flags.nonzero().flatten().tolist()}
         flags = torch.tensor([sample in bad for sample in samples], dtype=torch.uint8)
-        while self._sending and self._sending[0].is_completed():
-            self._sending.popleft().wait()
-        for other in self.hearers:
-            if other != first:
-                work = dist.isend(flags, dst=other, group=self.group, tag=self.channel)
-                assert work is not None, "this rank is in the group"
-                self._sending.append(work)
+        # gloo says of a send that it is done only to who waits for it.
+        while len(self._sending) >= self.recent:
+            for work in self._sending.popleft():
+                work.wait()
+        others = (other for other in self.hearers if other != first)
+        sent = [dist.isend(flags, dst=each, group=self.group, tag=self.channel) for each in others]
+        self._sending.append([work for work in sent if work is not None])
         return {sample for sample in samples if sample in bad}
 
 

@@ -24,6 +24,8 @@ from loongplug.platform import current_platform
 from loongplug.training.delivery import Delivery, News, deliver
 
 _CHANNELS = 3  # of training, of validation, and what asks
+# All ranks have been through the step before the last: the optimizer's norm is of all of them.
+_RECENT_STEPS = 3
 
 # Makes the steps of a decoder replica: of its ``dp_rank``, with units made as ``encoders`` say.
 SourceOf = Callable[..., StepSource]
@@ -111,7 +113,16 @@ class RankData(ABC):
             group=self.news,
             hearers=decoder_layout().group("tp_cp_pp", hearer),
             channel=_CHANNELS * list(self.engine.encoders).index(name) + channel,
+            recent=_RECENT_STEPS * _most_microbatches(self.args),
         )
+
+
+def _most_microbatches(args: Namespace) -> int:
+    """Of a step or an evaluation, as many as there can be."""
+    dp = decoder_layout().dp
+    training = args.global_batch_size // (args.micro_batch_size * dp)
+    evaluation = args.eval_global_batch_size // (args.eval_micro_batch_size * dp)
+    return max(training, evaluation * max(args.eval_iters, 1))
 
 
 def local_source(

@@ -89,7 +89,7 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, torch.Tensor], s
             groups[name],
             row_values=VALUES[name],
             device=torch.device("cpu"),
-            news=News(group=everyone, hearers=range(3), channel=number) if news else None,
+            news=News(group=everyone, hearers=range(3), channel=number, recent=9) if news else None,
         )
         for number, (name, replicas) in enumerate(REPLICAS.items())
     }
@@ -149,7 +149,7 @@ def told_apart(rank: int) -> list[set[int]]:
     everyone = dist.group.WORLD
     assert everyone is not None
     alone = [dist.new_group([each]) for each in range(4)][rank]
-    news = News(group=everyone, hearers=(2, 3), channel=1)
+    news = News(group=everyone, hearers=(2, 3), channel=1, recent=2)
     found = []
     for index, (samples, bad) in enumerate(APART):
         if rank < 2:
@@ -162,6 +162,7 @@ def told_apart(rank: int) -> list[set[int]]:
             elsewhere = LoadedElsewhere(pieces=PIECES, news=news)
             _, heard = elsewhere(unit_of_samples(index, samples, bad=bad, loads=False))
         found.append(heard)
+        assert len(news._sending) <= news.recent, "word of all steps is kept"
     dist.barrier()
     return found
 
