@@ -69,7 +69,7 @@ add_mode() {
 }
 
 # Adds where the encoder with the YAML key $1 lies: on ranks of its own from ENCODER_RANK_OFFSET on, as
-# ENCODER_DP replicas, and over how many ranks each of its replicas is split, ENCODER_TP.
+# ENCODER_DP replicas of ENCODER_PP pipeline stages of ENCODER_TP ranks each.
 add_placement() {
     if [[ -n "${ENCODER_RANK_OFFSET:-}" ]]; then
         FLAGS+=("model.$1.rank_offset=$ENCODER_RANK_OFFSET")
@@ -79,6 +79,9 @@ add_placement() {
     fi
     if [[ -n "${ENCODER_TP:-}" ]]; then
         FLAGS+=("model.$1.tensor_model_parallel_size=$ENCODER_TP")
+    fi
+    if [[ -n "${ENCODER_PP:-}" ]]; then
+        FLAGS+=("model.$1.pipeline_model_parallel_size=$ENCODER_PP")
     fi
 }
 

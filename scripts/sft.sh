@@ -18,9 +18,10 @@
 # MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
 # (docs/heterogeneous_parallelism.md).
 #
-# ENCODER_RANK_OFFSET=6 gives the encoder the ranks from 6 on, ENCODER_DP replicas of ENCODER_TP ranks
-# (1 and 1 unless given); the GPUs before them are the decoder's (docs/placement.md). Of a model that
-# sees and hears it is the image encoder; overrides place the other one.
+# ENCODER_RANK_OFFSET=6 gives the encoder the ranks from 6 on, ENCODER_DP replicas of ENCODER_PP
+# pipeline stages of ENCODER_TP ranks (1 each unless given); the GPUs before them are the decoder's
+# (docs/placement.md). Of a model that sees and hears it is the image encoder; overrides place the
+# other one.
 set -euo pipefail
 MODEL="" FOLDER="the model" PHASE=sft
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -361,11 +361,11 @@ def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("script", ALL, ids=str)
 def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> None:
-    given = {"ENCODER_RANK_OFFSET": "8", "ENCODER_DP": "3", "ENCODER_TP": "2"}
-    launched = launch(script, tmp_path, GPUS_PER_NODE="14", **given)
+    given = {"ENCODER_RANK_OFFSET": "8", "ENCODER_DP": "3", "ENCODER_TP": "2", "ENCODER_PP": "2"}
+    launched = launch(script, tmp_path, GPUS_PER_NODE="20", **given)
     encoder = parse(launched).model.image_encoder
     assert (encoder.rank_offset, encoder.data_parallel_size) == (8, 3)
-    assert encoder.tensor_model_parallel_size == 2
+    assert (encoder.tensor_model_parallel_size, encoder.pipeline_model_parallel_size) == (2, 2)
 
 
 @pytest.mark.quick
