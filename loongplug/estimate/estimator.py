@@ -131,8 +131,6 @@ def parsed_for(
 def stepping_of(flags: Sequence[str]) -> "Stepping":
     """How the optimizer of a run with these flags works: torch's, unless they ask for another.
 
-    The CPU's table has it go over each tensor once.
-
     Needs the platform to be active.
     """
     from loongplug.training.flags import read_command_line
@@ -141,7 +139,7 @@ def stepping_of(flags: Sequence[str]) -> "Stepping":
     args = line.args
     if "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine":
         return "fused"
-    return "fused" if args.device == "cpu" else "all at once"
+    return "one by one" if args.device == "cpu" else "all at once"
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from loongplug.models.multimodal import MultimodalModel
 
 _WIDE = torch.float32.itemsize
 
-# How an optimizer goes through its tensors: in place (TransformerEngine's, Apex's, that on the
-# CPU), or with the roots of all second moments at once (torch's on GPUs).
-Stepping = Literal["fused", "all at once"]
+# How an optimizer goes through its tensors: in place (TransformerEngine's, Apex's), with the roots
+# of all second moments at once (torch's on GPUs), or one by one where gradients are clipped (on the
+# CPU, which steps in place).
+Stepping = Literal["fused", "all at once", "one by one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,4 +212,8 @@ def _work(sizes: Sequence[int], args: Namespace, *, stepping: Stepping) -> int:
     if args.use_precision_aware_optimizer:
         kinds = (args.exp_avg_dtype, args.exp_avg_sq_dtype, args.main_params_dtype)
         return sum(sizes) * _WIDE * sum(dtype != torch.float32 for dtype in kinds)
-    return 0 if stepping == "fused" else sum(sizes) * _WIDE
+    if stepping == "fused":
+        return 0
+    if stepping == "all at once":
+        return sum(sizes) * _WIDE
+    return _WIDE * max(sizes, default=0) if args.clip_grad > 0 else 0
