@@ -178,7 +178,11 @@ def _device_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_at_once(original: Callable[..., None]) -> Callable[..., None]:
-    """Adam's steps of many tensors by torch's kernel for that, bit by bit the same."""
+    """Adam's steps of many tensors by torch's fused kernel, which rounds otherwise.
+
+    The last values of a tensor, too few for a vector, may differ in their last bit from those of
+    the same tensor cut elsewhere.
+    """
 
     @functools.wraps(original)
     def single_tensor_adam(

@@ -56,7 +56,7 @@ def test_enough_draws_come_to_everything(seed):
 )
 def test_a_fault_that_never_happens_fails_the_fuzz(silent, named):
     found = tally(first(ENOUGH), silent=(silent,))
-    assert shortcomings(found, whole=True) == [f"200 draws have never come to {named}"]
+    assert shortcomings(found, whole=True) == [f"{ENOUGH} draws have never come to {named}"]
     # A few draws need not come to everything.
     assert shortcomings(found, whole=False) == []
 
@@ -90,4 +90,6 @@ def test_a_run_that_does_not_mind_sigterm_is_wrong():
     for each in first(ENOUGH):
         heard = each.fault.kind != "sigterm"
         unheard.add(each, ending(each) if heard else whole(STEPS))
-    assert "200 draws have never come to the fault sigterm" in shortcomings(unheard, whole=True)
+    assert f"{ENOUGH} draws have never come to the fault sigterm" in shortcomings(
+        unheard, whole=True
+    )

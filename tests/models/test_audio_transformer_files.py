@@ -78,6 +78,7 @@ def test_config_json_gives_the_config_back(name: str) -> None:
     left = {each.name for each in dataclasses.fields(config)} - fields.keys()
     of_training = {
         *("data_parallel_size", "rank_offset", "tensor_model_parallel_size", "mode"),
+        *("pipeline_model_parallel_size", "stage_layers"),
         *("freeze", "lora", "lr_mult", "recompute"),
     }
     assert left <= of_training | {"layernorm_epsilon", "longest"}

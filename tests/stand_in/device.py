@@ -4,9 +4,11 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.optim import adam
 
+from loongplug.models.layers import by_heads
 from loongplug.platform import active, current_platform
-from loongplug.platform.cpu import CpuPlatform
+from loongplug.platform.cpu import CpuPlatform, _all_at_once
 from loongplug.platform.cuda import CudaPlatform
 from loongplug.platform.upstream import apply_upstream_replacements
 from stand_in.cuda_names import cuda_table
@@ -39,6 +41,9 @@ def enter() -> StandInPlatform:
     platform = StandInPlatform()
     active._Process.platform = platform
     apply_upstream_replacements(platform)
+    # The kernels are the host's: those that round otherwise would have other bits.
+    by_heads.is_host = lambda: True
+    adam._multi_tensor_adam = _all_at_once(adam._multi_tensor_adam)
     return platform
 
 

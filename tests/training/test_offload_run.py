@@ -135,7 +135,7 @@ def watched(counter: Counter) -> None:
         counter.note_saved(tensor)
         return saved_view(tensor, known)
 
-    around(EncoderOfStep, "payload", lambda made, *_: counter.note(made))
+    around(EncoderOfStep, "payload", lambda made, *_, **__: counter.note(made))
     around(Exchange, "gather_variable_shape_embeddings", arrived)
     around(Executor, "_gather", gathered)
     around(PrefetchQueue, "send_for", came)

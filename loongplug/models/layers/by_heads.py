@@ -6,14 +6,13 @@ from loongplug.platform.active import is_host
 
 
 def by_heads(x: Tensor) -> Tensor:
-    """``x`` [batch, heads, s, dim] with a head's rows behind each other, where it is the host's.
+    """``x`` [batch, heads, s, dim] with a head's rows behind each other, where work is the host's.
 
     Megatron's layers have a token's batch and heads side by side, so that the rows of a head lie
     pages apart and share a few lines of the cache. A kernel of the host goes over them for every
-    block of queries; one copy costs less. CUDA's kernels read either, and get what there is. A
-    tensor without values (an estimate's) lies as one of the run's device would.
+    block of queries; one copy costs less. CUDA's kernels read either, and get what there is. An
+    estimate's tensors, which have no values, lie as those of the run's device would.
     """
-    host = is_host() if x.is_meta else x.device.type == "cpu"
-    if not host or x.stride(-2) == x.size(-1):
+    if not is_host() or x.stride(-2) == x.size(-1):
         return x
     return x.contiguous()
