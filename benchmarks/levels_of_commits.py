@@ -47,7 +47,8 @@ def train(rank, tell, flags, done=None):
     def after_step(report):
         if rank == 0 and done is not None:
             os.write(done, json.dumps([report.loss]).encode() + b"\\n")
-            sys.stdin.readline()  # the others wait for this rank in the next step
+            sys.stdin.readline()
+        dist.barrier()  # nobody works ahead in the other side's time
 
     reports = run(flags, on_report=after_step)
     dist.barrier()
