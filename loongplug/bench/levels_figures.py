@@ -162,10 +162,11 @@ def traced_figures(traces: Sequence[RankTrace], *, warmup: int) -> TracedFigures
     numbers = _steps(traces, warmup=warmup)
     sent = [
         sum(
-            event.details["bytes"]
+            event.details.get("bytes", 0)  # waiting for sends has none
             for trace in traces
             for event in trace.events
             if event.step == number and event.phase == "exchange"
+            if "source" not in event.details  # its sender has them
         )
         for number in numbers
     ]
