@@ -1,8 +1,8 @@
 """Several pytest processes share the files of tests: each runs those that it comes to first.
 
-``scripts/test.sh`` starts one more than there are cores: ranks wait for each other much of the time,
-and many tests have one rank only, so that one file after the other leaves cores idle. A file is run
-by one process, and its module fixtures are made once.
+``scripts/test.sh`` starts one more than there are cores: ranks wait for each other much of the
+time, and many tests have one rank only, so that one file after the other leaves cores idle. A file
+is run by one process, and its module fixtures are made once.
 """
 
 import os
