@@ -57,19 +57,18 @@ def assert_parts_agree(split: TokenSplit, segments: Segments, *, by_rank: bool) 
             ]
         else:
             ways = [(torch.arange(split.length), row.tiles)]
-        merged = Merged(q[:, :, mine])
+        merged = Merged(q[:, :, mine], scale=None)
         for held, groups in ways:
-            merged.add(q[:, :, mine], k[:, :, held], v[:, :, held], groups, scale=None)
+            merged.add(k[:, :, held], v[:, :, held], groups)
         out[:, :, mine] = merged.out
+        found = Gradients(
+            grad[:, :, mine], q=q[:, :, mine], out=merged.out, lse=merged.lse, scale=None
+        )
         for held, groups in ways:
-            found = Gradients(q[:, :, mine], k[:, :, held])
-            found.add(
-                *(x[:, :, mine] for x in (grad, q)), k[:, :, held], v[:, :, held],
-                merged.out, merged.lse, groups, scale=None,
-            )  # fmt: skip
-            places = (mine, held, held)
-            for total, place, share in zip(grads, places, (found.q, found.k, found.v), strict=True):
-                total[:, :, place] += share
+            of_keys = found.add(k[:, :, held], v[:, :, held], groups)
+            for total, share in zip(grads[1:], of_keys, strict=True):
+                total[:, :, held] += share
+        grads[0][:, :, mine] = found.q
     theirs = torch.autograd.grad(expected, leaves, grad)
     for ours, wanted in zip((out, *grads), (expected, *theirs), strict=True):
         assert (ours - wanted).abs().max() <= TOLERANCE * wanted.abs().max().clamp(min=1)
@@ -102,11 +101,12 @@ def test_equal_tiles_are_one_call_and_agree(by_rank: bool) -> None:
 
 
 def test_bfloat16_is_merged_in_float32() -> None:
-    q, k, v, _ = drawn(16, dtype=torch.bfloat16)
+    q, k, v, grad = drawn(16, dtype=torch.bfloat16)
     split = zigzag(16, cp=2)
     row = context_row(split, [16], rank=0, device="cpu")
-    merged = Merged(q[:, :, :8])
-    merged.add(q[:, :, :8], k, v, row.tiles, scale=None)
-    assert merged.out.dtype == merged.lse.dtype == torch.float32
-    found = Gradients(q[:, :, :8], k)
-    assert found.q.dtype == found.k.dtype == torch.float32
+    merged = Merged(q[:, :, :8], scale=None)
+    merged.add(k, v, row.tiles)
+    out, lse = merged.out.to(q.dtype), merged.lse
+    found = Gradients(grad[:, :, :8], q=q[:, :, :8], out=out, lse=lse, scale=None)
+    dtypes = {x.dtype for x in (merged.out, lse, *found.add(k, v, row.tiles), found.q)}
+    assert dtypes == {torch.float32}

@@ -95,8 +95,8 @@ class ContextAttention(SDPAttention):
         row = _row_of(packed_seq_params, tokens=query.size(0))
         if query.dim() == 4:
             return self._attend_row(query, key, value, row).flatten(2)
-        of_one_row = (x.unsqueeze(1) for x in (query, key, value))
-        return self._attend_row(*of_one_row, row).flatten(1)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return self._attend_row(query, key, value, row).flatten(1)
 
     def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, row: ContextRow) -> Tensor:
         """[s, b, heads, dim] x 3 -> [s, b, heads, dim]."""
@@ -113,8 +113,8 @@ class ContextAttention(SDPAttention):
         """SDPAttention of some heads for all tokens of a row, [length, b, heads, dim]."""
         b, heads = query.shape[1:3]
         layout = PackedLayout.of(row.segments.lengths * b)
-        one_pack = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = self._packed(*one_pack, layout, causal=True)  # [b * length, heads * dim]
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = self._packed(q, k, v, layout, causal=True)  # [b * length, heads * dim]
         return out.unflatten(0, (b, -1)).transpose(0, 1).unflatten(2, (heads, -1))
 
     def _check_parallel(self, config: TransformerConfig) -> None:

@@ -57,8 +57,8 @@ class _GatheredAttention(torch.autograd.Function):
         heads = q.size(1) // key.size(2)
         for head, (k, v) in enumerate(_whole_heads(key, value, row, group)):
             mine = slice(head * heads, (head + 1) * heads)
-            merged = Merged(q[:, mine])
-            merged.add(q[:, mine], k, v, row.tiles, scale=scale)
+            merged = Merged(q[:, mine], scale=scale)
+            merged.add(k, v, row.tiles)
             out[:, mine], lse[:, mine] = merged.out, merged.lse
         ctx.save_for_backward(q, key, value, out, lse)
         ctx.row, ctx.group, ctx.scale = row, group, scale
@@ -75,11 +75,12 @@ class _GatheredAttention(torch.autograd.Function):
         returning: list[_Returning] = []  # of at most one head
         for head, (k, v) in enumerate(_whole_heads(key, value, row, group)):
             mine = slice(head * heads, (head + 1) * heads)
-            found = Gradients(q[:, mine], k)
-            rows = (x[:, mine] for x in (grad, q))
-            found.add(*rows, k, v, out[:, mine], lse[:, mine], row.tiles, scale=ctx.scale)
+            found = Gradients(
+                grad[:, mine], q=q[:, mine], out=out[:, mine], lse=lse[:, mine], scale=ctx.scale
+            )
+            of_keys = torch.stack(found.add(k, v, row.tiles))
             grad_q[:, mine] = found.q
-            returning.append(_Returning(found, head, dtype=key.dtype, row=row, group=group))
+            returning.append(_Returning(of_keys.to(key.dtype), head, row=row, group=group))
             if head:
                 returning.pop(0).into(grad_k, grad_v)
         returning.pop().into(grad_k, grad_v)
@@ -115,18 +116,14 @@ class _Returning:
     """The gradients of a head's keys and values, on their way to the ranks that own the tokens."""
 
     def __init__(
-        self,
-        found: Gradients,
-        head: int,
-        *,
-        dtype: torch.dtype,
-        row: ContextRow,
-        group: dist.ProcessGroup,
+        self, found: Tensor, head: int, *, row: ContextRow, group: dist.ProcessGroup
     ) -> None:
-        both = torch.stack((found.k[:, 0], found.v[:, 0])).to(dtype)  # [2, b, length, dim]
-        self._sent = both.permute(2, 0, 1, 3).index_select(0, row.order).contiguous()
+        """Send what this rank found of keys and values, [2, b, 1, length, dim]."""
+        self._sent = found[:, :, 0].permute(2, 0, 1, 3).index_select(0, row.order)
         self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        self._work: Any = dist.all_to_all_single(
+            self._received, self._sent, group=group, async_op=True
+        )
         self._head, self._ranks = head, row.ranks
 
     def into(self, grad_k: Tensor, grad_v: Tensor) -> None:

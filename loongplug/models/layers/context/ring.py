@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.context.row import ContextRow
-from loongplug.models.layers.context.tile_attention import Gradients, Merged, exact
+from loongplug.models.layers.context.tile_attention import Gradients, Merged
 
 
 def attend_in_ring(
@@ -52,11 +52,12 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         q = by_heads(query.permute(1, 2, 0, 3))  # [b, heads, s, dim]
         own = torch.stack((key, value)).permute(0, 2, 3, 1, 4).contiguous()
-        merged = Merged(q)
-        held, coming = own, None
+        merged = Merged(q, scale=scale)
+        held = own
         for step in range(row.ranks):
             coming = _Passing(held, group) if step + 1 < row.ranks else None
-            merged.add(q, *held, row.tiles_by_rank[_owner(row, step)], scale=scale)
+            k, v = held
+            merged.add(k, v, row.tiles_by_rank[_owner(row, step)])
             if coming is not None:
                 held = coming.taken()
         out = merged.out.to(q.dtype)
@@ -70,15 +71,12 @@ class _RingAttention(torch.autograd.Function):
         q, held, out, lse = ctx.saved_tensors
         row, group = ctx.row, ctx.group
         grad = by_heads(grad_out.permute(1, 2, 0, 3))
-        grad_q = torch.zeros(q.shape, dtype=exact(q.dtype), device=q.device)
+        found = Gradients(grad, q=q, out=out, lse=lse, scale=ctx.scale)
         travelling: _Passing | None = None  # what ranks before this one found for held
         for step in range(row.ranks):
             coming = _Passing(held, group) if step + 1 < row.ranks else None
-            found = Gradients(q, held[0])
-            tiles = row.tiles_by_rank[_owner(row, step)]
-            found.add(grad, q, *held, out, lse, tiles, scale=ctx.scale)
-            grad_q += found.q
-            both = torch.stack((found.k, found.v))
+            k, v = held
+            both = torch.stack(found.add(k, v, row.tiles_by_rank[_owner(row, step)]))
             if travelling is not None:
                 both += travelling.taken()
             travelling = _Passing(both, group)
@@ -86,7 +84,7 @@ class _RingAttention(torch.autograd.Function):
                 held = coming.taken()
         assert travelling is not None
         grad_k, grad_v = travelling.taken().to(held.dtype).permute(0, 3, 1, 2, 4)
-        return grad_q.to(q.dtype).permute(2, 0, 1, 3), grad_k, grad_v, None, None, None
+        return found.q.to(q.dtype).permute(2, 0, 1, 3), grad_k, grad_v, None, None, None
 
 
 def _owner(row: ContextRow, step: int) -> int:

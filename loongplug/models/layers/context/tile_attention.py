@@ -15,23 +15,23 @@ class Merged:
     ``out`` [b, heads, s, dim] and ``lse`` [b, heads, s] are at least float32.
     """
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, *, scale: float | None) -> None:
+        """For queries [b, heads, s, dim]; a ``scale`` of None is 1 / sqrt(dim)."""
         dtype = exact(q.dtype)
         self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+        self._q, self._scale = q, scale
 
-    def add(
-        self, q: Tensor, k: Tensor, v: Tensor, groups: TileGroups, *, scale: float | None
-    ) -> None:
-        """Attend over tiles: ``q`` [b, heads, s, dim] to k, v [b, groups, s_k, dim]."""
+    def add(self, k: Tensor, v: Tensor, groups: TileGroups) -> None:
+        """Attend to ``k`` and ``v`` [b, groups, s_k, dim] over tiles."""
         for tiles in groups:
             rows, columns = [tile.queries for tile in tiles], [tile.keys for tile in tiles]
             out, lse = attend(
-                _batched(q, rows),
+                _batched(self._q, rows),
                 _batched(k, columns),
                 _batched(v, columns),
                 causal=tiles[0].causal,
-                scale=scale,
+                scale=self._scale,
             )
             pieces = zip(rows, out.chunk(len(tiles)), lse.chunk(len(tiles)), strict=True)
             for each, its_out, its_lse in pieces:
@@ -47,47 +47,40 @@ class Merged:
 
 
 class Gradients:
-    """The gradients of queries, and of keys and values, over all tiles that came in so far.
+    """The backward of :class:`Merged`: ``q`` is the queries' gradient over all tiles so far.
 
-    ``q`` has the shape of the queries, ``k`` and ``v`` those of the keys; at least float32.
+    It has the shape of the queries, and is at least float32.
     """
 
-    def __init__(self, q: Tensor, k: Tensor) -> None:
-        dtype = exact(q.dtype)
-        self.q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        self.k = torch.zeros(k.shape, dtype=dtype, device=q.device)
-        self.v = torch.zeros(k.shape, dtype=dtype, device=q.device)
-
-    def add(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        groups: TileGroups,
-        *,
-        scale: float | None,
+    def __init__(
+        self, grad: Tensor, *, q: Tensor, out: Tensor, lse: Tensor, scale: float | None
     ) -> None:
-        """Add what the tiles give; ``out`` and ``lse`` are those of the queries' whole rows."""
+        """For the gradient of ``out``; ``out`` and ``lse`` are those over all keys."""
+        self.q = torch.zeros(q.shape, dtype=exact(q.dtype), device=q.device)
+        self._grad, self._queries, self._out, self._lse = grad, q, out, lse
+        self._scale = scale
+
+    def add(self, k: Tensor, v: Tensor, groups: TileGroups) -> tuple[Tensor, Tensor]:
+        """What these queries give to the gradients of ``k`` and ``v``, at least float32."""
+        dk, dv = (torch.zeros(x.shape, dtype=self.q.dtype, device=x.device) for x in (k, v))
         for tiles in groups:
             rows, columns = [tile.queries for tile in tiles], [tile.keys for tile in tiles]
             parts = attend_backward(
-                _batched(grad, rows),
-                _batched(q, rows),
+                _batched(self._grad, rows),
+                _batched(self._queries, rows),
                 _batched(k, columns),
                 _batched(v, columns),
-                _batched(out, rows),
-                _batched(lse, rows),
+                _batched(self._out, rows),
+                _batched(self._lse, rows),
                 causal=tiles[0].causal,
-                scale=scale,
+                scale=self._scale,
             )
             pieces = (part.chunk(len(tiles)) for part in parts)
-            for tile, dq, dk, dv in zip(tiles, *pieces, strict=True):
-                self.q[:, :, tile.queries] += dq
-                self.k[:, :, tile.keys] += dk
-                self.v[:, :, tile.keys] += dv
+            for tile, its_q, its_k, its_v in zip(tiles, *pieces, strict=True):
+                self.q[:, :, tile.queries] += its_q
+                dk[:, :, tile.keys] += its_k
+                dv[:, :, tile.keys] += its_v
+        return dk, dv
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
