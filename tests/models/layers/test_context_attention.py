@@ -1,8 +1,9 @@
 """ContextAttention on ranks that each hold a part of a row, against SDPAttention of one rank."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from layer_configs import ALONE, decoder_config
 from megatron.core.transformer.enums import AttnMaskType
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from torch import Tensor
 
 from loongplug.context.balance import balanced
@@ -154,6 +155,72 @@ def test_bfloat16_agrees_within_its_rounding() -> None:
         assert error([each[comm_type] for each in by_rank], expected, split) < 2e-2
 
 
+def _watched(rank: int, cp: int) -> tuple[list[str], int]:
+    """What happens in a forward and a backward, and how many elements come from other ranks."""
+    events: list[str] = []
+    received = 0
+
+    def noting(name: str, call: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            nonlocal received
+            events.append(name)
+            if name in ("gather", "return"):
+                received += args[0].numel() * (cp - 1) // cp
+            return call(*args, **options)
+
+        return patch.object(*WATCHED[name], noted)
+
+    with ExitStack() as stack:
+        for name, (owner, place) in WATCHED.items():
+            stack.enter_context(noting(name, getattr(owner, place)))
+        of_this_rank("two rows", "all_gather", rank=rank, cp=cp)
+    return events, received
+
+
+WATCHED = {
+    "gather": (dist, "all_gather_into_tensor"),
+    "return": (dist, "all_to_all_single"),
+    "compute": (tile_attention, "attend"),
+    "derive": (tile_attention, "attend_backward"),
+}
+
+
+def test_the_next_heads_keys_are_asked_for_before_one_is_computed() -> None:
+    events, received = run_ranks(_watched, 2, cp=2)[0]
+    # A head's tiles count as one; the last head of a forward follows without a gather.
+    heads = [
+        name
+        for before, name in pairwise(["", *events])
+        if name != before or name in ("gather", "return")
+    ]
+    forward = ["gather", *["gather", "compute"] * (GROUPS - 1)]
+    backward = ["gather", *["gather", "derive", "return"] * (GROUPS - 1), "derive", "return"]
+    assert heads == forward + backward
+    # Keys and values twice, their gradients once, each but for the half that is this rank's own.
+    assert received == 6 * 48 * 2 * GROUPS * DIM // 2
+
+
+def _dies_within_a_row(rank: int, cp: int) -> None:
+    calls = 0
+
+    def gather(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 3:
+            raise RuntimeError("no more keys")
+        return gathered_by(*args)
+
+    with patch.object(gathered, "_gather", gather):
+        of_this_rank("one row", "all_gather", rank=rank, cp=cp)
+
+
+def test_a_rank_that_dies_within_a_row_ends_the_others() -> None:
+    with pytest.raises(RankError, match="no more keys") as caught:
+        run_ranks(_dies_within_a_row, 2, cp=2)
+    assert caught.value.rank == 1
+    assert not any("was still running" in said for said in caught.value.errors.values())
+
+
 class _LosesOthers(tile_attention.Gradients):
     """What a rank finds for keys beyond its first ones is lost."""
 
@@ -186,6 +253,7 @@ def _lost_rank(self: Any, *grads: Tensor) -> None:
 
 attend_backward = tile_attention.attend_backward
 into = gathered._Returning.into
+gathered_by = gathered._gather
 
 # What is put in, and the ways of communication that it has to show in.
 FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {

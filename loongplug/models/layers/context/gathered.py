@@ -69,7 +69,7 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, key, value, out, lse = ctx.saved_tensors
         row, group = ctx.row, ctx.group
-        grad = by_heads(grad_out.permute(1, 2, 0, 3))
+        grad = by_heads(grad_out.contiguous().permute(1, 2, 0, 3))
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, key, value))
         heads = q.size(1) // key.size(2)
         returning: list[_Returning] = []  # of at most one head

@@ -70,7 +70,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, held, out, lse = ctx.saved_tensors
         row, group = ctx.row, ctx.group
-        grad = by_heads(grad_out.permute(1, 2, 0, 3))
+        grad = by_heads(grad_out.contiguous().permute(1, 2, 0, 3))
         found = Gradients(grad, q=q, out=out, lse=lse, scale=ctx.scale)
         travelling: _Passing | None = None  # what ranks before this one found for held
         for step in range(row.ranks):
