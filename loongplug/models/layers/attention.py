@@ -49,6 +49,7 @@ class SDPAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
+        self._check_parallel(config)
         _check_config(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
@@ -88,14 +89,8 @@ class SDPAttention(MegatronModule):
         Raises:
             ValueError: for a mask, a bias, or a mask type that SDPA cannot express.
         """
-        if attention_mask is not None or attention_bias is not None:
-            raise ValueError(
-                "SDPAttention was given an attention_mask or attention_bias, and holds no S x S "
-                "matrix to apply it to. Pass None: causal or full comes from attn_mask_type, "
-                "separate sequences from packed_seq_params, and padding on the right needs no "
-                "mask under causal attention."
-            )
-        causal = _is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        check_no_masks(attention_mask, attention_bias)
+        causal = is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if packed_seq_params is not None:
             return self._packed(query, key, value, layout_of(packed_seq_params), causal=causal)
         s_q, s_k = query.size(0), key.size(0)
@@ -157,13 +152,16 @@ class SDPAttention(MegatronModule):
                 enable_gqa=self.num_groups != self.num_heads,
             )
 
+    def _check_parallel(self, config: TransformerConfig) -> None:
+        """Raises ValueError where ranks share a row, of which each would see only a part."""
+        if config.context_parallel_size != 1:
+            raise ValueError(
+                f"context_parallel_size is {config.context_parallel_size}, and SDPAttention sees "
+                "only whole sequences: use 1, or install TransformerEngine."
+            )
+
 
 def _check_config(config: TransformerConfig) -> None:
-    if config.context_parallel_size != 1:
-        raise ValueError(
-            f"context_parallel_size is {config.context_parallel_size}, and SDPAttention sees only "
-            "whole sequences: use 1, or install TransformerEngine."
-        )
     if config.window_size is not None:
         raise ValueError(
             f"window_size is {config.window_size}, and SDPAttention has no sliding window: leave "
@@ -175,7 +173,19 @@ def _check_config(config: TransformerConfig) -> None:
         )
 
 
-def _is_causal(mask_type: AttnMaskType) -> bool:
+def check_no_masks(attention_mask: Tensor | None, attention_bias: Tensor | None) -> None:
+    """Raises ValueError for what would have to be applied to an S x S matrix."""
+    if attention_mask is not None or attention_bias is not None:
+        raise ValueError(
+            "SDPAttention was given an attention_mask or attention_bias, and holds no S x S "
+            "matrix to apply it to. Pass None: causal or full comes from attn_mask_type, "
+            "separate sequences from packed_seq_params, and padding on the right needs no "
+            "mask under causal attention."
+        )
+
+
+def is_causal(mask_type: AttnMaskType) -> bool:
+    """Whether a mask type is causal, not full. Raises ValueError for any other kind."""
     if mask_type in _CAUSAL:
         return True
     if mask_type in _FULL:

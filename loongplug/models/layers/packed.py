@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from loongplug.models.layers.context.row import ContextRow
 from loongplug.platform.transfers import to_device
 
 
@@ -47,6 +48,7 @@ class PackedSegments(PackedSeqParams):
 
     layout: PackedLayout | None = None
     padding: int = 0  # tokens of the last segment, where that is padding
+    context: ContextRow | None = None  # of which this rank holds a part
 
 
 def pack_segments(

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
@@ -42,11 +43,13 @@ Backend = Literal["te", "local"]
 class SDPASpecProvider(LocalSpecProvider):
     """Upstream's local backend with this package's attention, norms and linears.
 
-    With ``delayed``, the latter leave their weights' gradients to a schedule.
+    With ``delayed``, the latter leave their weights' gradients to a schedule; with ``split_rows``
+    the ranks of a context parallel group share each row.
     """
 
-    def __init__(self, *, delayed: bool = False) -> None:
+    def __init__(self, *, delayed: bool = False, split_rows: bool = False) -> None:
         self._delayed = delayed
+        self._split_rows = split_rows
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
@@ -73,7 +76,7 @@ class SDPASpecProvider(LocalSpecProvider):
 
     def core_attention(self) -> type:
         """The core attention class."""
-        return SDPAttention
+        return ContextAttention if self._split_rows else SDPAttention
 
 
 def pick_backend() -> Backend:
@@ -90,9 +93,14 @@ def decoder_layer_spec(
     """A causal decoder layer; q/k norm, gated MLP or experts as ``config`` says.
 
     Layers take ``rotary_pos_emb`` as made by ``rope_table``. With ``delay_wgrad_compute`` their
-    backward computes no gradients of linears' weights: a schedule asks for them.
+    backward computes no gradients of linears' weights: a schedule asks for them. With context
+    parallelism, ``packed_seq_params`` have to carry the row (see ContextAttention).
     """
-    provider = _provider(backend, delayed=config.delay_wgrad_compute)
+    provider = _provider(
+        backend,
+        delayed=config.delay_wgrad_compute,
+        split_rows=config.context_parallel_size > 1,
+    )
     return _layer_spec(config, AttnMaskType.causal, provider=provider, layer_class=layer_class)
 
 
@@ -185,9 +193,11 @@ def _fused_names(*, dense: bool) -> dict[str, str]:
     return names
 
 
-def _provider(backend: Backend, *, delayed: bool = False) -> BackendSpecProvider:
+def _provider(
+    backend: Backend, *, delayed: bool = False, split_rows: bool = False
+) -> BackendSpecProvider:
     if backend == "local":
-        return SDPASpecProvider(delayed=delayed)
+        return SDPASpecProvider(delayed=delayed, split_rows=split_rows)
     if backend == "te":
         if not HAVE_TE:
             raise ValueError(

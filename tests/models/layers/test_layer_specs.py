@@ -28,6 +28,7 @@ from torch import Tensor
 
 from loongplug.models.layers import specs
 from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.context.attention import ContextAttention
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import RotarySelfAttention, rope_table
@@ -204,6 +205,16 @@ def test_the_local_spec_masks_the_future_for_decoders_only() -> None:
     for attention in (decoder, vision):
         assert attention.module is RotarySelfAttention
         assert attention.submodules.core_attention is SDPAttention
+
+
+@pytest.mark.quick
+def test_only_decoders_whose_rows_are_split_attend_over_ranks() -> None:
+    split = decoder_config(context_parallel_size=2)
+    for spec, which in (
+        (decoder_layer_spec(split, backend="local"), ContextAttention),
+        (decoder_layer_spec(decoder_config(), backend="local"), SDPAttention),
+    ):
+        assert spec.submodules.self_attention.submodules.core_attention is which
 
 
 @pytest.mark.quick

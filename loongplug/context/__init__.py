@@ -1,0 +1,1 @@
+"""Context parallelism, the pure part: which rank holds which tokens of a row, and who sees whom."""

@@ -1,0 +1,103 @@
+"""Which tokens of a row each context parallel rank holds."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The tokens of one rank: stretches of neighbouring places, int64 [stretches], ascending.
+
+    A rank holds its tokens in the order of their places. ``stops`` are the first places behind
+    the stretches. Between two stretches is at least one token of another rank.
+    """
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> "Part":
+        """The part of stretches that ascend, and that may be empty or touch each other."""
+        some = stops > starts
+        starts, stops = starts[some], stops[some]
+        apart = starts[1:] > stops[:-1]
+        return cls(starts[np.append(True, apart)], stops[np.append(apart, True)])
+
+    @classmethod
+    def whole(cls, length: int) -> "Part":
+        """All tokens of a row of ``length``."""
+        return cls(np.array([0]), np.array([length]))
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each stretch begins among the rank's tokens, and their number; [stretches + 1]."""
+        return np.concatenate(([0], np.cumsum(self.stops - self.starts)))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the rank holds."""
+        return int(self.offsets[-1])
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """The place of each token in the row, int64 [tokens]."""
+        shifts = np.repeat(self.starts - self.offsets[:-1], self.stops - self.starts)
+        return shifts + np.arange(self.tokens)
+
+    def before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of the rank's tokens lie before each of these places of the row; same shape."""
+        stretch = np.searchsorted(self.starts, places, side="right") - 1
+        inside = np.minimum(places, self.stops[stretch]) - self.starts[stretch]
+        return np.where(stretch < 0, 0, self.offsets[stretch] + inside)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSplit:
+    """A row's tokens by context parallel rank: each place in one part, equally many in each.
+
+    Where ranks do not divide the row's tokens, the row is made longer by fewer than one token a
+    rank: ``length`` is that of the padded row, and its last places hold padding.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the padded row."""
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The places of the row's tokens, part after part; int64 [length]."""
+        return np.concatenate([part.places for part in self.parts])
+
+
+def tokens_of_each(tokens: int, *, cp: int) -> int:
+    """How many tokens each of ``cp`` ranks holds of a row of ``tokens``, padding included.
+
+    Raises ValueError where there is no token or no rank.
+    """
+    if tokens < 1 or cp < 1:
+        raise ValueError(
+            f"A row of {tokens} tokens cannot be split over {cp} context parallel ranks: there "
+            "must be at least one of each."
+        )
+    return -(-tokens // cp)
+
+
+def zigzag(tokens: int, *, cp: int) -> TokenSplit:
+    """Two chunks of the row for each rank, one from the front and one from the back.
+
+    Rank r holds chunk r and chunk 2 cp - 1 - r, which gives all ranks equally many pairs of a row
+    that is one causal segment. A chunk of the back is one token longer where a rank's tokens are
+    odd in number. Raises ValueError where there is no token or no rank.
+    """
+    each = tokens_of_each(tokens, cp=cp)
+    front, back = each // 2, each - each // 2
+    ranks = np.arange(cp)
+    starts = np.stack((ranks * front, cp * front + (cp - 1 - ranks) * back), axis=1)
+    stops = starts + np.array([front, back])
+    return TokenSplit(tuple(Part.of(*pair) for pair in zip(starts, stops, strict=True)))

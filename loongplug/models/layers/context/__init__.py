@@ -1,0 +1,1 @@
+"""Context parallel attention: a row's tokens lie on several ranks."""

@@ -1,0 +1,353 @@
+"""ContextAttention on ranks that each hold a part of a row, against SDPAttention of one rank."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_configs import ALONE, decoder_config
+from megatron.core.transformer.enums import AttnMaskType
+from ranks import RankError, run_ranks
+from torch import Tensor
+
+from loongplug.context.balance import balanced
+from loongplug.context.segments import Segments
+from loongplug.context.token_split import TokenSplit, zigzag
+from loongplug.models.layers.attention import SDPAttention
+from loongplug.models.layers.context import gathered, ring, tile_attention
+from loongplug.models.layers.context.attention import ContextAttention
+from loongplug.models.layers.context.kernels import attend
+from loongplug.models.layers.context.row import ContextRow, context_row
+from loongplug.models.layers.packed import PackedSegments, pack_segments
+
+HEADS, GROUPS, DIM = 24, 12, 8
+COMM_TYPES = ("all_gather", "a2a", "p2p")
+TOLERANCE = 2e-6
+# Gradients of two tokens nearly cancel: of one rank alone they are off by 1.1e-6.
+OF_FEW_TOKENS = 4e-6
+
+# Lengths of a row's segments, rows, and the most tokens of a block; None is a zigzag.
+ROWS: dict[str, tuple[list[int], int, int | None]] = {
+    "one row": ([48], 1, None),
+    "two rows": ([48], 2, None),
+    "two rows of blocks": ([48], 2, 4),
+    "a length that does not divide": ([47], 2, None),
+    "a pack": ([20, 1, 13, 1, 1, 12], 1, None),
+    "a balanced pack": ([20, 1, 13, 1, 1, 12], 1, 5),
+    "a pack of equal segments": ([8] * 6, 1, None),
+    "a rank with padding only": ([9, 3], 1, None),
+    "fewer tokens than ranks": ([1], 1, None),
+}
+PADDED_TO = {"a rank with padding only": 48}
+
+
+def split_of(name: str, *, cp: int) -> TokenSplit:
+    lengths, _, block = ROWS[name]
+    row = Segments.of(lengths, padded_to=PADDED_TO.get(name))
+    return zigzag(row.length, cp=cp) if block is None else balanced(row, cp=cp, block=block)
+
+
+def drawn(length: int, rows: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query, key, value, [length, rows, heads, dim], and the output's gradient."""
+    generator = torch.Generator().manual_seed(length + rows)
+    query, key, value, grad = (
+        torch.randn(length, rows, heads, DIM, generator=generator).to(dtype)
+        for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    )
+    return [query, key, value, grad.flatten(2)]
+
+
+def attention(*, cp: int = 1, **options: Any) -> SDPAttention:
+    config = decoder_config(
+        num_attention_heads=HEADS, num_query_groups=GROUPS, context_parallel_size=cp
+    )
+    which, groups = SDPAttention, ALONE
+    if cp > 1 or "cp_comm_type" in options:
+        which = ContextAttention
+        groups = SimpleNamespace(tp=ALONE.tp, cp=dist.group.WORLD)
+    return which(config, 1, AttnMaskType.causal, "self", pg_collection=groups, **options)
+
+
+def of_one_rank(name: str, *, cp: int) -> list[Tensor]:
+    """Output and gradients of the padded row in float64, on one rank."""
+    lengths, rows, _ = ROWS[name]
+    length = split_of(name, cp=cp).length
+    query, key, value, grad = drawn(length, rows, torch.float64)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    packed = pack_segments(lengths, device="cpu", padding=length - sum(lengths))
+    outs = [
+        attention()(*(x[:, row] for x in leaves), None, packed_seq_params=packed)
+        for row in range(rows)
+    ]
+    out = torch.stack(outs, dim=1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def of_this_rank(
+    name: str, comm_type: str, *, rank: int, cp: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Output and gradients of this rank's tokens."""
+    lengths, rows, _ = ROWS[name]
+    split = split_of(name, cp=cp)
+    row = context_row(split, lengths, rank=rank, device="cpu")
+    packed = len(lengths) > 1
+    mine = torch.from_numpy(split.parts[rank].places)
+    query, key, value, grad = (x[mine] for x in drawn(split.length, rows, dtype))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    given = [x.squeeze(1) for x in leaves] if packed else leaves
+    params = PackedSegments(qkv_format="thd" if packed else "sbhd", context=row)
+    module = attention(cp=cp, cp_comm_type=comm_type)
+    out = module(*given, None, packed_seq_params=params)
+    assert out.shape == (*given[0].shape[:-2], HEADS * DIM)
+    grads = torch.autograd.grad(out, leaves, grad.squeeze(1) if packed else grad)
+    return [out.detach().reshape(grad.shape), *grads]
+
+
+def _every_row(rank: int, cp: int) -> dict[tuple[str, str], list[Tensor]]:
+    return {
+        (name, comm_type): of_this_rank(name, comm_type, rank=rank, cp=cp)
+        for name in ROWS
+        for comm_type in COMM_TYPES
+    }
+
+
+def error(found: list[list[Tensor]], expected: list[Tensor], split: TokenSplit) -> float:
+    """The largest difference of any output or gradient, over the largest of its values."""
+    worst = 0.0
+    order = torch.from_numpy(split.order)
+    for parts, theirs in zip(zip(*found, strict=True), expected, strict=True):
+        ours = torch.cat(parts).double()
+        difference = (ours - theirs[order]).abs().max() / theirs.abs().max().clamp(min=1)
+        worst = max(worst, float(difference))
+    return worst
+
+
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(3, marks=pytest.mark.quick), 4])
+def test_ranks_together_compute_what_one_rank_does(cp: int) -> None:
+    by_rank = run_ranks(_every_row, cp, cp=cp)
+    errors = {}
+    for name, comm_type in by_rank[0]:
+        found = [results[name, comm_type] for results in by_rank]
+        split = split_of(name, cp=cp)
+        errors[name, comm_type] = error(found, of_one_rank(name, cp=cp), split)
+    print(f"{cp} ranks: {max(errors.values()):.1e}")
+    allowed = dict.fromkeys(ROWS, TOLERANCE) | {"fewer tokens than ranks": OF_FEW_TOKENS}
+    assert {which: each for which, each in errors.items() if not each <= allowed[which[0]]} == {}
+
+
+def _in_bfloat16(rank: int, cp: int) -> dict[str, list[Tensor]]:
+    name, dtype = "a pack", torch.bfloat16
+    found = {each: of_this_rank(name, each, rank=rank, cp=cp, dtype=dtype) for each in COMM_TYPES}
+    assert all(x.dtype == dtype for results in found.values() for x in results)
+    return found
+
+
+def test_bfloat16_agrees_within_its_rounding() -> None:
+    by_rank = run_ranks(_in_bfloat16, 2, cp=2)
+    split, expected = split_of("a pack", cp=2), of_one_rank("a pack", cp=2)
+    for comm_type in COMM_TYPES:
+        assert error([each[comm_type] for each in by_rank], expected, split) < 2e-2
+
+
+def _watched(rank: int, cp: int) -> tuple[list[str], int]:
+    """What happens in a forward and a backward, and how many elements come from other ranks."""
+    events: list[str] = []
+    received = 0
+
+    def noting(name: str, call: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            nonlocal received
+            events.append(name)
+            if name in ("gather", "return"):
+                received += args[0].numel() * (cp - 1) // cp
+            return call(*args, **options)
+
+        return patch.object(*WATCHED[name], noted)
+
+    with ExitStack() as stack:
+        for name, (owner, place) in WATCHED.items():
+            stack.enter_context(noting(name, getattr(owner, place)))
+        of_this_rank("two rows", "all_gather", rank=rank, cp=cp)
+    return events, received
+
+
+WATCHED = {
+    "gather": (dist, "all_gather_into_tensor"),
+    "return": (dist, "all_to_all_single"),
+    "compute": (tile_attention, "attend"),
+    "derive": (tile_attention, "attend_backward"),
+}
+
+
+def test_the_next_heads_keys_are_asked_for_before_one_is_computed() -> None:
+    events, received = run_ranks(_watched, 2, cp=2)[0]
+    # A head's tiles count as one; the last head of a forward follows without a gather.
+    heads = [
+        name
+        for before, name in pairwise(["", *events])
+        if name != before or name in ("gather", "return")
+    ]
+    forward = ["gather", *["gather", "compute"] * (GROUPS - 1)]
+    backward = ["gather", *["gather", "derive", "return"] * (GROUPS - 1), "derive", "return"]
+    assert heads == forward + backward
+    # Keys and values twice, their gradients once, each but for the half that is this rank's own.
+    assert received == 6 * 48 * 2 * GROUPS * DIM // 2
+
+
+def _dies_within_a_row(rank: int, cp: int) -> None:
+    calls = 0
+
+    def gather(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 3:
+            raise RuntimeError("no more keys")
+        return gathered_by(*args)
+
+    with patch.object(gathered, "_gather", gather):
+        of_this_rank("one row", "all_gather", rank=rank, cp=cp)
+
+
+def test_a_rank_that_dies_within_a_row_ends_the_others() -> None:
+    with pytest.raises(RankError, match="no more keys") as caught:
+        run_ranks(_dies_within_a_row, 2, cp=2)
+    assert caught.value.rank == 1
+    assert not any("was still running" in said for said in caught.value.errors.values())
+
+
+class _LosesOthers(tile_attention.Gradients):
+    """What a rank finds for keys beyond its first ones is lost."""
+
+    def add(self, *args: Any) -> tuple[Tensor, ...]:
+        found = super().add(*args)
+        for each in found:
+            each[:, :, 1:] = 0
+        return found
+
+
+def _own_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's backward with its own output and logsumexp in the place of the row's."""
+    grad, q, k, v, *_ = args
+    return attend_backward(grad, q, k, v, *attend(q, k, v, **options), **options)
+
+
+def _full(*args: Any, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    return attend(*args, causal=False, **options)
+
+
+def _last_wins(self: tile_attention.Merged, rows: slice, out: Tensor, lse: Tensor) -> None:
+    self.out[:, :, rows], self.lse[:, :, rows] = out, lse
+
+
+def _lost_rank(self: Any, *grads: Tensor) -> None:
+    self._work.wait()
+    self._received[: len(self._received) // self._ranks] = 0
+    into(self, *grads)
+
+
+attend_backward = tile_attention.attend_backward
+into = gathered._Returning.into
+gathered_by = gathered._gather
+
+# What is put in, and the ways of communication that it has to show in.
+FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
+    "a rank's gradients of keys are lost": (
+        gathered._Returning, "into", _lost_rank, ("all_gather",)
+    ),
+    "gradients of other keys are lost": (gathered, "Gradients", _LosesOthers, ("all_gather",)),
+    "gradients of the ring are lost": (ring, "Gradients", _LosesOthers, ("p2p",)),
+    "the ring turns the other way": (
+        ring, "_owner", lambda row, step: (row.rank + step) % row.ranks, ("p2p",)
+    ),
+    "keys in the order of ranks": (
+        ContextRow, "back", property(lambda row: torch.arange(row.split.length)),
+        ("all_gather", "a2a"),
+    ),
+    "results in the order of places": (
+        ContextRow, "order", property(lambda row: torch.arange(row.split.length)),
+        ("all_gather", "a2a"),
+    ),
+    "a tile's own logsumexp": (
+        tile_attention, "attend_backward", _own_lse, ("all_gather", "p2p")
+    ),
+    "triangles are squares": (tile_attention, "attend", _full, ("all_gather", "p2p")),
+    "the last tile wins": (tile_attention.Merged, "_merge", _last_wins, ("all_gather", "p2p")),
+    "segments see each other": (
+        Segments, "starts", lambda segments, places: 0 * places, ("all_gather", "p2p")
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def put_in(fault: str) -> Iterator[None]:
+    owner, name, wrong, _ = FAULTS[fault]
+    with patch.object(owner, name, wrong):
+        yield
+
+
+def _with_faults(rank: int, cp: int) -> dict[tuple[str, str], list[Tensor]]:
+    found = {}
+    for fault, (*_, comm_types) in FAULTS.items():
+        for comm_type in comm_types:
+            with put_in(fault):
+                found[fault, comm_type] = of_this_rank(
+                    "a balanced pack", comm_type, rank=rank, cp=cp
+                )
+    return found
+
+
+def test_faults_are_found() -> None:
+    """Each changes numbers and no shape; the largest error shows it a thousandfold."""
+    by_rank = run_ranks(_with_faults, 3, cp=3)
+    split = split_of("a balanced pack", cp=3)
+    expected = of_one_rank("a balanced pack", cp=3)
+    errors = {
+        which: error([each[which] for each in by_rank], expected, split) for which in by_rank[0]
+    }
+    assert {which: each for which, each in errors.items() if each < 1000 * TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"cp_comm_type": "a2a+p2p"}, "all_gather, a2a, p2p"),
+        ({"cp_comm_type": "a2a", "ranks": 5}, "12 key/value heads on each of 5"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_at_once(options: dict[str, Any], names: str) -> None:
+    ranks = options.pop("ranks", 2)
+    group = SimpleNamespace(tp=ALONE.tp, cp=SimpleNamespace(size=lambda: ranks, rank=lambda: 0))
+    config = decoder_config(
+        num_attention_heads=HEADS, num_query_groups=GROUPS, context_parallel_size=ranks
+    )
+    with pytest.raises(ValueError, match=names):
+        ContextAttention(config, 1, AttnMaskType.causal, "self", pg_collection=group, **options)
+
+
+def test_inputs_that_are_not_of_the_row_are_refused() -> None:
+    group = SimpleNamespace(tp=ALONE.tp, cp=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
+    config = decoder_config(
+        num_attention_heads=HEADS, num_query_groups=GROUPS, context_parallel_size=2
+    )
+    module = ContextAttention(config, 1, AttnMaskType.causal, "self", pg_collection=group)
+    row = context_row(zigzag(8, cp=2), [8], rank=0, device="cpu")
+    params = PackedSegments(qkv_format="sbhd", context=row)
+    query, key, value, _ = drawn(4, 1)
+    for given, mask, packed, names in (
+        ((query, key, value), None, None, "no row"),
+        ((query, key, value), None, replace(params, context=None), "no row"),
+        ((query[:3], key, value), None, params, "3 tokens of a row of which this rank holds 4"),
+    ):
+        with pytest.raises(ValueError, match=names):
+            module(*given, mask, packed_seq_params=packed)
+    with pytest.raises(ValueError, match="full attention"):
+        module(query, key, value, None, AttnMaskType.no_mask, packed_seq_params=params)
+    with pytest.raises(ValueError, match="attention_mask"):
+        module(query, key, value, torch.ones(1), packed_seq_params=params)

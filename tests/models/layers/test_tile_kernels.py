@@ -1,0 +1,164 @@
+"""Attention of one tile, its logsumexp and its part of the gradients, against the formula."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from loongplug.models.layers.context import kernels
+from loongplug.models.layers.context.kernels import attend, attend_backward
+
+BATCH, HEADS, DIM = 2, 4, 8
+SCALES = pytest.mark.parametrize("scale", [None, 0.7])
+GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def drawn(
+    size_q: int, size_k: int, *, groups: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Query, key, value and the output's gradient; different in every entry."""
+    generator = torch.Generator().manual_seed(size_q)
+    sizes = ((HEADS, size_q), (groups, size_k), (groups, size_k), (HEADS, size_q))
+    return [
+        torch.randn(BATCH, heads, size, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        for heads, size in sizes
+    ]
+
+
+def by_formula(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output and the logsumexp in float64, with all scores written out."""
+    k, v = (x.double().repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * (scale or 1 / math.sqrt(DIM))
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def gradients_by_formula(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = by_formula(*leaves, causal=causal, scale=scale)
+    return torch.autograd.grad(out, leaves, grad.double())
+
+
+def assert_close(ours: Tensor, theirs: Tensor, *, tolerance: float) -> None:
+    assert ours.shape == theirs.shape
+    difference = (ours.double() - theirs).abs().max()
+    assert difference <= tolerance * theirs.abs().max().clamp(min=1), difference
+
+
+@pytest.mark.quick
+@SCALES
+@GROUPS
+@pytest.mark.parametrize(
+    ("size_q", "size_k", "causal"),
+    [(5, 9, False), (9, 5, False), (6, 6, True), (1, 1, True), (1, 7, False), (70, 70, True)],
+)
+def test_a_tile_agrees_with_autograd(
+    size_q: int, size_k: int, causal: bool, groups: int, scale: float | None
+) -> None:
+    q, k, v, grad = drawn(size_q, size_k, groups=groups)
+    out, lse = attend(q, k, v, causal=causal, scale=scale)
+    theirs = by_formula(q, k, v, causal=causal, scale=scale)
+    for ours, expected in zip((out, lse), theirs, strict=True):
+        assert_close(ours, expected, tolerance=TOLERANCE[torch.float64])
+    found = attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+    expected_grads = gradients_by_formula(q, k, v, grad, causal=causal, scale=scale)
+    for ours, expected in zip(found, expected_grads, strict=True):
+        assert_close(ours, expected, tolerance=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tile_agrees_within_the_rounding_of_its_dtype(dtype: torch.dtype) -> None:
+    q, k, v, grad = drawn(6, 6, groups=2, dtype=dtype)
+    out, lse = attend(q, k, v, causal=True, scale=None)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    found = attend_backward(grad, q, k, v, out, lse, causal=True, scale=None)
+    expected = gradients_by_formula(q, k, v, grad, causal=True, scale=None)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        assert_close(ours, theirs, tolerance=TOLERANCE[dtype])
+
+
+@GROUPS
+def test_tiles_of_a_query_give_parts_of_its_gradients(groups: int) -> None:
+    """With the output and the logsumexp over all keys; with a tile's own they are wrong."""
+    q, k, v, grad = drawn(5, 9, groups=groups)
+    out, lse = attend(q, k, v, causal=False, scale=None)
+    of_tiles, of_own = [], []
+    for cut in (slice(0, 2), slice(2, 9)):
+        tile = (q, k[:, :, cut], v[:, :, cut])
+        own = attend(*tile, causal=False, scale=None)
+        of_tiles.append(attend_backward(grad, *tile, out, lse, causal=False, scale=None))
+        of_own.append(attend_backward(grad, *tile, *own, causal=False, scale=None))
+    expected = gradients_by_formula(q, k, v, grad, causal=False, scale=None)
+    for parts, is_right in ((of_tiles, True), (of_own, False)):
+        dq = parts[0][0] + parts[1][0]
+        dk, dv = (torch.cat((parts[0][i], parts[1][i]), dim=2) for i in (1, 2))
+        for ours, theirs in zip((dq, dk, dv), expected, strict=True):
+            near = (ours - theirs).abs().max() <= TOLERANCE[torch.float64] * 10
+            assert near == is_right
+
+
+def test_slices_of_a_row_need_no_copies() -> None:
+    """Tiles are slices: their rows lie apart, and a logsumexp's, too."""
+    q, k, v, grad = drawn(12, 12, groups=2)
+    rows = slice(4, 9)
+    out, lse = attend(q, k, v, causal=False, scale=None)
+    ours = attend_backward(
+        *(x[:, :, rows] for x in (grad, q)), k, v, out[:, :, rows], lse[:, :, rows],
+        causal=False, scale=None,
+    )  # fmt: skip
+    expected = gradients_by_formula(q[:, :, rows], k, v, grad[:, :, rows], causal=False, scale=None)
+    for found, theirs in zip(ours, expected, strict=True):
+        assert_close(found, theirs, tolerance=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize(("size_q", "size_k"), [(0, 4), (4, 0)])
+def test_an_empty_tile_is_refused_before_it_ends_the_process(size_q: int, size_k: int) -> None:
+    q, k, v, grad = drawn(size_q, size_k, groups=2)
+    with pytest.raises(AssertionError, match="empty"):
+        attend(q, k, v, causal=False, scale=None)
+    with pytest.raises(AssertionError, match="empty"):
+        attend_backward(grad, q, k, v, grad, grad[..., 0], causal=False, scale=None)
+
+
+@GROUPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpus_kernels_are_called_by_their_schema(dtype: torch.dtype, groups: int) -> None:
+    """On tensors without values, of a device that need not be there."""
+    with FakeTensorMode(), patch.object(kernels, "_by_cpu", return_value=False):
+        q, k, v, grad = (x.to("cuda") for x in drawn(40, 70, groups=groups, dtype=dtype))
+        out, lse = attend(q, k, v, causal=False, scale=None)
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
+        found = attend_backward(grad, q, k, v, out, lse, causal=False, scale=None)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+@pytest.mark.gpu
+@GROUPS
+@SCALES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size_q", "size_k", "causal"), [(40, 70, False), (70, 70, True)])
+def test_a_gpus_kernels_agree_with_the_formula(
+    size_q: int, size_k: int, causal: bool, dtype: torch.dtype, scale: float | None, groups: int
+) -> None:
+    drawn_here = drawn(size_q, size_k, groups=groups, dtype=dtype)
+    q, k, v, grad = (x.to("cuda") for x in drawn_here)
+    out, lse = attend(q, k, v, causal=causal, scale=scale)
+    theirs = by_formula(q, k, v, causal=causal, scale=scale)
+    for ours, expected in zip((out, lse), theirs, strict=True):
+        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
+    found = attend_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+    expected_grads = gradients_by_formula(q, k, v, grad, causal=causal, scale=scale)
+    for ours, expected in zip(found, expected_grads, strict=True):
+        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
