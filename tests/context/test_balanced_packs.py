@@ -1,9 +1,8 @@
 """Blocks of a pack, dealt to ranks by their pairs."""
 
-import time
-
 import numpy as np
 import pytest
+from pace import times_slower
 
 from loongplug.context.balance import BLOCK, balanced
 from loongplug.context.segments import Segments
@@ -67,12 +66,9 @@ def test_equal_blocks_go_to_ranks_in_their_order() -> None:
     assert [part.starts.tolist() for part in split.parts] == [[0, 16], [4, 20], [8, 24], [12, 28]]
 
 
-def test_a_million_tokens_are_planned_within_a_millisecond() -> None:
+def test_a_million_tokens_are_planned_in_about_a_millisecond() -> None:
+    """In which plain Python adds up some 48,000 numbers here."""
     segments = pack(1 << 20, median=4000, spread=1.2)
-    fastest = float("inf")
-    for _ in range(30):
-        begin = time.perf_counter()
-        balanced(segments, cp=8)
-        fastest = min(fastest, time.perf_counter() - begin)
-    print(f"{fastest * 1e3:.2f} ms")
-    assert fastest < 1e-3
+    slower = times_slower(lambda: balanced(segments, cp=8), lambda: sum(range(48_000)), turns=30)
+    print(f"{slower:.2f} times plain work")
+    assert slower < 1
