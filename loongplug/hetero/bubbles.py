@@ -6,7 +6,6 @@ Nobody waits for a send before the step's end: with gloo and with NCCL a send is
 received, and the next stage may be at work of its own.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,7 +16,8 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from loongplug.hetero.pipeline_wires import PipelineGroups, Receive, Sending, Way
+from loongplug.hetero.pipeline_wires import PipelineGroups, Receive, Sent, Way
+from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -62,7 +62,7 @@ class BubbleCommunicator(P2PCommunicator):  # type: ignore[misc]
         self._recorder = recorder
         self._pass = -1  # the last one before which the work was done
         self._due = 0  # how many passes come behind what is communicated now
-        self._sending: deque[Sending] = deque()
+        self._sends = Sends()
         self._last: dict[str, Receive] = {}  # receive of each way
         first, last = self.is_pp_first_stage, self.is_pp_last_stage
         there = groups.activations, groups.activations_around
@@ -83,8 +83,7 @@ class BubbleCommunicator(P2PCommunicator):  # type: ignore[misc]
         assert self._pass == len(self._forwards) - 1, (self._pass, len(self._forwards))
         self._work.before_pass(len(self._forwards))
         with self._recorder.span("wait", "sends to other stages"):
-            while self._sending:
-                self._sending.popleft().work.wait()
+            self._sends.drain()
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Before a forward."""
@@ -198,32 +197,32 @@ class BubbleCommunicator(P2PCommunicator):  # type: ignore[misc]
     def _is_forward(self, number: int) -> bool:
         return number < len(self._forwards) and self._forwards[number]
 
+    @property
+    def _announces(self) -> bool:
+        """Whether the stages tell each other the shape of what they send."""
+        return bool(self.config.variable_seq_lengths or self.config.mtp_standalone)
+
     def _receive(self, name: str, shape: Any) -> Receive:
-        config = self.config
-        announced = config.variable_seq_lengths or config.mtp_standalone
         found = Receive(
             self._ways[name],
-            None if announced else shape,
-            dtype=config.pipeline_dtype,
+            None if self._announces else shape,
+            dtype=self.config.pipeline_dtype,
             before=self._last.get(name),
             recorder=self._recorder,
         )
-        if announced:
+        if self._announces:
             self._last[name] = found
         return found
 
-    def _send(self, name: str, tensor: Tensor) -> Sending:
-        while self._sending and self._sending[0].work.is_completed():
-            self._sending.popleft().work.wait()
-        way, config = self._ways[name], self.config
+    def _send(self, name: str, tensor: Tensor) -> Sent:
+        way = self._ways[name]
         # The schedule may take the memory from its own tensor.
-        rows = tensor.detach().contiguous()
-        if config.variable_seq_lengths or config.mtp_standalone:
-            shape = torch.tensor(rows.shape, dtype=torch.int64, device=rows.device)
-            self._sending.append(Sending(work=way.send(shape), tensor=shape))
-        found = Sending(work=way.send(rows), tensor=rows)
-        self._sending.append(found)
-        return found
+        sent = tensor.detach().contiguous()
+        if self._announces:
+            shape = torch.tensor(sent.shape, dtype=torch.int64, device=sent.device)
+            self._sends.add(shape, target=way.peer, group=way.group)
+        self._sends.add(sent, target=way.peer, group=way.group)
+        return Sent()
 
 
 _RECEIVES = ("recv_prev", "recv_next")

@@ -86,11 +86,6 @@ class Way:
     peer: int
     group: dist.ProcessGroup
 
-    def send(self, tensor: Tensor) -> dist.Work:
-        work = dist.isend(tensor, dst=self.peer, group=self.group)
-        assert work is not None, "this rank is in the group"
-        return work
-
     def receive(self, tensor: Tensor) -> dist.Work:
         work = dist.irecv(tensor, src=self.peer, group=self.group)
         assert work is not None, "this rank is in the group"
@@ -162,12 +157,8 @@ class Receive:
         self.tensor.data = found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sending:
-    """A send under way, and what must not change until it is done."""
-
-    work: dist.Work
-    tensor: Tensor
+class Sent:
+    """Something on its way, for a schedule that waits before it lets go of it: no need to."""
 
     def wait(self) -> None:
-        """For the schedule, which waits before it lets go of what it sends: this one holds it."""
+        """As upstream's handles."""
