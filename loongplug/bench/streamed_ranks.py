@@ -19,14 +19,13 @@ from loongplug.bench.paced_model import HIDDEN, TOKENS
 from loongplug.bench.pipeline_work import Case, streamed_step
 from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.piece_edges import PieceEdges, PieceGroups
+from loongplug.hetero.piece_edges import PieceEdges, create_piece_groups
 from loongplug.hetero.pipeline_clock import EncoderWork
 from loongplug.hetero.pipeline_wires import create_pipeline_groups
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.streaming import streamed
 from loongplug.models.features import Features
 from loongplug.observe.recorder import Recorder
-from loongplug.parallel.states import create_exchange_group
 
 _WINDOW = 4  # receives of pieces under way
 _GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
@@ -66,19 +65,16 @@ class StreamedSide:
             device=_CPU,
             timeout_minutes=minutes,
         )
-        ranks = range(case.ranks)
-        of_pieces = [
-            create_exchange_group(name, [ranks], options_of="mp", timeout_minutes=minutes)
-            for name in ("features", "gradients")
-        ]
-        features, gradients = of_pieces
+        edge = Edge(replicas=tuple((rank,) for rank in range(case.ranks)), consumers=(0,))
+        of_pieces = create_piece_groups(
+            self._encoder.name, [edge], device=_CPU, timeout_minutes=minutes
+        )
         assert groups is not None
-        assert features is not None
-        assert gradients is not None
+        assert of_pieces is not None
         self._groups = groups
         self._edges = PieceEdges(
-            Edge(replicas=tuple((rank,) for rank in ranks), consumers=(0,)),
-            PieceGroups(features=features, gradients=gradients),
+            edge,
+            of_pieces,
             window=_WINDOW,
             device=_CPU,
             recorder=recorder,

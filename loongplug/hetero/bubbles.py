@@ -32,7 +32,7 @@ class BubbleWork(Protocol):
         """
 
 
-class BubbleCommunicator(P2PCommunicator):  # type: ignore[misc]
+class BubbleCommunicator(P2PCommunicator):
     """One stage's, for one step: between two passes it posts, has the work done, and waits.
 
     Where a schedule sends what a forward and a backward have made in one call (virtual stages
@@ -163,15 +163,15 @@ class BubbleCommunicator(P2PCommunicator):  # type: ignore[misc]
         wait_on_reqs: bool = True,
     ) -> Any:
         """What all of upstream's methods send and receive by; its handles where they wait later."""
-        receives = {
-            name: self._receive(name, tensor_shape)
-            for name, wanted in (("recv_prev", recv_prev), ("recv_next", recv_next))
-            if wanted
-        }
         sends = {
             name: self._send(name, tensor)
             for name, tensor in (("send_next", tensor_send_next), ("send_prev", tensor_send_prev))
             if tensor is not None
+        }
+        receives = {
+            name: self._receive(name, tensor_shape)
+            for name, wanted in (("recv_prev", recv_prev), ("recv_next", recv_next))
+            if wanted
         }
         self._do_due()
         if wait_on_reqs:

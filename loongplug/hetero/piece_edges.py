@@ -6,12 +6,15 @@ and of the pieces within each, and who encodes which.
 
 An encoder replica sends its pieces in that order, and takes their gradients in it; a consumer takes
 all pieces, and gives gradients, in it, too. Receives are posted in it, some ahead. So the messages
-from one rank to another are in one order at both ends, in each direction, and even in one queue for
-all ranks what is needed first lies first. Each direction has a process group of its own.
+from one rank to another are in one order at both ends.
+
+With NCCL, two ranks have one queue for all that they send each other in a process group. So there
+is one group for features to higher ranks and one for those to lower ranks, and two for gradients:
+ranks of a tensor parallel group send each other features both ways, and each posts receives early.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,14 +26,59 @@ from loongplug.hetero.placement import Edge
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers, size
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
+from loongplug.parallel.connections import connect
+from loongplug.parallel.states import create_exchange_group
 
 
 @dataclass(frozen=True, kw_only=True)
 class PieceGroups:
-    """The process groups of a model replica: of features, and of their gradients."""
+    """The process groups of a model replica, by what goes there, to higher and to lower ranks."""
 
-    features: dist.ProcessGroup
-    gradients: dist.ProcessGroup
+    features: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    gradients: tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+def create_piece_groups(
+    name: str,
+    edges: Sequence[Edge],
+    *,
+    device: torch.device,
+    timeout_minutes: float = 30,
+    nccl_config_path: str | None = None,
+) -> PieceGroups | None:
+    """The groups of this rank's edge of the encoder ``name``, connected; None where it has none.
+
+    ``edges`` are those of all model replicas. Collective over the world.
+    """
+    made = []
+    for what in ("features", "gradients"):
+        for up in (True, False):
+            group = create_exchange_group(
+                f"{name}_{what}_{'up' if up else 'down'}",
+                [edge.ranks for edge in edges],
+                options_of="mp",
+                timeout_minutes=timeout_minutes,
+                nccl_config_path=nccl_config_path,
+            )
+            for edge in edges:
+                if dist.get_rank() in edge.ranks:
+                    connect(group, _pairs(edge, back=what == "gradients", up=up), device=device)
+            made.append(group)
+    there_up, there_down, back_up, back_down = made
+    if there_up is None or there_down is None or back_up is None or back_down is None:
+        return None
+    return PieceGroups(features=(there_up, there_down), gradients=(back_up, back_down))
+
+
+def _pairs(edge: Edge, *, back: bool, up: bool) -> list[tuple[int, int]]:
+    """Who may send features to whom, or gradients ``back``."""
+    encoders = sorted({rank for ranks in edge.replicas for rank in ranks})
+    pairs = [(encoder, consumer) for encoder in encoders for consumer in edge.consumers]
+    if back:
+        pairs = [(consumer, encoder) for encoder, consumer in pairs]
+    return [
+        (source, target) for source, target in pairs if source != target and up == (source < target)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +92,16 @@ class _Direction:
     """Of one rank: who sends what to whom, what is to come, and what is here already."""
 
     name: str
-    group: dist.ProcessGroup
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
     transfers: dict[int, list[Transfer]]  # by piece
     to_post: deque[Transfer]
     under_way: dict[Transfer, _Receiving] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)  # by piece, for this rank itself
+
+    def group(self, transfer: Transfer) -> dist.ProcessGroup:
+        """Where it goes over."""
+        to_higher, to_lower = self.groups
+        return to_higher if transfer.source < transfer.target else to_lower
 
 
 class PieceEdges:
@@ -152,7 +205,10 @@ class PieceEdges:
         return self._pieces
 
     def _direction(
-        self, name: str, group: dist.ProcessGroup, transfers: list[Transfer]
+        self,
+        name: str,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        transfers: list[Transfer],
     ) -> _Direction:
         of_piece: dict[int, list[Transfer]] = {}
         for each in transfers:
@@ -162,7 +218,7 @@ class PieceEdges:
             for each in transfers
             if each.target == self._rank != each.source and size(self._now.rows(each))
         )
-        way = _Direction(name=name, group=group, transfers=of_piece, to_post=deque(come))
+        way = _Direction(name=name, groups=groups, transfers=of_piece, to_post=deque(come))
         self._post(way)
         return way
 
@@ -179,7 +235,9 @@ class PieceEdges:
             with self._recorder.span(
                 "exchange", f"send {way.name}", bytes=rows.nbytes, target=transfer.target
             ):
-                self._sends.add(rows.contiguous(), target=transfer.target, group=way.group)
+                self._sends.add(
+                    rows.contiguous(), target=transfer.target, group=way.group(transfer)
+                )
 
     def _take(self, way: _Direction, transfer: Transfer) -> Tensor:
         """Rows that are here, or come; before they are waited for, the next one may come, too."""
@@ -203,7 +261,7 @@ class PieceEdges:
         while way.to_post and len(way.under_way) < self._window:
             transfer = way.to_post.popleft()
             rows = self._empty(size(self._now.rows(transfer)))
-            work = dist.irecv(rows, src=transfer.source, group=way.group)
+            work = dist.irecv(rows, src=transfer.source, group=way.group(transfer))
             assert work is not None, "this rank is in the group"
             way.under_way[transfer] = _Receiving(work=work, rows=rows)
 

@@ -1,6 +1,6 @@
 """Pieces over edges within a model replica: one order at both ends, and every row in its place."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,43 +11,67 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import ENCODER
 from ranks import run_ranks
-from streamed_steps import steps
+from streamed_steps import even, steps
 
 from loongplug.hetero.exchange import ExchangeSpec, taken
-from loongplug.hetero.piece_edges import PieceEdges, PieceGroups
-from loongplug.hetero.pipeline_clock import EncoderPlan, Step
+from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.pipeline_clock import DecoderPass, EncoderPlan, Step
 from loongplug.hetero.placement import Edge, all_ranks_dp
 from loongplug.hetero.routes import Rows
 from loongplug.hetero.streaming import separated, streamed
 from loongplug.parallel.layout import Layout
-from loongplug.parallel.states import create_exchange_group
 
 WIDTH = 3
 
 
+Message = tuple[Any, int, int, int]  # group, source, target, and which one of theirs
+
+
 @dataclass
 class Wires:
-    """What ranks send and post, in the place of process groups."""
+    """What ranks send, post and wait for, in the place of process groups."""
 
     rank: int = 0
-    # By direction and both ranks: the rows of each message, at either end.
+    # By group and both ranks: the rows of each message, at either end.
     sent: defaultdict[tuple[Any, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
     posted: defaultdict[tuple[Any, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    did: defaultdict[int, list[tuple[str, Any]]] = field(default_factory=lambda: defaultdict(list))
 
     def get_rank(self) -> int:
         return self.rank
 
-    def isend(self, rows: torch.Tensor, *, dst: int, group: Any) -> "Wires":
-        self.sent[group, self.rank, dst].append(len(rows))
-        return self
+    def isend(self, rows: torch.Tensor, *, dst: int, group: Any) -> "Sent":
+        way = group, self.rank, dst
+        self.sent[way].append(len(rows))
+        self.does("moves", (*way, len(self.sent[way])))
+        return Sent()
 
-    def irecv(self, rows: torch.Tensor, *, src: int, group: Any) -> "Wires":
-        self.posted[group, src, self.rank].append(len(rows))
-        return self
+    def irecv(self, rows: torch.Tensor, *, src: int, group: Any) -> "Posted":
+        way = group, src, self.rank
+        self.posted[way].append(len(rows))
+        message = *way, len(self.posted[way])
+        self.does("moves", message)
+        return Posted(self, message)
+
+    def does(self, what: str, which: Any) -> None:
+        self.did[self.rank].append((what, which))
+
+
+@dataclass
+class Posted:
+    wires: Wires
+    message: Message
+
+    def wait(self) -> None:
+        self.wires.does("waits", self.message)
+
+
+class Sent:
+    """Which nobody waits for while the step goes on."""
 
     def wait(self) -> None:
         pass
@@ -56,40 +80,103 @@ class Wires:
         return False
 
 
-def drive(edges: PieceEdges, replica: int, *, step: Step, plan: EncoderPlan) -> None:
-    """All that a rank does with pieces in a step, in the order of the plan and of its passes."""
+def ends(did: dict[int, list[tuple[str, Any]]]) -> bool:
+    """Whether a step ends where what two ranks move in a group goes through one queue on each.
+
+    As with NCCL: a message moves when it is the first of the queue at both ends. A rank's other
+    work does not wait for its queues but where it "waits".
+    """
+    at = dict.fromkeys(did, 0)
+    queues: defaultdict[tuple[int, Any], deque[Message]] = defaultdict(deque)
+    there: set[Any] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, all_of_it in did.items():
+            while at[rank] < len(all_of_it):
+                what, which = all_of_it[at[rank]]
+                if what == "waits" and which not in there:
+                    break
+                if what == "says":
+                    there.add(which)
+                if what == "moves":
+                    queues[rank, (which[0], *sorted(which[1:3]))].append(which)
+                at[rank] += 1
+                moved = True
+        for (rank, name), queue in [*queues.items()]:
+            while queue:
+                _, source, target, _ = message = queue[0]
+                other = queues[source + target - rank, name]
+                if not other or other[0] != message:
+                    break
+                queue.popleft()
+                other.popleft()
+                there.add(message)
+                moved = True
+    return not any(queues.values()) and all(at[rank] == len(did[rank]) for rank in did)
+
+
+def drive(edges: PieceEdges, replica: int, *, step: Step, plan: EncoderPlan, wires: Wires) -> None:
+    """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
     numbers = {name: number for number, name in enumerate(step.names)}
     work = list(plan.work[replica])
     for place, one in enumerate([*step.passes[stage], None]):
+        posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
             number = numbers[work[0].microbatch, work[0].piece]
             if work.pop(0).forward:
                 edges.send_features(number, torch.zeros(number + 1, 1))
             else:
                 edges.receive_gradient(number)
-        if one is None or one.place:
-            continue
-        for piece in range(len(step.pieces[one.microbatch])):
-            number = numbers[one.microbatch, piece]
-            if one.forward:
-                edges.receive_features(number)
-            elif step.trains:
+        if one is None:
+            break
+        if posted is not None:
+            posted.wait()
+        pieces = range(len(step.pieces[one.microbatch]) if one.place == 0 else 0)
+        if one.forward:
+            for piece in pieces:
+                edges.receive_features(numbers[one.microbatch, piece])
+        wires.does("says", ("pass", one, replica))
+        for other in step.lanes[stage]:  # of one tensor parallel group
+            wires.does("waits", ("pass", one, other))
+        if step.trains and not one.forward:
+            for piece in pieces:
+                number = numbers[one.microbatch, piece]
                 edges.send_gradient(number, torch.zeros(number + 1, 1))
+        pipeline_output(step, replica, one, wires=wires)
     edges.drain()
 
 
-@given(steps(), st.integers(1, 5), st.booleans())
-@settings(deadline=None)
-def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fills: bool) -> None:
-    """A message's rows are the number of its piece: queues of one stream cannot cross."""
-    plan = streamed(step) if fills else separated(step)
-    owners = {
-        (one.microbatch, one.piece): replica
-        for replica, work in enumerate(plan.work)
-        for one in work
-        if one.forward
-    }
+def peer(step: Step, replica: int, one: DecoderPass) -> int:
+    """Of this replica, on the stage of another pass."""
+    lane = step.lanes[step.replicas[replica]].index(replica)
+    return step.lanes[one.place % len(step.passes)][lane]
+
+
+def group_of(step: Step, one: DecoderPass) -> str:
+    """Of what a pass makes: around is from the last stage to the first, or back."""
+    stage = one.place % len(step.passes)
+    around = stage == (len(step.passes) - 1 if one.forward else 0)
+    return f"{'activations' if one.forward else 'gradients'} {around}"
+
+
+def pipeline_input(step: Step, replica: int, one: DecoderPass, *, wires: Wires) -> Posted | None:
+    before = step.before(one)
+    if before is None or (source := peer(step, replica, before)) == replica:
+        return None
+    return wires.irecv(torch.zeros(1), src=source, group=group_of(step, before))
+
+
+def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires) -> None:
+    behind = step.behind(one)
+    if behind is not None and (target := peer(step, replica, behind)) != replica:
+        wires.isend(torch.zeros(1), dst=target, group=group_of(step, one))
+
+
+def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> Wires:
+    """All ranks' step, by real edges and the names of their groups."""
+    owners = owners_of(plan)
     pieces = ExchangeSpec(
         tokens=tuple(range(1, len(step.names) + 1)),
         encoder_replicas=tuple(owners[name] for name in step.names),
@@ -98,34 +185,67 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
     )
     ranks = range(len(step.replicas))
     edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=step.lanes[0])
-    groups: Any = PieceGroups(features="features", gradients="gradients")  # type: ignore[arg-type]
     wires = Wires()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
         for wires.rank in ranks:
-            edges = PieceEdges(edge, groups, window=window, device=torch.device("cpu"))
+            edges = PieceEdges(edge, groups or GROUPS, window=window, device=torch.device("cpu"))
             edges.begin(pieces, trains=step.trains)
-            drive(edges, wires.rank, step=step, plan=plan)
+            drive(edges, wires.rank, step=step, plan=plan, wires=wires)
+    return wires
+
+
+def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
+    """Which replica encodes a piece."""
+    return {
+        (one.microbatch, one.piece): replica
+        for replica, work in enumerate(plan.work)
+        for one in work
+        if one.forward
+    }
+
+
+UP_AND_DOWN: Any = ("features up", "features down"), ("gradients up", "gradients down")
+GROUPS = PieceGroups(features=UP_AND_DOWN[0], gradients=UP_AND_DOWN[1])
+
+
+@given(steps(), st.integers(1, 5), st.booleans())
+@settings(deadline=None)
+def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fills: bool) -> None:
+    """A message's rows are the number of its piece: queues of one stream cannot cross."""
+    plan = streamed(step) if fills else separated(step)
+    wires = drawn(step, plan, window=window)
     assert wires.sent == wires.posted
-    for orders in (wires.sent, wires.posted):
-        assert all(order == sorted(order) for order in orders.values())
+    for (name, *_), order in (*wires.sent.items(), *wires.posted.items()):
+        assert order == sorted(order) or name not in (*UP_AND_DOWN[0], *UP_AND_DOWN[1])
+    one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
+    assert len(one_way) == len(wires.sent)
     # Of the features, all that a consumer has not made itself.
-    count = sum(len(order) for (name, *_), order in wires.sent.items() if name == "features")
-    others = sum(owner != consumer for owner in owners.values() for consumer in edge.consumers)
-    assert count == others
+    count = sum(len(order) for way, order in wires.sent.items() if way[0] in UP_AND_DOWN[0])
+    owners = owners_of(plan).values()
+    assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
+    assert ends(wires.did)
+
+
+def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
+    """Two ranks of the first stage that each wait for the other's features first."""
+    step = even(2, percent=50, lanes=2)
+    both: Any = PieceGroups(features=("there",) * 2, gradients=("back",) * 2)  # type: ignore[arg-type]
+    for plan in (streamed(step), separated(step)):
+        assert ends(drawn(step, plan, window=1).did)
+        assert not ends(drawn(step, plan, window=1, groups=both).did)
 
 
 @pytest.mark.quick
 def test_a_piece_out_of_turn_is_refused() -> None:
     edge = Edge(replicas=((0,), (1,)), consumers=(0,))
-    groups: Any = PieceGroups(features="features", gradients="gradients")  # type: ignore[arg-type]
     pieces = ExchangeSpec(tokens=(1, 1), encoder_replicas=(1, 1), width=1, dtype=torch.float32)
     wires = Wires()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = PieceEdges(edge, groups, window=1, device=torch.device("cpu"))
+        edges = PieceEdges(edge, GROUPS, window=1, device=torch.device("cpu"))
         edges.begin(pieces, trains=False)
         with pytest.raises(AssertionError, match="is not the next of features"):
             edges.receive_features(1)
@@ -155,13 +275,10 @@ def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
     """Two steps at tp 2 and pp 2; the rows whose values were looked at."""
     placement = all_ranks_dp(Layout(tp=2, pp=2), entry=ENCODER, tp=1)
     edge = placement.edge(ENCODER.name, rank=rank)
-    features, gradients = (
-        create_exchange_group(name, placement.exchange_groups(ENCODER.name), options_of="mp")
-        for name in ("features", "gradients")
+    groups = create_piece_groups(
+        ENCODER.name, placement.edges(ENCODER.name), device=torch.device("cpu")
     )
-    assert features is not None
-    assert gradients is not None
-    groups = PieceGroups(features=features, gradients=gradients)
+    assert groups is not None
     edges = PieceEdges(edge, groups, window=2, device=torch.device("cpu"))
     pieces = ExchangeSpec(
         tokens=TOKENS,
