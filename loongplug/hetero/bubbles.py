@@ -20,6 +20,13 @@ from loongplug.hetero.pipeline_wires import PipelineGroups, Receive, Sent, Way
 from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 
+_RECEIVES = ("recv_prev", "recv_next")
+# What a trace calls a message, its bytes, and whom it goes to or comes from.
+_SEND_NEXT = ("send forward", "sent_next", "next")
+_RECV_PREV = ("receive forward", "received_previous", "previous")
+_SEND_PREV = ("send backward", "sent_previous", "previous")
+_RECV_NEXT = ("receive backward", "received_next", "next")
+
 
 class BubbleWork(Protocol):
     """What a rank has to do beside the passes of its stage."""
@@ -68,12 +75,12 @@ class BubbleCommunicator(P2PCommunicator):
         there = groups.activations, groups.activations_around
         back = groups.gradients, groups.gradients_around
         self._ways = {
-            name: Way(name=name.replace("_", " "), peer=peer, group=group)
-            for name, peer, (inner, around), is_around in (
-                ("send_next", self.next_rank, there, last),
-                ("recv_prev", self.prev_rank, there, first),
-                ("send_prev", self.prev_rank, back, first),
-                ("recv_next", self.next_rank, back, last),
+            name: Way(name=said, size=size, side=side, peer=peer, group=group)
+            for name, (said, size, side), peer, (inner, around), is_around in (
+                ("send_next", _SEND_NEXT, self.next_rank, there, last),
+                ("recv_prev", _RECV_PREV, self.prev_rank, there, first),
+                ("send_prev", _SEND_PREV, self.prev_rank, back, first),
+                ("recv_next", _RECV_NEXT, self.next_rank, back, last),
             )
             if (group := around if is_around else inner) is not None
         }
@@ -221,8 +228,6 @@ class BubbleCommunicator(P2PCommunicator):
         if self._announces:
             shape = torch.tensor(sent.shape, dtype=torch.int64, device=sent.device)
             self._sends.add(shape, target=way.peer, group=way.group)
-        self._sends.add(sent, target=way.peer, group=way.group)
+        with way.span(self._recorder, tensor=sent):
+            self._sends.add(sent, target=way.peer, group=way.group)
         return Sent()
-
-
-_RECEIVES = ("recv_prev", "recv_next")

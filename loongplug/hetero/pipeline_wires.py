@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loongplug.observe.recorder import Recorder
+from loongplug.observe.recorder import Recorder, Span
 from loongplug.parallel.connections import connect
 from loongplug.parallel.states import create_exchange_group
 
@@ -82,9 +82,16 @@ def create_pipeline_groups(
 class Way:
     """To or from a neighbour, in one direction."""
 
-    name: str
+    name: str  # as a trace has it, and so are ``size`` and ``side``, names of its details
+    size: str
+    side: str
     peer: int
     group: dist.ProcessGroup
+
+    def span(self, recorder: Recorder, *, tensor: Tensor | None = None) -> Span:
+        """Of a message that moves on this way; its bytes are noted, or are those of ``tensor``."""
+        known = {} if tensor is None else {self.size: tensor.nbytes}
+        return recorder.span("p2p", self.name, **known, **{self.side: self.peer})
 
     def receive(self, tensor: Tensor) -> dist.Work:
         work = dist.irecv(tensor, src=self.peer, group=self.group)
@@ -134,11 +141,11 @@ class Receive:
         if self._before is not None:  # Megatron's last backwards do not wait in their order
             self._before.wait()
             self._before = None
-        with self._recorder.span("wait", self._way.name, source=self._way.peer) as span:
+        with self._way.span(self._recorder) as span:
             self._work.wait()
             if self._announced:
                 self._receive_announced()
-            span.note(bytes=self.tensor.nbytes)
+            span.note(**{self._way.size: self.tensor.nbytes})
         self._done = True
 
     def _post(self) -> None:

@@ -24,6 +24,8 @@ from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_clock import DecoderPass, decoder_passes
 from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
+from loongplug.observe.recorder import TraceRecorder
+from loongplug.observe.trace_file import TraceEvent
 
 LENGTH, SAMPLES, WIDTH = 3, 2, 4
 
@@ -108,6 +110,7 @@ class Noted:
     events: list[str] = field(default_factory=list)
     groups: dict[Any, str] = field(default_factory=dict)
     messages: list[tuple[str, int, int, str]] = field(default_factory=list)
+    spans: list[TraceEvent] = field(default_factory=list)
 
     def __call__(self, event: str) -> None:
         self.events.append(event)
@@ -172,8 +175,9 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
     communicator = P2PCommunicator(pipeline, config)
     if groups is not None:
         forwards = [each.forward for each in case.passes(stage)]
+        recorder = TraceRecorder(noted.spans.extend)
         communicator = BubbleCommunicator(
-            pipeline, config, groups=groups, forwards=forwards, work=noted
+            pipeline, config, groups=groups, forwards=forwards, work=noted, recorder=recorder
         )
         noted.groups = {group: name for name, group in vars(groups).items() if group is not None}
     chunks = [
@@ -218,6 +222,7 @@ def step(case: Case, pipeline: Any, alone: Any, *, groups: PipelineGroups | None
         )
         if isinstance(communicator, BubbleCommunicator):
             communicator.finish()
+            recorder.close()
     values = [each["loss"] for each in losses]
     for chunk in chunks:
         values += [torch.zeros(1) if p.grad is None else p.grad for p in chunk.parameters()]
@@ -343,3 +348,28 @@ def test_a_pair_s_messages_in_a_group_go_one_way_and_all_arrive(
     for (source, target, group), counts in ends.items():
         assert counts["sends"] == counts["receives"] > 0
         assert (target, source, group) not in ends
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_trace_has_every_message_at_both_ends(
+    ran: list[dict[str, tuple[Did, Did]]], name: str
+) -> None:
+    """By the details that arrows of a trace are drawn from."""
+    found: defaultdict[tuple[str, int, int], dict[str, list[int]]] = defaultdict(
+        lambda: {"sent": [], "received": []}
+    )
+    for number, rank in enumerate(ran):
+        for event in rank[name][1].noted.spans:
+            for what, sent, received in (
+                ("forward", ("sent_next", "next"), ("received_previous", "previous")),
+                ("backward", ("sent_previous", "previous"), ("received_next", "next")),
+            ):
+                for end, (size, side) in (("sent", sent), ("received", received)):
+                    if size in event.details:
+                        other = event.details[side]
+                        ends = (number, other) if end == "sent" else (other, number)
+                        found[what, *ends][end].append(event.details[size])
+    assert found
+    for each in found.values():
+        assert sorted(each["sent"]) == sorted(each["received"])
+        assert all(each["sent"])
