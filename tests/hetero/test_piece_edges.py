@@ -80,38 +80,55 @@ class Sent:
         return False
 
 
-def ends(did: dict[int, list[tuple[str, Any]]]) -> bool:
+def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> bool:
     """Whether a step ends where what two ranks move in a group goes through one queue on each.
 
     As with NCCL: a message moves when it is the first of the queue at both ends. A rank's other
-    work does not wait for its queues but where it "waits".
+    work does not wait for its queues but where it "waits"; with ``one_queue`` to the device
+    (``CUDA_DEVICE_MAX_CONNECTIONS=1``), a message that cannot move yet for one before it holds up
+    whatever comes behind it.
     """
     at = dict.fromkeys(did, 0)
     queues: defaultdict[tuple[int, Any], deque[Message]] = defaultdict(deque)
     there: set[Any] = set()
+
+    def goes_on(rank: int) -> bool:
+        if at[rank] == len(did[rank]):
+            return False
+        what, which = did[rank][at[rank]]
+        if what == "moves":
+            queue = queues[rank, (which[0], *sorted(which[1:3]))]
+            if one_queue and queue:
+                return False
+            queue.append(which)
+        elif what == "says":
+            there.add(which)
+        elif which not in there:
+            return False
+        at[rank] += 1
+        return True
+
+    def moves(rank: int, name: Any) -> bool:
+        queue = queues[rank, name]
+        if not queue:
+            return False
+        _, source, target, _ = message = queue[0]
+        other = queues[source + target - rank, name]
+        if not other or other[0] != message:
+            return False
+        queue.popleft()
+        other.popleft()
+        there.add(message)
+        return True
+
     moved = True
     while moved:
         moved = False
-        for rank, all_of_it in did.items():
-            while at[rank] < len(all_of_it):
-                what, which = all_of_it[at[rank]]
-                if what == "waits" and which not in there:
-                    break
-                if what == "says":
-                    there.add(which)
-                if what == "moves":
-                    queues[rank, (which[0], *sorted(which[1:3]))].append(which)
-                at[rank] += 1
+        for rank in did:
+            while goes_on(rank):
                 moved = True
-        for (rank, name), queue in [*queues.items()]:
-            while queue:
-                _, source, target, _ = message = queue[0]
-                other = queues[source + target - rank, name]
-                if not other or other[0] != message:
-                    break
-                queue.popleft()
-                other.popleft()
-                there.add(message)
+        for rank, name in [*queues]:
+            while moves(rank, name):
                 moved = True
     return not any(queues.values()) and all(at[rank] == len(did[rank]) for rank in did)
 
@@ -235,6 +252,17 @@ def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
     for plan in (streamed(step), separated(step)):
         assert ends(drawn(step, plan, window=1).did)
         assert not ends(drawn(step, plan, window=1, groups=both).did)
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_a_device_with_one_queue_hangs(window: int) -> None:
+    """Whatever is done about receives: a rank is sent a second gradient before it takes the first."""
+    for stages, percent in ((2, 30), (8, 20)):
+        step = even(stages, percent=percent)
+        for plan in (streamed(step), separated(step)):
+            did = drawn(step, plan, window=window).did
+            assert ends(did)
+            assert not ends(did, one_queue=True)
 
 
 @pytest.mark.quick
