@@ -256,7 +256,7 @@ def test_one_queue_for_both_ways_of_two_ranks_hangs() -> None:
 
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_a_device_with_one_queue_hangs(window: int) -> None:
-    """Whatever is done about receives: a rank is sent a second gradient before it takes the first."""
+    """Whatever is done about receives: a second gradient sets out before the first is taken."""
     for stages, percent in ((2, 30), (8, 20)):
         step = even(stages, percent=percent)
         for plan in (streamed(step), separated(step)):
