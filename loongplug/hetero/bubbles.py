@@ -69,7 +69,10 @@ class BubbleCommunicator(P2PCommunicator):
         self._recorder = recorder
         self._pass = -1  # the last one before which the work was done
         self._due = 0  # how many passes come behind what is communicated now
-        self._sends = Sends()
+        # By pass, of which as many as there are may be under way: nobody waits for a send.
+        self._sends = Sends(
+            most=len(self._forwards) + 1, recorder=recorder, name="sends to other stages"
+        )
         self._last: dict[str, Receive] = {}  # receive of each way
         first, last = self.is_pp_first_stage, self.is_pp_last_stage
         there = groups.activations, groups.activations_around
@@ -89,8 +92,7 @@ class BubbleCommunicator(P2PCommunicator):
         """Behind the schedule: do the work behind the last pass, and wait for what is sent."""
         assert self._pass == len(self._forwards) - 1, (self._pass, len(self._forwards))
         self._work.before_pass(len(self._forwards))
-        with self._recorder.span("wait", "sends to other stages"):
-            self._sends.drain()
+        self._sends.drain()
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Before a forward."""
@@ -227,7 +229,7 @@ class BubbleCommunicator(P2PCommunicator):
         sent = tensor.detach().contiguous()
         if self._announces:
             shape = torch.tensor(sent.shape, dtype=torch.int64, device=sent.device)
-            self._sends.add(shape, target=way.peer, group=way.group)
+            self._sends.add(way.send(shape), shape, microbatch=self._pass)
         with way.span(self._recorder, tensor=sent):
-            self._sends.add(sent, target=way.peer, group=way.group)
+            self._sends.add(way.send(sent), sent, microbatch=self._pass)
         return Sent()

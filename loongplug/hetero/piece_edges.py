@@ -128,7 +128,7 @@ class PieceEdges:
         self._rank = dist.get_rank()
         self._device = device
         self._recorder = recorder
-        self._sends = Sends()
+        self._sends: Sends | None = None  # of the step
         self._pieces: ExchangeSpec | None = None  # of the step
         self._features: _Direction | None = None
         self._gradients: _Direction | None = None
@@ -142,6 +142,8 @@ class PieceEdges:
         assert self._features is None, "the last step has not ended"
         owners, sharded = pieces.encoder_replicas, pieces.shards is not None
         self._pieces = pieces
+        # As many pieces as there are may be under way: nobody waits for a send.
+        self._sends = Sends(most=len(pieces.tokens) + 1, recorder=self._recorder)
         self._features = self._direction(
             "features",
             self._groups.features,
@@ -192,12 +194,12 @@ class PieceEdges:
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""
-        with self._recorder.span("exchange", "sends"):
-            self._sends.drain()
+        assert self._sends is not None, "no step has begun"
+        self._sends.drain()
         for way in (_begun(self._features), _begun(self._gradients)):
             left = [*way.to_post, *way.under_way, *way.kept]
             assert not left, f"nobody took {way.name}: {left}"
-        self._pieces = self._features = self._gradients = None
+        self._pieces = self._sends = self._features = self._gradients = None
 
     @property
     def _now(self) -> ExchangeSpec:
@@ -231,13 +233,16 @@ class PieceEdges:
     def _give(self, way: _Direction, transfer: Transfer, rows: Tensor) -> None:
         if transfer.target == self._rank:
             way.kept[transfer.unit] = rows
-        elif len(rows):
-            with self._recorder.span(
-                "exchange", f"send {way.name}", bytes=rows.nbytes, target=transfer.target
-            ):
-                self._sends.add(
-                    rows.contiguous(), target=transfer.target, group=way.group(transfer)
-                )
+            return
+        if not len(rows):
+            return
+        sent = rows.contiguous()
+        with self._recorder.span(
+            "exchange", f"send {way.name}", bytes=sent.nbytes, target=transfer.target
+        ):
+            work = dist.isend(sent, dst=transfer.target, group=way.group(transfer))
+        assert self._sends is not None, "no step has begun"
+        self._sends.add(work, sent, microbatch=transfer.unit)
 
     def _take(self, way: _Direction, transfer: Transfer) -> Tensor:
         """Rows that are here, or come; before they are waited for, the next one may come, too."""

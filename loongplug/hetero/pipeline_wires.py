@@ -93,6 +93,9 @@ class Way:
         known = {} if tensor is None else {self.size: tensor.nbytes}
         return recorder.span("p2p", self.name, **known, **{self.side: self.peer})
 
+    def send(self, tensor: Tensor) -> dist.Work | None:
+        return dist.isend(tensor, dst=self.peer, group=self.group)
+
     def receive(self, tensor: Tensor) -> dist.Work:
         work = dist.irecv(tensor, src=self.peer, group=self.group)
         assert work is not None, "this rank is in the group"
