@@ -337,7 +337,8 @@ def bench_pipeline(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="uniform, encoder_hetero_dp, full_hetero_dp or own_ranks. Default: all of them."
+            help="uniform, encoder_hetero_dp, full_hetero_dp or own_ranks. Default: all of these. "
+            "Also streamed, which no run has yet."
         ),
     ] = None,
     decoder: Annotated[

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from loongplug.bench.pipeline_work import Case, PacedEncoder
+from loongplug.bench.pipeline_work import Case, PacedEncoder, streamed_time
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -49,8 +49,11 @@ def predicted(case: Case) -> float | None:
     """Milliseconds from the first act to the last; None with virtual stages, which it knows not.
 
     Between stages, nobody goes on before what it sends is received: so are gloo's sends, and so
-    waits what comes behind one on a device. A send from an encoder on ranks of its own waits not.
+    waits what comes behind one on a device. A send from an encoder on ranks of its own waits not,
+    and neither does any where the encoder streams, which knows virtual stages, too.
     """
+    if case.streams:
+        return streamed_time(case)
     if case.chunks > 1:
         return None
     sides = [_Side(case, each) for each in case.encoders]

@@ -20,6 +20,7 @@ from torch import Tensor
 from loongplug.bench.pace import Pace
 from loongplug.bench.paced_model import HIDDEN, TOKENS, PacedChunk
 from loongplug.bench.pipeline_work import Case, PacedEncoder
+from loongplug.bench.streamed_ranks import StreamedSide
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.pipeline_graph import ahead
@@ -73,6 +74,10 @@ def _steps(
     """Do so many, and give each one's number behind it."""
     chunks = _chunks(case, engine, pace=pace)
     schedule = engine.schedules(get_forward_backward_func)()
+    if case.streams:
+        side = StreamedSide(case, pace=pace, recorder=recorder, minutes=_MINUTES)
+        chunks[0].feature_sources = {case.encoders[0].name: side}
+        schedule = side.around(schedule)
     for step in range(1, count + 1):
         pace.next_step(sleeps=step > EMPTY_STEPS)
         data = [iter(list(_microbatches(case, engine))) for _ in chunks]
@@ -103,7 +108,8 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             timeout_minutes=_MINUTES,
         )
 
-    engine = Engine({each.name: of_encoder(each) for each in case.encoders})
+    encoders = () if case.streams else case.encoders
+    engine = Engine({each.name: of_encoder(each) for each in encoders})
     engine.report_to(recorder)
     return engine
 
@@ -216,7 +222,7 @@ def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
 
 def _replica(case: Case, engine: Engine, encoder: PacedEncoder, *, number: int) -> int:
     """Which one of the encoder's encodes a microbatch's unit: in turn."""
-    if case.apart or not engine.encoders[encoder.name].steps:
+    if case.apart or case.streams or not engine.encoders[encoder.name].steps:
         return 0
     edge = engine.encoders[encoder.name].place.edge
     assert edge is not None, "it lies where the decoder lies"

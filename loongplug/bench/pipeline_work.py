@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from math import isfinite, lcm
 from typing import Any, Final
 
-from loongplug.hetero.modes import NAMED, Mode, mode_of
+from loongplug.hetero.modes import FULL_HETERO_DP, NAMED, Mode, mode_of
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.pipeline_clock import PieceCost, Step, decoder_passes, simulate
+from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
@@ -14,6 +17,10 @@ from loongplug.partition.clock import StageTime
 
 OWN_RANKS: Final = "own_ranks"  # the mode that rank_offset asks for, which has no name in a YAML
 MODES: Final = (*NAMED, OWN_RANKS)
+# Full separation whose encoders fill the pipeline's bubbles. No run has it yet.
+STREAMED: Final = "streamed"
+_PIECES: Final = 4  # that a microbatch's media are cut into there
+_MICROSECONDS: Final = 1000  # in a millisecond; plans want integers
 _DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
 
@@ -38,7 +45,7 @@ class PacedEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step: its mode, by one of ``MODES``, and times in ms of a microbatch.
+    """A step: its mode, by one of ``MODES`` or ``STREAMED``, and times in ms of a microbatch.
 
     ``stages`` are the decoder's, by stage, of each of the ``tp`` ranks of one; with ``chunks``
     virtual stages, a rank's time is divided among its own evenly.
@@ -55,8 +62,10 @@ class Case:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"--mode {self.mode}: expected one of {', '.join(MODES)}.")
+        if self.mode not in (*MODES, STREAMED):
+            raise ValueError(
+                f"--mode {self.mode}: expected one of {', '.join((*MODES, STREAMED))}."
+            )
         checked([*(each.entry for each in self.encoders), _DECODER])
         numbers = {
             "--microbatches": self.microbatches,
@@ -72,6 +81,22 @@ class Case:
                 f"--virtual-stages {self.chunks} at --pp {len(self.stages)} and --microbatches "
                 f"{self.microbatches}: expected two stages or more, and a multiple of their number."
             )
+
+        if self.streams and not (len(self.encoders) == self.tp == 1 < len(self.stages)):
+            raise ValueError(
+                f"--mode {STREAMED} with {len(self.encoders)} encoders, --tp {self.tp} and --pp "
+                f"{len(self.stages)}: expected one encoder, --tp 1 and two stages or more."
+            )
+
+    @property
+    def streams(self) -> bool:
+        """Whether the encoder works between the passes of the decoder."""
+        return self.mode == STREAMED
+
+    @property
+    def pieces(self) -> int:
+        """Of a microbatch's media."""
+        return _PIECES if self.streams else 1
 
     @property
     def decoder(self) -> Layout:
@@ -102,6 +127,8 @@ class Case:
 
     def mode_of(self, encoder: PacedEncoder) -> Mode:
         """The product's, for one of the case's encoders."""
+        if self.streams:
+            return FULL_HETERO_DP
         if not self.apart:
             return NAMED[self.mode]
         before = self.encoders[: self.encoders.index(encoder)]
@@ -116,6 +143,37 @@ class Case:
     def encoder_tp(self, encoder: PacedEncoder) -> int:
         """How many ranks share a unit of it."""
         return encoder.tp or self.mode_of(encoder).encoder_tp or self.tp
+
+
+def streamed_step(case: Case) -> Step:
+    """What plans of a case that streams are made of; costs are microseconds."""
+    (encoder,) = case.encoders
+    stages, chunks = len(case.stages), case.chunks
+    piece = PieceCost(
+        *(
+            round(_MICROSECONDS * each / case.pieces)
+            for each in (encoder.time.forward, encoder.time.backward)
+        )
+    )
+    pipelines = (
+        Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages) for stage in range(stages)
+    )
+    return Step(
+        pieces=((piece,) * case.pieces,) * case.microbatches,
+        replicas=tuple(range(stages)),
+        passes=tuple(decoder_passes(each, case.microbatches) for each in pipelines),
+        forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
+        backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
+        trains=encoder.time.backward > 0,
+    )
+
+
+def streamed_time(case: Case) -> float:
+    """Milliseconds of a step of a case that streams, by the clock of its plan."""
+    step = streamed_step(case)
+    times = simulate(step, streamed(step))
+    assert times is not None, "ranks wait for one another"
+    return times.step / _MICROSECONDS
 
 
 def parse_stages(text: str, *, pp: int) -> tuple[StageTime, ...]:

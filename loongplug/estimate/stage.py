@@ -1,4 +1,4 @@
-"""One pipeline stage at work on tensors without memory, piece by piece, as Megatron's schedules do.
+"""One pipeline stage at work on tensors without memory, turn by turn, as Megatron's schedules do.
 
 Layers are those without TransformerEngine, attention keeps what flash kernels keep.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from loongplug.data.microbatch import Unit
 from loongplug.estimate.ledger import DECODER, ENCODER
-from loongplug.estimate.schedule import Piece
 from loongplug.estimate.tape import Tape
+from loongplug.hetero.pass_order import Turn
 from loongplug.models.deepstack import features_behind
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.multimodal import MultimodalModel
@@ -31,7 +31,7 @@ _Backward = tuple[Any, Any, Any]  # a chunk's input, its output and the gradient
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes on the device behind a piece of work, and the most within it, of all together.
+    """Bytes on the device behind a turn of work, and the most within it, of all together.
 
     ``encoders`` are those that encode within the chunk's forward, by name.
     """
@@ -47,7 +47,7 @@ class Held:
 
 
 class Stage:
-    """Its chunks, with what its schedule keeps between the pieces.
+    """Its chunks, with what its schedule keeps between the turns.
 
     All microbatches have these ``units`` by encoder, and ``segments`` where they are packs.
     """
@@ -73,13 +73,13 @@ class Stage:
         self._output: Tensor | None = None  # sent last
         self._given: Tensor | None = None  # the gradient sent last
 
-    def step(self, order: Sequence[Piece]) -> list[Held]:
-        """Run the pieces; gives what each one held."""
+    def step(self, order: Sequence[Turn]) -> list[Held]:
+        """Do the turns; gives what each one held."""
         found = []
         self._come_for(order[0])
-        for piece, behind in zip(order, [*order[1:], Piece()], strict=True):
+        for turn, behind in zip(order, [*order[1:], Turn()], strict=True):
             self._tape.restart()
-            self._run(piece)
+            self._run(turn)
             self._come_for(behind)
             live = self._tape.live
             found.append(
@@ -91,18 +91,18 @@ class Stage:
             )
         return found
 
-    def _come_for(self, piece: Piece) -> None:
+    def _come_for(self, turn: Turn) -> None:
         """What other stages have sent for it."""
-        if piece.forward is not None:
-            chunk = self._chunks[piece.forward.chunk]
-            self._inputs[piece.forward.chunk].append(received(chunk, self._args))
-        if piece.backward is not None:
-            self._gradient = sent(self._chunks[piece.backward.chunk], self._args)
+        if turn.forward is not None:
+            chunk = self._chunks[turn.forward.chunk]
+            self._inputs[turn.forward.chunk].append(received(chunk, self._args))
+        if turn.backward is not None:
+            self._gradient = sent(self._chunks[turn.backward.chunk], self._args)
 
-    def _run(self, piece: Piece) -> None:
-        """As Megatron's schedules do, with the calls around the pieces left out."""
+    def _run(self, turn: Turn) -> None:
+        """As Megatron's schedules do, with the calls around the turns left out."""
         self._free_output()
-        forward, backward = piece.forward, piece.backward
+        forward, backward = turn.forward, turn.backward
         goes = comes = entering = None
         of_backward: _Backward = (None, None, None)
         if forward is not None:

@@ -1,4 +1,4 @@
-"""One step of a rank, followed piece by piece."""
+"""One step of a rank, followed turn by turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -15,12 +15,12 @@ from loongplug.estimate.encoded_units import (
 from loongplug.estimate.encoder_side import EncoderSide
 from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
 from loongplug.estimate.ranks import EstimatedRank
-from loongplug.estimate.schedule import Pass, Piece, Pipeline, enough, pieces, stands_for
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
 from loongplug.estimate.trace import Cost, Tracer
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -32,8 +32,8 @@ ROLES = ("decoder", "encoder + decoder")
 # Of an encoder's units that were traced.
 EncoderCosts = dict[tuple[str, UnitSize], Cost]
 
-# What is held before a piece of the step and within it, by its number.
-_Around = Callable[[int, Piece], tuple[Held, Held]]
+# What is held before a turn of the step and within it, by its number.
+_Around = Callable[[int, Turn], tuple[Held, Held]]
 
 
 class Step:
@@ -90,8 +90,8 @@ class Step:
         self.host = self._buffers = 0
         depend = self._pipeline.overlaps or args.offload_tensors
         self._around = self._whole(tracer) if depend else self._one_by_one(tracer)
-        # The first piece is a forward of the first chunk alone.
-        _, held = self._around(0, Piece(forward=Pass(chunk=0, microbatch=0)))
+        # The first turn is a forward of the first chunk alone.
+        _, held = self._around(0, Turn(forward=Pass(chunk=0, microbatch=0)))
         self._costs = {
             entry.name: self._unit_costs(
                 entry, blank, largest, inline=held.encoders.get(entry.name, 0), known=encoder_costs
@@ -138,11 +138,11 @@ class Step:
         alone = [tracer.alone(chunk) for chunk in self._rank.chunks]
         self._buffers = buffers(self._rank.chunks, self._args)
 
-        def around(_: int, piece: Piece) -> tuple[Held, Held]:
-            if piece.forward is not None:
-                return Held(), alone[piece.forward.chunk][0]
-            assert piece.backward is not None
-            behind_forward, within = alone[piece.backward.chunk]
+        def around(_: int, turn: Turn) -> tuple[Held, Held]:
+            if turn.forward is not None:
+                return Held(), alone[turn.forward.chunk][0]
+            assert turn.backward is not None
+            behind_forward, within = alone[turn.backward.chunk]
             return behind_forward, Held(most=within.most)
 
         return around
@@ -150,7 +150,7 @@ class Step:
     def _whole(self, tracer: Tracer) -> _Around:
         """Passes that depend on each other, traced as a step."""
         few = enough(self._pipeline, len(self._microbatches))
-        held, self.host = tracer.step(self._rank.chunks, list(pieces(self._pipeline, few)))
+        held, self.host = tracer.step(self._rank.chunks, list(turns(self._pipeline, few)))
 
         def traced(number: int) -> Held:
             if number < 0:
@@ -172,28 +172,28 @@ class Step:
 
         at(BEGIN)
         ledger.add(PIPELINE, self._buffers)
-        for number, piece in enumerate(pieces(self._pipeline, len(self._microbatches))):
-            if piece.forward is not None and piece.forward.chunk == 0:
-                at(forward(piece.forward.microbatch))
-            if piece.backward is not None and piece.backward.chunk == 0:
-                at(backward(piece.backward.microbatch))
-            self._work(ledger, number, piece)
-            if piece.backward is not None and piece.backward.chunk == 0:
-                at(gradient(piece.backward.microbatch))
+        for number, turn in enumerate(turns(self._pipeline, len(self._microbatches))):
+            if turn.forward is not None and turn.forward.chunk == 0:
+                at(forward(turn.forward.microbatch))
+            if turn.backward is not None and turn.backward.chunk == 0:
+                at(backward(turn.backward.microbatch))
+            self._work(ledger, number, turn)
+            if turn.backward is not None and turn.backward.chunk == 0:
+                at(gradient(turn.backward.microbatch))
         ledger.clear(PIPELINE)
         at(END)
 
-    def _work(self, ledger: Ledger, number: int, piece: Piece) -> None:
+    def _work(self, ledger: Ledger, number: int, turn: Turn) -> None:
         """What stays is entered before the work, what goes is there until it is done."""
-        before, within = self._around(number, piece)
+        before, within = self._around(number, turn)
         changes = {
-            ENCODER: self._encoder_of(piece.forward) - self._encoder_of(piece.backward),
+            ENCODER: self._encoder_of(turn.forward) - self._encoder_of(turn.backward),
             DECODER: within.decoder - before.decoder,
         }
         more = {part: max(0, nbytes) for part, nbytes in changes.items()}
         for part, nbytes in more.items():
             ledger.add(part, nbytes)
-        ledger.work(piece.name, within.most - before.total - sum(more.values()))
+        ledger.work(turn.name, within.most - before.total - sum(more.values()))
         for part, nbytes in changes.items():
             ledger.take(part, more[part] - nbytes)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Unit
 from loongplug.estimate.ledger import DECODER, ENCODER
-from loongplug.estimate.schedule import Pass, Piece
 from loongplug.estimate.stage import Held, Stage, region_of
 from loongplug.estimate.stand_ins import (
     Away,
@@ -29,6 +28,7 @@ from loongplug.estimate.stand_ins import (
 )
 from loongplug.estimate.tape import FlashAttention, Tape
 from loongplug.estimate.units import MicrobatchSize
+from loongplug.hetero.pass_order import Pass, Turn
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.layers.linear import DelayedGradient
@@ -104,14 +104,14 @@ class Tracer:
         """A forward and a backward of one chunk that have nothing to do with others."""
         with self._stage(chunk) as (_, stage):
             only = Pass(chunk=0, microbatch=0)
-            (forward,) = stage.step([Piece(forward=only)])
-            (backward,) = stage.step([Piece(backward=only)])
+            (forward,) = stage.step([Turn(forward=only)])
+            (backward,) = stage.step([Turn(backward=only)])
             return forward, backward
 
     def step(
-        self, chunks: Sequence[MultimodalModel], order: Sequence[Piece]
+        self, chunks: Sequence[MultimodalModel], order: Sequence[Turn]
     ) -> tuple[list[Held], int]:
-        """The pieces of ``order`` in turn, and the most bytes that tensors have on the host.
+        """The turns of ``order`` in turn, and the most bytes that tensors have on the host.
 
         For passes that depend on each other: with the overlap a forward runs together with another
         microbatch's backward; tensors that leave the device come back by the order of the passes.
@@ -201,10 +201,10 @@ class _OneUnit:
         return Features.unpacked(self._payload, hidden=self._hidden)
 
 
-def _backwards(order: Sequence[Piece]) -> list[int]:
+def _backwards(order: Sequence[Turn]) -> list[int]:
     """The backwards by the numbers of their forwards."""
-    forwards = [piece.forward for piece in order if piece.forward is not None]
-    return [forwards.index(piece.backward) for piece in order if piece.backward is not None]
+    forwards = [turn.forward for turn in order if turn.forward is not None]
+    return [forwards.index(turn.backward) for turn in order if turn.backward is not None]
 
 
 def _drop_delayed(chunk: MultimodalModel) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from loongplug.hetero.pass_order import Pipeline, turns
+
 
 class DecoderPass(NamedTuple):
     """A microbatch's way through one stage or virtual chunk of the decoder.
@@ -19,6 +21,16 @@ class DecoderPass(NamedTuple):
     forward: bool
     place: int
     microbatch: int
+
+
+def decoder_passes(pipeline: Pipeline, microbatches: int) -> tuple[DecoderPass, ...]:
+    """All of one stage in a step, in Megatron's order."""
+    return tuple(
+        DecoderPass(forward, one.chunk * pipeline.stages + pipeline.stage, one.microbatch)
+        for turn in turns(pipeline, microbatches)
+        for forward, one in ((True, turn.forward), (False, turn.backward))
+        if one is not None
+    )
 
 
 class PieceCost(NamedTuple):
@@ -50,7 +62,7 @@ class Step:
         pieces: of each microbatch, in the order of its rows; none for one without media.
         replicas: the stage that each encoder replica lies on; each stage has at least one. One
             that is spread over several stages has no place here.
-        passes: of each stage, in Megatron's order (``estimate/schedule.py``).
+        passes: of each stage, in Megatron's order (:func:`decoder_passes`).
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
         trains: the encoders have a backward.

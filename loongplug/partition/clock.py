@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loongplug.estimate.schedule import Pipeline, pieces
+from loongplug.hetero.pass_order import Pipeline, turns
 from loongplug.hetero.pipeline_graph import GraphModule, distances
 
 _Stage = tuple[str, int]  # a module and one of its stages
@@ -90,7 +90,7 @@ def _passes(stage: _Stage, distance: int, microbatches: int) -> list[_Pass]:
     pipeline = Pipeline(stages=distance + 1, stage=0, chunks=1, group=distance + 1)
     found = [
         (stage, forward, one.microbatch)
-        for each in pieces(pipeline, microbatches)
+        for each in turns(pipeline, microbatches)
         for forward, one in ((True, each.forward), (False, each.backward))
         if one is not None
     ]

@@ -21,6 +21,7 @@ from loongplug.bench.pipeline_ranks import RankFigures
 from loongplug.bench.pipeline_work import (
     MODES,
     OWN_RANKS,
+    STREAMED,
     Case,
     PacedEncoder,
     parse_encoder,
@@ -85,6 +86,9 @@ def test_what_is_no_encoder_is_one_sentence(text):
         ({"mode": "uniform", "chunks": 0}, "--virtual-stages is 0"),
         ({"mode": "uniform", "pp": 1, "chunks": 2}, "expected two stages or more"),
         ({"mode": "uniform", "microbatches": 3, "chunks": 2}, "a multiple of their number"),
+        ({"mode": STREAMED, "tp": 2}, "streamed with 1 encoders, --tp 2 and --pp 2: expected one"),
+        ({"mode": STREAMED, "encoders": []}, "streamed with 0 encoders"),
+        ({"mode": STREAMED, "pp": 1}, "and --pp 1: expected one encoder"),
     ],
 )
 def test_cases_that_cannot_be_run(options, said):
@@ -289,3 +293,39 @@ def test_every_mode_does_all_work(mode, chunks):
     (found,) = measure([here], steps=1)
     assert sum(found.work) == pytest.approx(4 * (4 * 30 + 30 + 10))
     assert found.median >= 0.99 * (predicted(here) or max(found.work))
+
+
+def fifth(mode: str) -> Case:
+    """Eight stages; a fifth of all work is the encoder's."""
+    stage = StageTime(forward=60, backward=120)
+    encoder = PacedEncoder(name="eyes", time=StageTime(forward=120, backward=240))
+    return Case(mode=mode, stages=(stage,) * 8, encoders=(encoder,), microbatches=16)
+
+
+@pytest.mark.quick
+def test_the_clock_of_what_fills_the_bubbles():
+    """All of it lies in them but one piece before the decoder's schedule and one behind it."""
+    even = 16 * (180 + 360 / 8)
+    assert predicted(fifth(STREAMED)) == 23 * 180 + 30 + 60 < 1.18 * even
+    assert predicted(fifth("full_hetero_dp")) == 23 * 180 + 2 * 360 > 1.34 * even
+    assert predicted(case(STREAMED, chunks=2)) < predicted(case(STREAMED))
+
+
+def test_eight_ranks_fill_their_bubbles():
+    preload("cpu")
+    (found,) = measure([fifth(STREAMED)], steps=2)
+    clock, separated = predicted(found.case), predicted(fifth("full_hetero_dp"))
+    assert 0.99 * clock <= min(found.step) <= min(1.12 * clock, 0.98 * separated)
+    assert sum(found.work) == pytest.approx(16 * (8 * 180 + 360))
+    assert sum(counted(found, "encoder_forward")) == sum(counted(found, "encoder_backward")) == 64
+    assert counted(found, "forward") == counted(found, "backward") == [16] * 8
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_virtual_stages_fill_their_bubbles(trains):
+    preload("cpu")
+    encoder = SEEING if trains else frozen(SEEING)
+    (found,) = measure([case(STREAMED, pp=2, encoders=[encoder], chunks=2)], steps=1)
+    assert sum(found.work) == pytest.approx(4 * (2 * 30 + 6 + 12 * trains))
+    assert found.median >= 0.99 * predicted(found.case)
+    assert sum(counted(found, "encoder_backward")) == 16 * trains

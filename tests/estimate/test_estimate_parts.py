@@ -15,10 +15,10 @@ from loongplug.data.demo_processor import write_processor
 from loongplug.estimate.estimate import RankMemory
 from loongplug.estimate.estimator import Estimated, fits_in, stepping_of
 from loongplug.estimate.ledger import TRANSIENT, Ledger
-from loongplug.estimate.schedule import Pipeline, enough, pieces, stands_for
 from loongplug.estimate.state import State, _Buffer, _trained, _work
 from loongplug.estimate.tables import print_stages
 from loongplug.estimate.tape import Tape
+from loongplug.hetero.pass_order import Pipeline, enough, stands_for, turns
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +29,7 @@ def order(microbatches, **pipeline):
 
     return " ".join(
         shown("f", each.forward) + shown("b", each.backward)
-        for each in pieces(Pipeline(**pipeline), microbatches)
+        for each in turns(Pipeline(**pipeline), microbatches)
     )
 
 
@@ -57,7 +57,7 @@ def test_a_schedule_with_less_microbatches_than_stages_goes_backward_too():
 @pytest.mark.parametrize(
     ("stages", "chunks", "group"), [(1, 1, 1), (2, 1, 2), (2, 2, 2), (2, 3, 4)]
 )
-def test_a_shorter_step_has_a_piece_like_each_of_a_long_one(
+def test_a_shorter_step_has_a_turn_like_each_of_a_long_one(
     stages, chunks, group, microbatches, overlaps
 ):
     """Of the same chunks, a forward as many microbatches before the backward that it goes with."""
@@ -70,7 +70,7 @@ def test_a_shorter_step_has_a_piece_like_each_of_a_long_one(
     pipeline = Pipeline(stages=stages, stage=0, chunks=chunks, group=group, overlaps=overlaps)
     few = enough(pipeline, microbatches)
     assert few <= max(6 * group, 8)
-    whole, short = (list(pieces(pipeline, number)) for number in (microbatches, few))
+    whole, short = (list(turns(pipeline, number)) for number in (microbatches, few))
     numbers = [stands_for(pipeline, microbatches, number=number) for number in range(len(whole))]
     assert [like(each) for each in whole] == [like(short[number]) for number in numbers]
     assert (numbers[0], numbers[-1]) == (0, len(short) - 1)

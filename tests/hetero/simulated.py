@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from loongplug.estimate.schedule import Pass, Piece, Pipeline, pieces
+from loongplug.hetero.pass_order import Pass, Pipeline, Turn, turns
 from loongplug.hetero.pipeline_graph import GraphModule
 
 Rank = tuple[str, int]  # a module and one of its stages
@@ -206,12 +206,12 @@ def decoder_programs(
         behind = [_Link(other=other, forward=f"F{place + 1}", backward=f"B{place}")]
         return before, behind if place < end else []
 
-    def work(stage: int, piece: Piece) -> tuple[Exchange, Exchange]:
+    def work(stage: int, turn: Turn) -> tuple[Exchange, Exchange]:
         """What it needs is there before any of it starts, and leaves when all is done."""
         rank = (name, stage)
         takes: list[Move] = []
         gives: list[Move] = []
-        for each, forward in ((piece.forward, True), (piece.backward, False)):
+        for each, forward in ((turn.forward, True), (turn.backward, False)):
             if each is not None:
                 before, behind = links(stage, each)
                 first, then = (before, behind) if forward else (behind, before)
@@ -222,8 +222,8 @@ def decoder_programs(
     return {
         (name, stage): [
             exchange
-            for piece in pieces(replace(pipeline, stage=stage), microbatches)
-            for exchange in work(stage, piece)
+            for turn in turns(replace(pipeline, stage=stage), microbatches)
+            for exchange in work(stage, turn)
         ]
         for stage in range(stages)
     }

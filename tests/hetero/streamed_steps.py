@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank
 
-from loongplug.estimate.schedule import Pipeline, pieces
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,
     PieceCost,
     Step,
+    decoder_passes,
 )
 
 FORWARD = 2016  # of a microbatch on a stage; shares of 10 to 50 % in up to 8 pieces are integers
@@ -22,18 +23,10 @@ def passes(
     stages: int, microbatches: int, *, chunks: int = 1
 ) -> tuple[tuple[DecoderPass, ...], ...]:
     """Megatron's order on each stage."""
-    found = []
-    for stage in range(stages):
-        pipeline = Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages)
-        found.append(
-            tuple(
-                DecoderPass(forward, one.chunk * stages + stage, one.microbatch)
-                for each in pieces(pipeline, microbatches)
-                for forward, one in ((True, each.forward), (False, each.backward))
-                if one is not None
-            )
-        )
-    return tuple(found)
+    pipelines = (
+        Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages) for stage in range(stages)
+    )
+    return tuple(decoder_passes(each, microbatches) for each in pipelines)
 
 
 def even(

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from simulated import Graph, calls, decoder_programs, finish
 from torch import nn
 
-from loongplug.estimate.schedule import Pipeline
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import GraphModule, ahead, distances, warmup
 
 pytestmark = pytest.mark.quick

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loongplug.estimate.schedule import Pipeline, pieces
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -30,6 +29,7 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
+from loongplug.hetero.pass_order import Pipeline, turns
 from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated
 
 pytestmark = pytest.mark.quick
@@ -41,14 +41,14 @@ def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[
     """A rank's operations as its schedule comes to them."""
     count, passed = len(step.encoder_replicas), {BEGIN, END}
     yield from plan.get(BEGIN, ())
-    for piece in pieces(pipeline, count):
+    for turn in turns(pipeline, count):
         events = []
-        if piece.forward is not None and piece.forward.chunk == 0:
-            events.append(forward(piece.forward.microbatch))
-        if piece.backward is not None and piece.backward.chunk == 0 and step.training:
-            events.append(backward(piece.backward.microbatch))
+        if turn.forward is not None and turn.forward.chunk == 0:
+            events.append(forward(turn.forward.microbatch))
+        if turn.backward is not None and turn.backward.chunk == 0 and step.training:
+            events.append(backward(turn.backward.microbatch))
             if step.consumes:
-                events.append(gradient(piece.backward.microbatch))
+                events.append(gradient(turn.backward.microbatch))
         for event in events:
             passed.add(event)
             yield from plan.get(event, ())

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import Exchange, Move, decoder_programs, finish
 
-from loongplug.estimate.schedule import Pipeline
 from loongplug.hetero.operations import (
     BEGIN,
     Encode,
@@ -21,6 +20,7 @@ from loongplug.hetero.operations import (
     TakeBack,
     TakeStates,
 )
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, warmup
 from loongplug.hetero.policies import EncoderStep, apart
 

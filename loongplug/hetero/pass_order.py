@@ -1,4 +1,4 @@
-"""The order of a pipeline stage's work within a step, as Megatron's schedules have it. Pure."""
+"""The order of a pipeline stage's passes within a step, as Megatron's schedules have it. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What is done at a time: a forward, a backward, or both together."""
+class Turn:
+    """What a stage does at a time: a forward, a backward, or both together."""
 
     forward: Pass | None = None
     backward: Pass | None = None
@@ -48,11 +48,11 @@ class Piece:
         return " with ".join(name for name, each in there if each is not None)
 
 
-def pieces(pipeline: Pipeline, microbatches: int) -> Iterator[Piece]:
+def turns(pipeline: Pipeline, microbatches: int) -> Iterator[Turn]:
     """All forwards and backwards of a step: 1F1B, interleaved with several chunks.
 
     >>> first = Pipeline(stages=2, stage=0, chunks=1, group=2)
-    >>> [each.name[0] for each in pieces(first, 3)]
+    >>> [each.name[0] for each in turns(first, 3)]
     ['f', 'f', 'b', 'f', 'b', 'b']
     """
     order = get_schedule_table(microbatches, pipeline.chunks, pipeline.group)
@@ -60,15 +60,15 @@ def pieces(pipeline: Pipeline, microbatches: int) -> Iterator[Piece]:
     forwards = [Pass(chunk=chunk, microbatch=number) for number, chunk in order]
     backwards = [Pass(chunk=last - chunk, microbatch=number) for number, chunk in order]
     for forward in forwards[:ahead]:
-        yield Piece(forward=forward)
+        yield Turn(forward=forward)
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         if pipeline.overlaps:
-            yield Piece(forward=forward, backward=backward)
+            yield Turn(forward=forward, backward=backward)
         else:
-            yield Piece(forward=forward)
-            yield Piece(backward=backward)
+            yield Turn(forward=forward)
+            yield Turn(backward=backward)
     for backward in backwards[len(order) - ahead :]:
-        yield Piece(backward=backward)
+        yield Turn(backward=backward)
 
 
 def enough(pipeline: Pipeline, microbatches: int) -> int:
@@ -84,14 +84,14 @@ def enough(pipeline: Pipeline, microbatches: int) -> int:
 
 
 def stands_for(pipeline: Pipeline, microbatches: int, *, number: int) -> int:
-    """Which piece of the step of :func:`enough` microbatches is like piece ``number`` of the whole.
+    """Which turn of the step of :func:`enough` microbatches is like turn ``number`` of the whole.
 
-    So are the pieces before the two.
+    So are the turns before the two.
     """
-    pieces_each = 1 if pipeline.overlaps else 2  # of a microbatch in a chunk, in the steady state
-    period = pipeline.group * pipeline.chunks * pieces_each
+    turns_each = 1 if pipeline.overlaps else 2  # of a microbatch in a chunk, in the steady state
+    period = pipeline.group * pipeline.chunks * turns_each
     first = pipeline.ahead(microbatches)  # of the steady state
-    left_out = (microbatches - enough(pipeline, microbatches)) * pipeline.chunks * pieces_each
+    left_out = (microbatches - enough(pipeline, microbatches)) * pipeline.chunks * turns_each
     if number < first + period:
         return number
     if number >= first + period + left_out:
