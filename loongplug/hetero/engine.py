@@ -16,7 +16,7 @@ from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.pipeline_graph import warmup
+from loongplug.hetero.pipeline_graph import in_flight, warmup
 from loongplug.hetero.placement import Edge, Piece, Placement
 from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
@@ -175,12 +175,14 @@ class EncoderEngine:
         encoder_replicas: tuple[int, ...],
         training: bool,
         trains: bool,
+        trains_before: bool | None = None,
         rank: int | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
         ``encoder_replicas``: which one encodes each microbatch's unit; ``trains``: the encoder has
-        gradients in this step, which is one of ``training``.
+        gradients in this step, which is one of ``training``. ``trains_before``: a stage of it
+        before the rank's has; None for what :meth:`built` has heard.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
@@ -207,7 +209,8 @@ class EncoderEngine:
                 ),
                 stage=stage,
                 stages=self._stages,
-                trains_before=training and self._trains_before,
+                trains_before=training
+                and (self._trains_before if trains_before is None else trains_before),
             )
         )
 
@@ -235,6 +238,10 @@ class EncoderEngine:
             {each: len(self.place.made_by(rank, training=each)) for each in (True, False)}
         )
 
+    def in_flight(self, rank: int) -> int:
+        """Of how many microbatches ``rank`` may be sending at a time."""
+        return in_flight(ahead=self._ahead, stages=self._stages, stage=self._stage_of(rank))
+
     @property
     def _stages(self) -> int:
         """The encoder's own; it has one beside the decoder, whatever that has."""
@@ -249,7 +256,12 @@ class EncoderEngine:
         if before is None and behind is None:
             return None
         return StageLinks(
-            before=before, behind=behind, window=WINDOW, device=device, recorder=self.recorder
+            before=before,
+            behind=behind,
+            window=WINDOW,
+            in_flight=self.in_flight(dist.get_rank()),
+            device=device,
+            recorder=self.recorder,
         )
 
     def _exchange(self, *, training: bool) -> Exchange | Edges:
@@ -259,6 +271,7 @@ class EncoderEngine:
                 place.pieces[training],
                 place.transport,
                 window=WINDOW,
+                in_flight=self.in_flight(dist.get_rank()),
                 device=device,
                 recorder=self.recorder,
             )

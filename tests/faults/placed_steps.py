@@ -30,7 +30,7 @@ from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import StepPlan
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pipeline_graph import ahead, in_flight
 from loongplug.hetero.placement import Piece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.models.entries import Entry, Role
@@ -149,7 +149,8 @@ class _World:
             mine = next((each for each in together if each is not None), None)
             transport = Transport(there=there, back=back, together=mine)
         platform = current_platform()
-        wires = Edges(pieces, transport, window=2, device=platform.device)
+        most = in_flight(ahead=self._ahead, stages=1, stage=0)
+        wires = Edges(pieces, transport, window=2, in_flight=most, device=platform.device)
         here = self.rank in layout.ranks
         made = [each for each in pieces if self.rank in each.edge.encoder_ranks]
 

@@ -34,7 +34,10 @@ def go_through(rank: int, *, comes_back: bool) -> int:
 
     before = link(rank - 1, rank - 1) if rank else None
     behind = link(rank, rank + 1) if rank < 2 else None
-    links = StageLinks(before=before, behind=behind, window=2, device=torch.device("cpu"))
+    warmup = 3 - rank
+    links = StageLinks(
+        before=before, behind=behind, window=2, in_flight=warmup + 1, device=torch.device("cpu")
+    )
     sent = 0
     isend = dist.isend
 
@@ -45,7 +48,6 @@ def go_through(rank: int, *, comes_back: bool) -> int:
         return isend(rows, **to)
 
     dist.isend = counting
-    warmup = 3 - rank
     for step in range(STEPS):
         units = [StageUnit(rows=rows, microbatch=number) for number, rows in enumerate(ROWS)]
         links.begin(units, dtype=torch.float32, comes_back=comes_back)
