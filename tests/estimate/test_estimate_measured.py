@@ -72,8 +72,7 @@ COLUMNS = {
     "weights, gradients, optimizer state": (WEIGHTS, GRADIENTS, OPTIMIZER),
     "encoder activations": (ENCODER,),
     "decoder activations": (DECODER,),
-    "features": (FEATURES,),
-    "states between stages": (STATES,),
+    "features, states between stages": (FEATURES, STATES),
     "all, at the fullest": ("total",),
     "all, in the optimizer's step": ("step",),
 }
@@ -100,6 +99,13 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "two-encoders-dp2": (2, (SHARDED,)),
     "two-encoders-one-own-rank": (2, ("model.audio_encoder.rank_offset=1", SHARDED)),
+    "two-encoders-audio-stages": (
+        3,
+        (
+            *("model.audio_encoder.rank_offset=1", SHARDED),
+            "model.audio_encoder.pipeline_model_parallel_size=2",
+        ),
+    ),
     "two-encoders-full-tp2-pp2": (4, (FULL, TP, "2", PP, "2", SHARDED, *OFFLOAD)),
     "two-encoders-full-and-uniform-pp2": (
         2,
