@@ -18,13 +18,17 @@ Counts = Mapping[Rank, int]  # warm-up forwards
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One end of a message. ``what`` tells apart those that may overtake one another."""
+    """One end of a message. ``what`` tells apart those that may overtake one another.
+
+    A send that ``waits`` does so for its receive, or for that of the message so many ``before``.
+    """
 
     sends: bool
     source: Rank
     target: Rank
     what: str = ""
-    waits: bool = False  # a send, for its receive
+    waits: bool = False
+    before: int = 0
 
     @property
     def message(self) -> tuple[Rank, Rank, str]:
@@ -142,7 +146,7 @@ def finish(programs: Mapping[Rank, Sequence[Exchange]]) -> bool:
 
     def waits(move: Move, number: int) -> bool:
         needed = not move.sends or move.waits
-        return needed and set_out[not move.sends, move.message] < number
+        return needed and set_out[not move.sends, move.message] < number - move.before
 
     moved = True
     while moved:
