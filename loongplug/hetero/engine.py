@@ -175,14 +175,13 @@ class EncoderEngine:
         encoder_replicas: tuple[int, ...],
         training: bool,
         trains: bool,
-        trains_before: bool | None = None,
+        trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
         rank: int | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
         ``encoder_replicas``: which one encodes each microbatch's unit; ``trains``: the encoder has
-        gradients in this step, which is one of ``training``. ``trains_before``: a stage of it
-        before the rank's has; None for what :meth:`built` has heard.
+        gradients in this step, which is one of ``training``.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
