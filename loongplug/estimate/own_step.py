@@ -87,32 +87,37 @@ class OwnStep:
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunk as this process's."""
-        place, encoded = self._engine.place, self._encoded
-        made = place.made_by(rank, training=True)
-        features = encoded.states is None
-        copies = self._args.sequence_parallel and max(len(each.samples) for each in made) > 1
-        given = None
-        if self._given:
-            given = GivenStates(
-                nbytes=self._given,
-                trains=self._trains_before,
-                keeps=encoded.costs.largest.keeps_states,
-            )
+        made = self._engine.place.made_by(rank, training=True)
         end = EncoderEnd(
             plan=self._engine.plan(
-                encoder_replicas=(0,) * len(encoded.units),
+                encoder_replicas=(0,) * len(self._encoded.units),
                 training=True,
                 trains=self.trains,
                 trains_before=self._trains_before,
                 rank=rank,
             ),
-            encoded=encoded,
+            encoded=self._encoded,
             pieces=len(made),
             trains=self.trains,
-            leads=not features or rank in made[0].edge.feature_senders,
-            copies=features and copies,
+            leads=not self._features or rank in made[0].edge.feature_senders,
+            copies=self._features
+            and self._args.sequence_parallel
+            and max(len(each.samples) for each in made) > 1,
             in_flight=self._engine.in_flight(rank),
-            given=given,
+            given=self._given_states() if self._given else None,
         )
         end.at(ledger, BEGIN)
         end.at(ledger, END)
+
+    @property
+    def _features(self) -> bool:
+        """Whether features come of this stage, not states for the next one."""
+        return self._encoded.states is None
+
+    def _given_states(self) -> GivenStates:
+        """New ones, of the stage before."""
+        return GivenStates(
+            nbytes=self._given,
+            trains=self._trains_before,
+            keeps=self._encoded.costs.largest.keeps_states,
+        )
