@@ -48,7 +48,7 @@ class StageLinks:
     """One rank's links to the stages before and behind its own.
 
     Nobody waits for a send before the step's end, and receives are posted ahead: of states
-    ``window`` units early, of a gradient with what it is of. Both sides know the number of rows
+    ``window`` units early, of the gradient that is taken next. Both sides know the number of rows
     from the text. Every row goes over once each way; a unit without rows is left out on both sides.
     """
 
@@ -73,6 +73,7 @@ class StageLinks:
         self._sending: deque[_Moving] = deque()
         self._states: dict[int, _Moving | None] = {}  # by unit; None where there are no rows
         self._gradients: dict[int, _Moving | None] = {}
+        self._owed: deque[int] = deque()  # units whose gradients are to come
 
     def begin(self, units: Sequence[StageUnit], *, dtype: torch.dtype, comes_back: bool) -> None:
         """A step of these units begins, whose states are of ``dtype``.
@@ -98,11 +99,16 @@ class StageLinks:
         if rows:
             self._send(unit, payload.detach(), link.peer, what="states", group=link.there)
         if self._comes_back:
-            self._gradients[unit] = self._receive(unit, link, group=link.back)
+            self._owed.append(unit)
+            if not self._gradients:
+                self._post_gradient(link)
 
     def take_back(self, unit: int) -> Tensor:
         """The gradient of what was handed on of a unit, [rows, width]."""
-        return self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
+        assert self._behind is not None
+        found = self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
+        self._post_gradient(self._behind)
+        return found
 
     def give_back(self, unit: int, gradient: Tensor | None) -> None:
         """``gradient`` [rows, width] of what was taken of a unit; None where that has no rows."""
@@ -123,6 +129,12 @@ class StageLinks:
     def _post(self, unit: int) -> None:
         if self._before is not None and unit < len(self._units):
             self._states[unit] = self._receive(unit, self._before, group=self._before.there)
+
+    def _post_gradient(self, link: StageLink) -> None:
+        """Receive that of the next unit, where there is one."""
+        if self._owed:
+            unit = self._owed.popleft()
+            self._gradients[unit] = self._receive(unit, link, group=link.back)
 
     def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> _Moving | None:
         count = self._units[unit].rows
