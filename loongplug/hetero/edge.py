@@ -1,5 +1,6 @@
 """Features from an encoder on ranks of its own to the decoder, and their gradients back."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,10 +53,11 @@ class Edges:
     """One rank's end of the edges from an encoder that lies apart.
 
     Nobody waits for a send before the step's end, as long as what is under way is of no more than
-    ``in_flight`` microbatches. Receives are posted ahead: an encoder's of a gradient with the
-    features, a decoder's of features ``window`` microbatches early. Both sides know the number of
-    rows from the text. Every row goes over once each way; a message without rows is left out on
-    both sides. Peers meet once for each microbatch, always in their order.
+    ``in_flight`` microbatches. Receives are posted ahead: an encoder's of the gradients that it
+    takes next, a decoder's of features ``window`` microbatches early. Where a GPU has one queue for
+    all its work, more of them would hold up what the others need to go on. Both sides know the
+    number of rows from the text. Every row goes over once each way; a message without rows is left
+    out on both sides. Peers meet once for each microbatch, always in their order.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Edges:
         self._trains = False
         self._sends = Sends(most=in_flight, recorder=recorder)
         self._receiving: dict[int, list[_Receiving]] = {}  # by unit, in the order of rows
+        self._owed: deque[tuple[int, list[_Message]]] = deque()  # units whose gradients are to come
 
     @property
     def consumes(self) -> bool:
@@ -136,7 +139,9 @@ class Edges:
         for message, each in zip(messages, rows, strict=True):
             self._isend(each, message.peer, unit=unit)
         if self._trains:
-            self._receiving[unit] = [self._irecv(each, back=True) for each in messages]
+            self._owed.append((unit, messages))
+            if not self._receiving:
+                self._post_gradients()
 
     def _take(self, units: ExchangeSpec) -> Tensor:
         unit = units.first
@@ -160,9 +165,17 @@ class Edges:
         tokens = units.tokens[0]
         # Every row lies in one consumer's part of the sequence, and is placed there.
         whole = torch.empty(tokens, units.width, dtype=units.dtype, device=self._device)
-        for each in self._received(units.first):
+        received = self._received(units.first)
+        self._post_gradients()
+        for each in received:
             put(each.buffer, each.message.rows, into=whole)
         return self._shared(whole, tokens, units)
+
+    def _post_gradients(self) -> None:
+        """Receive those of the next unit, where there is one."""
+        if self._owed:
+            unit, messages = self._owed.popleft()
+            self._receiving[unit] = [self._irecv(each, back=True) for each in messages]
 
     def _received(self, unit: int) -> list[_Receiving]:
         """What was to come of a unit, once it is there."""

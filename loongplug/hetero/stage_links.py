@@ -1,5 +1,6 @@
 """Between the pipeline stages of an encoder on ranks of its own: states, and their gradients."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ class StageLinks:
 
     Nobody waits for a send before the step's end, as long as what is under way in one direction is
     of no more than ``in_flight`` microbatches. Receives are posted ahead: of states ``window``
-    units early, of a gradient with what it is of. Both sides know the number of rows from the text.
-    Every row goes over once each way; a unit without rows is left out on both sides.
+    units early, of the gradient that is taken next. Both sides know the number of rows from the
+    text. Every row goes over once each way; a unit without rows is left out on both sides.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StageLinks:
         self._gradients_sent = Sends(most=in_flight, recorder=recorder, name=gradients)
         self._states: dict[int, _Coming | None] = {}  # by unit; None where there are no rows
         self._gradients: dict[int, _Coming | None] = {}
+        self._owed: deque[int] = deque()  # units whose gradients are to come
 
     def begin(self, units: Sequence[StageUnit], *, dtype: torch.dtype, comes_back: bool) -> None:
         """A step of these units begins, whose states are of ``dtype``.
@@ -103,11 +105,16 @@ class StageLinks:
         if rows:
             self._send(unit, payload.detach(), link, back=False)
         if self._comes_back:
-            self._gradients[unit] = self._receive(unit, link, group=link.back)
+            self._owed.append(unit)
+            if not self._gradients:
+                self._post_gradient(link)
 
     def take_back(self, unit: int) -> Tensor:
         """The gradient of what was handed on of a unit, [rows, width]."""
-        return self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
+        assert self._behind is not None
+        found = self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
+        self._post_gradient(self._behind)
+        return found
 
     def give_back(self, unit: int, gradient: Tensor | None) -> None:
         """``gradient`` [rows, width] of what was taken of a unit; None where that has no rows."""
@@ -127,6 +134,12 @@ class StageLinks:
     def _post(self, unit: int) -> None:
         if self._before is not None and unit < len(self._units):
             self._states[unit] = self._receive(unit, self._before, group=self._before.there)
+
+    def _post_gradient(self, link: StageLink) -> None:
+        """Receive that of the next unit, where there is one."""
+        if self._owed:
+            unit = self._owed.popleft()
+            self._gradients[unit] = self._receive(unit, link, group=link.back)
 
     def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> _Coming | None:
         count = self._units[unit].rows

@@ -5,7 +5,7 @@ together, and the rank goes on when all of it is done: a receive when it was sen
 once, or, where it waits, when somebody receives it.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -122,6 +122,27 @@ class Graph:
             }
         )
 
+    def posted_ahead(
+        self, rank: Rank, program: Sequence[Exchange], *, ahead: int
+    ) -> list[Exchange]:
+        """``program`` of a rank where receives between modules, posted early, hold up what follows.
+
+        What encoders send comes to the rank so many units ``ahead`` of the one that it needs. So it
+        is where a GPU has one queue for all of its work: what is given to it behind a second
+        receive starts when the first one is done.
+        """
+        encoders = {each.name for each in self.modules if each.into is not None}
+        sources = {each for each in self.before(rank) if each[0] in encoders}
+        made = [[move for move in each if not _comes(move, sources)] for each in program]
+        places: defaultdict[Rank, list[int]] = defaultdict(list)  # of the receives from a source
+        for number, each in enumerate(program):
+            for move in each:
+                if _comes(move, sources):
+                    places[move.source].append(number)
+                    early = places[move.source][max(0, len(places[move.source]) - 1 - ahead)]
+                    made[early].append(move)
+        return [tuple(each) for each in made]
+
     def _module(self, rank: Rank) -> GraphModule:
         return next(each for each in self.modules if each.name == rank[0])
 
@@ -136,6 +157,11 @@ class Graph:
         if not together:
             return []
         return [tuple(together)] * (2 if waits and self.shapes else 1)
+
+
+def _comes(move: Move, sources: set[Rank]) -> bool:
+    """Whether it is a receive from one of ``sources``."""
+    return not move.sends and move.source in sources
 
 
 def finish(programs: Mapping[Rank, Sequence[Exchange]]) -> bool:
