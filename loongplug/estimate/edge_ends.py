@@ -80,7 +80,7 @@ class DecoderEnd:
                 ledger.work("exchange of gradients", 0)
                 sent = self.received[unit]
                 ledger.take(FEATURE_GRADIENTS, self.consumed[unit] - sent)
-                if sent:  # the encoder's rank has posted its receives long before
+                if sent:  # the encoder's rank posts its receives ahead
                     ledger.take(FEATURE_GRADIENTS, self._sent)
                     self._sent = sent
             case _:
@@ -126,7 +126,7 @@ class GivenStates:
             ledger.take(STATES, self.nbytes[unit])
 
     def give_back(self, ledger: Ledger, unit: int) -> None:
-        """Its gradient sets out; the receive has been posted long before."""
+        """Its gradient sets out; its receive is posted ahead."""
         ledger.take(STATES, self.nbytes[unit])
         ledger.take(STATE_GRADIENTS, self._sent)
         self._sent = self.nbytes[unit]
@@ -161,6 +161,9 @@ class EncoderEnd:
     _sent: deque[int] = field(default_factory=deque, init=False)  # units whose send may not be done
     _made: int = field(default=0, init=False)  # units
     _arrived: int = field(default=0, init=False)  # units of which it is known
+    # Of gradients: units that they are to come for, and whether a receive is posted.
+    _owed: deque[int] = field(default_factory=deque, init=False)
+    _receives: bool = field(default=False, init=False)
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
@@ -194,11 +197,11 @@ class EncoderEnd:
             case ScatterGradients(units=range(start=unit)):
                 if not self.leads:
                     ledger.add(FEATURE_GRADIENTS, encoded.features(unit))
+                self._hear(ledger)
                 # Whole, beside what came.
                 ledger.work("exchange of gradients", encoded.features(unit))
-                self._hear()
             case TakeBack():
-                self._hear()
+                self._hear(ledger)
             case EncoderBackward(unit=unit):
                 encoded.go_back(ledger, unit)
                 if given is not None and unit is not None:
@@ -216,6 +219,10 @@ class EncoderEnd:
         """A unit's features, or the states that the next stage is given."""
         features, kind = self.encoded.features, self.encoded.kind
         self._made = unit + 1
+        if self.trains and self.leads:
+            self._owed.append(unit)
+            if not self._receives:
+                self._post(ledger)
         if not self.leads or not features(unit):  # who has no rows sends nothing
             ledger.take(kind, features(unit))
             return
@@ -226,13 +233,19 @@ class EncoderEnd:
         ):
             ledger.take(kind, features(self._sent.popleft()))
         self._sent.append(unit)
-        if self.trains:  # a receive is posted
-            ledger.add(self.encoded.kind_of_gradients, features(unit))
 
-    def _hear(self) -> None:
+    def _hear(self, ledger: Ledger) -> None:
         """A gradient is there.
 
         Who takes what is made here is as far ahead of its backwards as this rank, but for one
         microbatch, and receives earlier.
         """
         self._arrived = self._made + self._ahead - self.pieces
+        self._post(ledger)
+
+    def _post(self, ledger: Ledger) -> None:
+        """Receive the next unit's gradient, where there is one."""
+        self._receives = bool(self._owed)
+        if self._owed:
+            unit = self._owed.popleft()
+            ledger.add(self.encoded.kind_of_gradients, self.encoded.features(unit))
