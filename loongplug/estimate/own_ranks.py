@@ -32,8 +32,7 @@ class OwnRanks:
 
     def rank(self, stage: int) -> int:
         """The replica's first rank on a pipeline stage, in the world."""
-        # The groups of one stage follow one another, by replica.
-        return self.layout.groups("tp_cp")[stage * self.layout.dp + self.replica][0]
+        return self.layout.stage(stage)[self.replica][0]
 
 
 def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:

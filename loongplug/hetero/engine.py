@@ -82,7 +82,7 @@ class EncoderPlace:
     def given_media(self, rank: int) -> tuple[int, ...]:
         """The first stage's ranks of the replica that ``rank`` is of, ascending."""
         assert self.layout is not None, "the encoder has no ranks of its own"
-        return tuple(self.layout.group("tp_pp", rank)[: self.layout.tp])
+        return tuple(self.layout.stage(0)[self.layout.coordinates(rank).dp])
 
 
 class EncoderEngine:
@@ -347,8 +347,7 @@ class EncoderEngine:
         }
         # Every decoder replica needs its samples, whatever their number.
         consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
-        last_stage = encoder.ranks[-encoder.stage_size :]
-        ranks = sorted({*last_stage, *consumers})
+        ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         groups = [
             create_exchange_group(
                 f"{name}_{direction}",
