@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
+from loongplug.estimate.ledger import (
+    ENCODER,
+    FEATURE_GRADIENTS,
+    FEATURES,
+    STATE_GRADIENTS,
+    STATES,
+    Ledger,
+)
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import Encode, StepPlan
@@ -42,6 +49,7 @@ class UnitCosts:
             kept=at(low.kept, high.kept),
             forward=at(low.forward, high.forward),
             backward=at(low.backward, high.backward),
+            keeps_states=high.keeps_states,
         )
 
 
@@ -51,6 +59,9 @@ class EncodedUnits:
 
     ``payload`` and ``row`` are the bytes of a token's features and of a row of input;
     ``blank_input`` those of the input that the backward of a unit without media keeps.
+
+    Of a stage of the encoder before its last, ``states`` are the bytes of what it makes of each
+    unit, in the place of features.
     """
 
     units: Sequence[UnitSize]
@@ -58,10 +69,23 @@ class EncodedUnits:
     payload: int
     row: int
     blank_input: int
+    states: tuple[int, ...] | None = None
 
     def features(self, unit: int | None) -> int:
-        """Bytes of all of a unit's features; one without media has none."""
-        return 0 if unit is None else self.units[unit].tokens * self.payload
+        """Bytes of all that is made of a unit; of one without media that is nothing."""
+        if unit is None:
+            return 0
+        return self.units[unit].tokens * self.payload if self.states is None else self.states[unit]
+
+    @property
+    def kind(self) -> str:
+        """What these are in a ledger."""
+        return FEATURES if self.states is None else STATES
+
+    @property
+    def kind_of_gradients(self) -> str:
+        """And what their gradients are."""
+        return FEATURE_GRADIENTS if self.states is None else STATE_GRADIENTS
 
     def cost(self, unit: int | None) -> Cost:
         """In the encoder; without media that of the blank one, whose input is its own."""
@@ -83,14 +107,14 @@ class EncodedUnits:
         cost = self.cost(unit)
         ledger.add(ENCODER, cost.kept)
         ledger.work("encoder's forward", cost.forward - cost.kept)
-        ledger.add(FEATURES, self.features(unit))
+        ledger.add(self.kind, self.features(unit))
 
     def go_back(self, ledger: Ledger, unit: int | None, *, held: int = 0) -> None:
         """Enter a unit's backward, while so much more is ``held``."""
         cost = self.cost(unit)
         ledger.work("encoder's backward", held + cost.backward)
         ledger.take(ENCODER, cost.kept)
-        ledger.take(FEATURE_GRADIENTS, self.features(unit))
+        ledger.take(self.kind_of_gradients, self.features(unit))
 
     def _rows(self, unit: int | None) -> int:
         """Of all media of a unit; None stands for one without any."""

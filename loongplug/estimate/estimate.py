@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.estimate.ledger import Ledger
-from loongplug.estimate.own_ranks import own_ranks_of, require_one_stage
+from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.own_step import OwnStep
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.state import State, Stepping, rank_state
@@ -74,23 +74,19 @@ def estimate(
     optimizer works, which the machine decides; ``on_stage`` is told which of how many stages comes
     next. No collectives; there must be no process group. Makes no tensor with memory that grows
     with the model.
-
-    Raises:
-        ValueError: an encoder on ranks of its own has several pipeline stages.
     """
     own = own_ranks_of(parsed.args, parsed.model)
-    require_one_stage(own, parsed.model)
     stages = parsed.args.pipeline_model_parallel_size
     of_encoders = [(each, stage) for each in own for stage in range(each.layout.pp)]
     every = stages + len(of_encoders)
     found: dict[int, RankMemory] = {}
     trains = dict.fromkeys((each.name for each in own), False)
-    # Encoders first: the decoder's ranks hear whether they train.
+    # Encoders first, stage by stage: those behind hear whether they train.
     for number, (each, stage) in enumerate(of_encoders, stages):
         on_stage(number, every)
         with as_rank(parsed, each.rank(stage)) as rank:
             states = rank_state(rank.chunks, parsed.args, stepping=stepping)
-            encoding = OwnStep(rank, parsed, own_units[each.name])
+            encoding = OwnStep(rank, parsed, own_units[each.name], trains_before=trains[each.name])
             trains[each.name] |= encoding.trains
             found[number] = _fullest(rank, encoding, states=states)
     encoder_costs: EncoderCosts = {}  # all stages that encode have the same encoders

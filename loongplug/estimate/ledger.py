@@ -5,6 +5,7 @@ from collections import Counter
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradient buffers", "optimizer state"
 ENCODER, DECODER = "encoder activations", "decoder activations"
 INPUT, FEATURES, FEATURE_GRADIENTS = "media", "features", "feature gradients"
+STATES, STATE_GRADIENTS = "states between stages", "gradients of these states"
 PIPELINE = "pipeline buffers"
 TRANSIENT = "transient"
 

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,21 +32,7 @@ class OwnRanks:
 
     def rank(self, stage: int) -> int:
         """The replica's first rank on a pipeline stage, in the world."""
-        # The groups of one stage follow one another, by replica.
-        return self.layout.groups("tp_cp")[stage * self.layout.dp + self.replica][0]
-
-
-def require_one_stage(own: Sequence[OwnRanks], model: Any) -> None:
-    """Raise ValueError for an encoder with pipeline stages, which a step is not followed through.
-
-    Who splits layers into stages asks for no such thing.
-    """
-    for each in own:
-        if each.layout.pp > 1:
-            raise ValueError(
-                f"model.{model.keys[each.name]} has {each.layout.pp} pipeline stages, and only "
-                "encoders of one stage are counted yet: leave pipeline_model_parallel_size away"
-            )
+        return self.layout.stage(stage)[self.replica][0]
 
 
 def own_ranks_of(args: Namespace, model: Any) -> tuple[OwnRanks, ...]:

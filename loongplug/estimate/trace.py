@@ -4,6 +4,7 @@ The model's own forward and backward run on tensors of the meta device, so that 
 recompute, adapters, sequence parallelism and deepstack streams are those of the run.
 """
 
+import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from loongplug.estimate.stand_ins import (
 from loongplug.estimate.tape import FlashAttention, Tape
 from loongplug.estimate.units import MicrobatchSize
 from loongplug.hetero.pass_order import Pass, Turn
+from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.models.layers.linear import DelayedGradient
@@ -46,12 +48,26 @@ class Cost:
     """Bytes of a unit in an encoder.
 
     ``kept`` stays between its forward and its backward; ``forward`` is the most that its forward
-    holds at one time, ``backward`` the most that its backward holds besides what stayed.
+    holds at one time, ``backward`` the most that its backward holds besides what stayed. None of
+    these has the states that the stage before has made; ``keeps_states``: they stay, too.
     """
 
     kept: int = 0
     forward: int = 0
     backward: int = 0
+    keeps_states: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBefore:
+    """An encoder's stage, as the next one sees it.
+
+    A state that it hands on has so many numbers, its ``width``, and a gradient where it ``trains``
+    or one before it does.
+    """
+
+    width: int
+    trains: bool
 
 
 class Tracer:
@@ -88,17 +104,45 @@ class Tracer:
             for name, unit in like.units.items()
         }
 
-    def encoder(self, chunk: MultimodalModel, entry: Entry) -> Cost:
-        """A unit through an encoder and its projector, to its payload (which is not counted)."""
+    def encoder(
+        self, chunk: MultimodalModel, entry: Entry, *, before: StageBefore | None = None
+    ) -> Cost:
+        """A unit through an encoder's stage, to its payload (which is not counted).
+
+        ``before`` is the stage before this one, None for the first.
+        """
+        given = self._given(entry, before, dtype=chunk.config.params_dtype)
+        states = None
+        if isinstance(given, HandedOn):
+            states = weakref.ref(given.states.untyped_storage())
         with self._tape(ENCODER, chunk) as tape:
-            payload = chunk.encode(entry, self._units[entry.name].media).packed()
+            payload = chunk.payload(entry, given)
+            del given
             forward = tape.most
             kept = tape.live[ENCODER] - payload.nbytes
             if not payload.requires_grad:
                 return Cost(forward=forward)
+            keeps_states = states is not None and states() is not None
             tape.restart()
             payload.backward(torch.empty_like(payload))
-            return Cost(kept=kept, forward=forward, backward=max(0, tape.most - kept))
+            backward = max(0, tape.most - kept)
+            return Cost(kept=kept, forward=forward, backward=backward, keeps_states=keeps_states)
+
+    def _given(
+        self, entry: Entry, before: StageBefore | None, *, dtype: torch.dtype
+    ) -> EncoderInput:
+        """The unit as a stage is given it."""
+        unit, architecture = self._units[entry.name], self._model.encoder(entry.name)
+        assert unit.media is not None
+        if before is None:
+            return unit.media
+        count = sum(map(architecture.states, unit.grids))
+        payload = torch.empty(count, before.width, dtype=dtype, device="meta")
+        return HandedOn.unpacked(
+            payload.requires_grad_(before.trains),
+            grids=unit.media.grids,
+            hidden=architecture.hidden_size,
+        )
 
     def alone(self, chunk: MultimodalModel) -> tuple[Held, Held]:
         """A forward and a backward of one chunk that have nothing to do with others."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from loongplug.hetero.exchange import ExchangeSpec, put, taken
 from loongplug.hetero.placement import Piece
 from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 
 WINDOW = 2  # microbatches whose features a decoder's rank receives ahead
@@ -34,14 +35,6 @@ class Transport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sending:
-    """A send under way, and what must not change until it is done."""
-
-    work: dist.Work
-    rows: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Message:
     """Rows of a piece between one encoder rank and one decoder rank."""
 
@@ -59,10 +52,12 @@ class _Receiving:
 class Edges:
     """One rank's end of the edges from an encoder that lies apart.
 
-    Nobody waits for a send before the step's end, and receives are posted ahead: an encoder's of
-    a gradient with the features, a decoder's of features ``window`` microbatches early. Both sides
-    know the number of rows from the text. Every row goes over once each way; a message without
-    rows is left out on both sides. Peers meet once for each microbatch, always in their order.
+    Nobody waits for a send before the step's end, as long as what is under way is of no more than
+    ``in_flight`` microbatches. Receives are posted ahead: an encoder's of the gradients that it
+    takes next, a decoder's of features ``window`` microbatches early. Where a GPU has one queue for
+    all its work, more of them would hold up what the others need to go on. Both sides know the
+    number of rows from the text. Every row goes over once each way; a message without rows is left
+    out on both sides. Peers meet once for each microbatch, always in their order.
     """
 
     def __init__(
@@ -71,6 +66,7 @@ class Edges:
         transport: Transport | None,
         *,
         window: int,
+        in_flight: int,
         device: torch.device,
         recorder: Recorder = NOTHING,
     ) -> None:
@@ -89,8 +85,9 @@ class Edges:
         self._recorder = recorder
         self._spec: ExchangeSpec | None = None  # of all units of the step
         self._trains = False
-        self._sending: deque[_Sending] = deque()
+        self._sends = Sends(most=in_flight, recorder=recorder)
         self._receiving: dict[int, list[_Receiving]] = {}  # by unit, in the order of rows
+        self._owed: deque[tuple[int, list[_Message]]] = deque()  # units whose gradients are to come
 
     @property
     def consumes(self) -> bool:
@@ -130,9 +127,7 @@ class Edges:
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""
-        with self._recorder.span("exchange", "sends"):
-            while self._sending:
-                self._sending.popleft().work.wait()
+        self._sends.drain()
         assert not self._receiving, f"nobody took units {list(self._receiving)}"
 
     def _send(self, payload: Tensor, units: ExchangeSpec) -> None:
@@ -144,7 +139,9 @@ class Edges:
         for message, each in zip(messages, rows, strict=True):
             self._isend(each, message.peer, unit=unit)
         if self._trains:
-            self._receiving[unit] = [self._irecv(each, back=True) for each in messages]
+            self._owed.append((unit, messages))
+            if not self._receiving:
+                self._post_gradients()
 
     def _take(self, units: ExchangeSpec) -> Tensor:
         unit = units.first
@@ -168,9 +165,17 @@ class Edges:
         tokens = units.tokens[0]
         # Every row lies in one consumer's part of the sequence, and is placed there.
         whole = torch.empty(tokens, units.width, dtype=units.dtype, device=self._device)
-        for each in self._received(units.first):
+        received = self._received(units.first)
+        self._post_gradients()
+        for each in received:
             put(each.buffer, each.message.rows, into=whole)
         return self._shared(whole, tokens, units)
+
+    def _post_gradients(self) -> None:
+        """Receive those of the next unit, where there is one."""
+        if self._owed:
+            unit, messages = self._owed.popleft()
+            self._receiving[unit] = [self._irecv(each, back=True) for each in messages]
 
     def _received(self, unit: int) -> list[_Receiving]:
         """What was to come of a unit, once it is there."""
@@ -242,8 +247,6 @@ class Edges:
 
     def _isend(self, rows: Tensor, peer: int, *, unit: int) -> None:
         """Features from an encoder's rank, or gradients from a decoder's."""
-        while self._sending and self._sending[0].work.is_completed():
-            self._sending.popleft().work.wait()
         with self._recorder.span(
             "exchange",
             f"send {'gradients' if self._needed else 'features'}",
@@ -253,8 +256,7 @@ class Edges:
         ):
             group = self._groups.back if self._needed else self._groups.there
             work = dist.isend(rows, dst=peer, group=group)
-        assert work is not None, "this rank is in the group"
-        self._sending.append(_Sending(work=work, rows=rows))
+        self._sends.add(work, rows, microbatch=self._microbatch(unit))
 
     def _irecv(self, message: _Message, *, back: bool) -> _Receiving:
         assert self._spec is not None

@@ -16,7 +16,7 @@ from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.pipeline_graph import warmup
+from loongplug.hetero.pipeline_graph import in_flight, warmup
 from loongplug.hetero.placement import Edge, Piece, Placement
 from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
@@ -82,7 +82,7 @@ class EncoderPlace:
     def given_media(self, rank: int) -> tuple[int, ...]:
         """The first stage's ranks of the replica that ``rank`` is of, ascending."""
         assert self.layout is not None, "the encoder has no ranks of its own"
-        return tuple(self.layout.group("tp_pp", rank)[: self.layout.tp])
+        return tuple(self.layout.stage(0)[self.layout.coordinates(rank).dp])
 
 
 class EncoderEngine:
@@ -175,6 +175,7 @@ class EncoderEngine:
         encoder_replicas: tuple[int, ...],
         training: bool,
         trains: bool,
+        trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
         rank: int | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
@@ -207,7 +208,8 @@ class EncoderEngine:
                 ),
                 stage=stage,
                 stages=self._stages,
-                trains_before=training and self._trains_before,
+                trains_before=training
+                and (self._trains_before if trains_before is None else trains_before),
             )
         )
 
@@ -235,6 +237,10 @@ class EncoderEngine:
             {each: len(self.place.made_by(rank, training=each)) for each in (True, False)}
         )
 
+    def in_flight(self, rank: int) -> int:
+        """Of how many microbatches ``rank`` may be sending at a time."""
+        return in_flight(ahead=self._ahead, stages=self._stages, stage=self._stage_of(rank))
+
     @property
     def _stages(self) -> int:
         """The encoder's own; it has one beside the decoder, whatever that has."""
@@ -249,7 +255,12 @@ class EncoderEngine:
         if before is None and behind is None:
             return None
         return StageLinks(
-            before=before, behind=behind, window=WINDOW, device=device, recorder=self.recorder
+            before=before,
+            behind=behind,
+            window=WINDOW,
+            in_flight=self.in_flight(dist.get_rank()),
+            device=device,
+            recorder=self.recorder,
         )
 
     def _exchange(self, *, training: bool) -> Exchange | Edges:
@@ -259,6 +270,7 @@ class EncoderEngine:
                 place.pieces[training],
                 place.transport,
                 window=WINDOW,
+                in_flight=self.in_flight(dist.get_rank()),
                 device=device,
                 recorder=self.recorder,
             )
@@ -335,8 +347,7 @@ class EncoderEngine:
         }
         # Every decoder replica needs its samples, whatever their number.
         consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
-        last_stage = encoder.ranks[-encoder.stage_size :]
-        ranks = sorted({*last_stage, *consumers})
+        ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
         groups = [
             create_exchange_group(
                 f"{name}_{direction}",

@@ -65,6 +65,17 @@ def warmup(*, microbatches: int, ahead: int, stages: int, stage: int) -> int:
     return min(microbatches, ahead + stages - 1 - stage)
 
 
+def in_flight(*, ahead: int, stages: int, stage: int) -> int:
+    """How many microbatches an encoder's ``stage`` can have sent that nobody has taken yet.
+
+    One more than its longest warm-up (:func:`warmup`). Where gradients come back to it, nothing
+    ever waits for that: before each forward, the gradient of the microbatch so many before is here.
+    Where none do, nothing else holds the stage back, and so it keeps no more than a stage that
+    trains.
+    """
+    return ahead + stages - stage
+
+
 def _checked(modules: Sequence[GraphModule]) -> Mapping[str, GraphModule]:
     """The modules by name; ValueError where they are no graph that ends in one decoder."""
     names = Counter(module.name for module in modules)

@@ -131,9 +131,7 @@ class Placement:
         """
         assert self.is_apart(name), f"{name!r} lies where its consumer lies: see edges"
         encoder, decoder = self.entry(name).layout, self._consumer_of(name).layout
-        # The groups of one stage follow one another, by replica.
-        last_stage = encoder.groups("tp_cp")[-encoder.dp :]
-        first_stage = decoder.groups("tp_cp")[: decoder.dp]
+        last_stage, first_stage = encoder.stage(-1), decoder.stage(0)
         slot = overlaps(encoders=encoder.dp, decoders=decoder.dp, micro_batch_size=micro_batch_size)
         return tuple(
             Piece(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.hetero.sends import Sends
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.parallel.layout import Layout
 
@@ -37,8 +38,8 @@ class StageUnit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Moving:
-    """A message under way, and what must not change until it is done, [rows, width]."""
+class _Coming:
+    """A message that is to come, and where to, [rows, width]."""
 
     work: dist.Work
     rows: Tensor
@@ -47,9 +48,10 @@ class _Moving:
 class StageLinks:
     """One rank's links to the stages before and behind its own.
 
-    Nobody waits for a send before the step's end, and receives are posted ahead: of states
-    ``window`` units early, of a gradient with what it is of. Both sides know the number of rows
-    from the text. Every row goes over once each way; a unit without rows is left out on both sides.
+    Nobody waits for a send before the step's end, as long as what is under way in one direction is
+    of no more than ``in_flight`` microbatches. Receives are posted ahead: of states ``window``
+    units early, of the gradient that is taken next. Both sides know the number of rows from the
+    text. Every row goes over once each way; a unit without rows is left out on both sides.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StageLinks:
         before: StageLink | None,
         behind: StageLink | None,
         window: int,
+        in_flight: int,
         device: torch.device,
         recorder: Recorder = NOTHING,
     ) -> None:
@@ -70,9 +73,13 @@ class StageLinks:
         self._units: tuple[StageUnit, ...] = ()  # of the step
         self._dtype = torch.float32
         self._comes_back = False
-        self._sending: deque[_Moving] = deque()
-        self._states: dict[int, _Moving | None] = {}  # by unit; None where there are no rows
-        self._gradients: dict[int, _Moving | None] = {}
+        # Apart: gradients are of earlier microbatches, and a wait for states would come too soon.
+        states, gradients = (f"sends of {what} between stages" for what in ("states", "gradients"))
+        self._states_sent = Sends(most=in_flight, recorder=recorder, name=states)
+        self._gradients_sent = Sends(most=in_flight, recorder=recorder, name=gradients)
+        self._states: dict[int, _Coming | None] = {}  # by unit; None where there are no rows
+        self._gradients: dict[int, _Coming | None] = {}
+        self._owed: deque[int] = deque()  # units whose gradients are to come
 
     def begin(self, units: Sequence[StageUnit], *, dtype: torch.dtype, comes_back: bool) -> None:
         """A step of these units begins, whose states are of ``dtype``.
@@ -96,13 +103,18 @@ class StageLinks:
         assert payload.shape == (rows, link.width), (unit, payload.shape, rows, link)
         assert payload.dtype == self._dtype, f"{payload.dtype} where {self._dtype} is received"
         if rows:
-            self._send(unit, payload.detach(), link.peer, what="states", group=link.there)
+            self._send(unit, payload.detach(), link, back=False)
         if self._comes_back:
-            self._gradients[unit] = self._receive(unit, link, group=link.back)
+            self._owed.append(unit)
+            if not self._gradients:
+                self._post_gradient(link)
 
     def take_back(self, unit: int) -> Tensor:
         """The gradient of what was handed on of a unit, [rows, width]."""
-        return self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
+        assert self._behind is not None
+        found = self._arrived(unit, self._gradients.pop(unit), self._behind, what="gradients")
+        self._post_gradient(self._behind)
+        return found
 
     def give_back(self, unit: int, gradient: Tensor | None) -> None:
         """``gradient`` [rows, width] of what was taken of a unit; None where that has no rows."""
@@ -110,13 +122,12 @@ class StageLinks:
         assert link is not None
         if self._units[unit].rows:
             assert gradient is not None, f"unit {unit} has no gradient"
-            self._send(unit, gradient, link.peer, what="gradients", group=link.back)
+            self._send(unit, gradient, link, back=True)
 
     def drain(self) -> None:
         """At the step's end: wait for what is still being sent."""
-        with self._recorder.span("exchange", "sends between stages"):
-            while self._sending:
-                self._sending.popleft().work.wait()
+        self._states_sent.drain()
+        self._gradients_sent.drain()
         assert not self._states, f"nobody took units {list(self._states)}"
         assert not self._gradients, f"nobody took gradients of units {list(self._gradients)}"
 
@@ -124,47 +135,49 @@ class StageLinks:
         if self._before is not None and unit < len(self._units):
             self._states[unit] = self._receive(unit, self._before, group=self._before.there)
 
-    def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> _Moving | None:
+    def _post_gradient(self, link: StageLink) -> None:
+        """Receive that of the next unit, where there is one."""
+        if self._owed:
+            unit = self._owed.popleft()
+            self._gradients[unit] = self._receive(unit, link, group=link.back)
+
+    def _receive(self, unit: int, link: StageLink, *, group: dist.ProcessGroup) -> _Coming | None:
         count = self._units[unit].rows
         if not count:
             return None
         rows = torch.empty(count, link.width, dtype=self._dtype, device=self._device)
         work = dist.irecv(rows, src=link.peer, group=group)
         assert work is not None, "this rank is in the group"
-        return _Moving(work=work, rows=rows)
+        return _Coming(work=work, rows=rows)
 
     def _arrived(
-        self, unit: int, moving: _Moving | None, link: StageLink | None, *, what: str
+        self, unit: int, coming: _Coming | None, link: StageLink | None, *, what: str
     ) -> Tensor:
         assert link is not None, "there is a stage on that side"
-        if moving is None:
+        if coming is None:
             return torch.empty(0, link.width, dtype=self._dtype, device=self._device)
         with self._recorder.span(
             "exchange",
             f"receive {what}",
-            bytes=moving.rows.nbytes,
+            bytes=coming.rows.nbytes,
             source=link.peer,
             microbatch=self._units[unit].microbatch,
         ):
-            moving.work.wait()
-        return moving.rows
+            coming.work.wait()
+        return coming.rows
 
-    def _send(
-        self, unit: int, rows: Tensor, peer: int, *, what: str, group: dist.ProcessGroup
-    ) -> None:
-        while self._sending and self._sending[0].work.is_completed():
-            self._sending.popleft().work.wait()
-        rows = rows.contiguous()
+    def _send(self, unit: int, rows: Tensor, link: StageLink, *, back: bool) -> None:
+        rows, microbatch = rows.contiguous(), self._units[unit].microbatch
         with self._recorder.span(
             "exchange",
-            f"send {what}",
+            f"send {'gradients' if back else 'states'}",
             bytes=rows.nbytes,
-            target=peer,
-            microbatch=self._units[unit].microbatch,
+            target=link.peer,
+            microbatch=microbatch,
         ):
-            work = dist.isend(rows, dst=peer, group=group)
-        assert work is not None, "this rank is in the group"
-        self._sending.append(_Moving(work=work, rows=rows))
+            work = dist.isend(rows, dst=link.peer, group=link.back if back else link.there)
+        sends = self._gradients_sent if back else self._states_sent
+        sends.add(work, rows, microbatch=microbatch)
 
 
 def boundaries(layout: Layout) -> list[list[int]]:

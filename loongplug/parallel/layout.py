@@ -116,6 +116,12 @@ class Layout:
         start = self._index(rank) - sum(place[axis] * strides[axis] for axis in members)
         return self._members(axes, members, start=start)
 
+    def stage(self, number: int) -> list[list[int]]:
+        """The ranks of a pipeline stage, replica by replica; -1 is the last."""
+        # The groups of one stage follow one another, by replica.
+        first = number % self.pp * self.dp
+        return self.groups("tp_cp")[first : first + self.dp]
+
     def _members(self, axes: tuple[str, ...], changing: list[str], *, start: int) -> list[int]:
         """The ranks of a group, ascending, as torch.distributed orders them."""
         ranks = self.order or self.ranks

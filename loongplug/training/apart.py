@@ -21,6 +21,7 @@ from torch import Tensor
 from loongplug.hetero.engine import Engine
 from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER, adopt_own_ranks, decoder_layout, rest_in
+from loongplug.platform import current_platform
 from loongplug.platform.upstream import store_of_attempt
 from loongplug.training.soundness import finalized
 
@@ -63,7 +64,7 @@ def make_own_groups(args: Namespace, engine: Engine) -> None:
     if not engine.apart:
         return
     if not dist.is_initialized():
-        if torch.cuda.is_available():
+        if current_platform().name == "cuda":
             torch.cuda.set_device(args.local_rank)
         dist.init_process_group(
             backend=args.distributed_backend,

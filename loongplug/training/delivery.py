@@ -1,6 +1,5 @@
 """How a microbatch's media come from the rank that loads them to those that encode them."""
 
-from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
+from loongplug.hetero.sends import Sends
 from loongplug.platform.transfers import to_device
 
 
@@ -36,7 +36,11 @@ class News:
     # How many microbatches' word may be on its way. Of those before, all must have heard by then:
     # waiting for them must not hold up who they wait for.
     recent: int
-    _sending: deque[list[dist.Work]] = field(default_factory=deque, init=False)
+    _sends: Sends = field(init=False)
+    _told: int = field(default=0, init=False)  # microbatches
+
+    def __post_init__(self) -> None:
+        self._sends = Sends(most=self.recent)
 
     def told(self, samples: Sequence[int], bad: Container[int], *, first: int) -> set[int]:
         """Which of ``samples``, one for each medium, are ``bad``, as the loading rank knows it.
@@ -53,13 +57,11 @@ class News:
             dist.recv(flags, src=first, group=self.group, tag=self.channel)
             return {samples[medium] for medium in flags.nonzero().flatten().tolist()}
         flags = torch.tensor([sample in bad for sample in samples], dtype=torch.uint8)
-        # gloo says of a send that it is done only to who waits for it.
-        while len(self._sending) >= self.recent:
-            for work in self._sending.popleft():
-                work.wait()
-        others = (other for other in self.hearers if other != first)
-        sent = [dist.isend(flags, dst=each, group=self.group, tag=self.channel) for each in others]
-        self._sending.append([work for work in sent if work is not None])
+        for other in self.hearers:
+            if other != first:
+                work = dist.isend(flags, dst=other, group=self.group, tag=self.channel)
+                self._sends.add(work, flags, microbatch=self._told)
+        self._told += 1
         return {sample for sample in samples if sample in bad}
 
 

@@ -21,6 +21,8 @@ from loongplug.estimate.ledger import (
     GRADIENTS,
     INPUT,
     OPTIMIZER,
+    STATE_GRADIENTS,
+    STATES,
     WEIGHTS,
 )
 from loongplug.estimate.tape import Tape
@@ -29,6 +31,8 @@ from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, unwrapped
 from loongplug.hetero.operations import Kept
+from loongplug.hetero.sends import Sends
+from loongplug.hetero.stage_links import StageLink, StageLinks
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
@@ -172,6 +176,7 @@ class _Watch:
         begin, Executor.begin = Executor.begin, begin_counted
         load, MicrobatchLoader.__next__ = MicrobatchLoader.__next__, next_uncounted
         MultimodalModel.encode = encode_counted
+        around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
             setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
         around(Executor, "_gather", inside=lambda: tape.region(FEATURES))
@@ -185,23 +190,52 @@ class _Watch:
 
     def _follow_edges(self) -> None:
         """What comes to a rank by an edge; one that encodes alone has no passes of a schedule's."""
-        receive, send, tape = Edges._irecv, Edges._isend, self.tape
-
-        def sent(edges: Edges, *args: Any, **kwargs: Any) -> None:
-            # Only who waits for a send hears from gloo that it is done; NCCL says so at once.
-            while edges._sending:
-                edges._sending.popleft().work.wait()
-            send(edges, *args, **kwargs)
+        receive, tape = Edges._irecv, self.tape
 
         def received(edges: Edges, *args: Any, back: bool) -> Any:
             with tape.region(FEATURE_GRADIENTS if back else FEATURES):
                 return receive(edges, *args, back=back)
 
-        Edges._irecv, Edges._isend = received, sent
+        Edges._irecv = received
+        around(Edges, "_isend", before=lambda edges, *_, **__: _go(edges._sends, edges._trains))
         around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
+        self._follow_links()
         if not self.decodes:
-            around(EncoderOfStep, "payload", behind=self._sample)
             around(EncoderOfStep, "backward", before=self._sample)
+
+    def _follow_links(self) -> None:
+        """What goes between an encoder's stages, and what each of them makes."""
+        receive, payload, tape = StageLinks._receive, EncoderOfStep.payload, self.tape
+
+        def received(links: StageLinks, unit: int, link: StageLink, *, group: Any) -> Any:
+            with tape.region(STATE_GRADIENTS if group is link.back else STATES):
+                return receive(links, unit, link, group=group)
+
+        def sends(links: StageLinks, _: int, rows: Tensor, *__: Any, back: bool) -> None:
+            _go(links._gradients_sent if back else links._states_sent, links._comes_back)
+            if back:
+                self._belongs(rows, STATE_GRADIENTS)
+
+        def made(encoder: EncoderOfStep, *args: Any, **kwargs: Any) -> Tensor:
+            found = payload(encoder, *args, **kwargs)
+            if len(encoder._model.modules_of(encoder._entry)) == 1:  # the projector is behind
+                self._belongs(found, STATES)
+            if not self.decodes:
+                self._sample()
+            return found
+
+        StageLinks._receive, EncoderOfStep.payload = received, made
+        around(StageLinks, "_send", before=sends)
+
+    def _belongs(self, tensor: Tensor, region: str) -> None:
+        """What was made elsewhere is of ``region`` from now on."""
+        key, tape = tensor.untyped_storage()._cdata, self.tape
+        if key not in tape._known:  # without rows
+            return
+        reference, before, nbytes = tape._known[key]
+        tape._known[key] = reference, region, nbytes
+        tape.live[before] -= nbytes
+        tape.live[region] = tape.live.get(region, 0) + nbytes
 
     def _step_begins(self, _: Any) -> None:
         self.most_before_step = self.tape.most
@@ -276,8 +310,17 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         if each.device is not None
     ]
     if isinstance(executor._exchange, Edges):
-        leaving += [each.rows for each in executor._exchange._sending]
+        leaving += [each.tensor for each in executor._exchange._sends._under_way]
     return [*([] if step is None else step.gradients.values()), *leaving]
+
+
+def _go(sends: Sends, known: bool) -> None:
+    """Have what is sent be gone where, as ``known``, gradients come back.
+
+    Only who waits for a send hears from gloo that it is done; NCCL says so at once.
+    """
+    if known:
+        sends.drain()
 
 
 def around(

@@ -8,11 +8,19 @@ import pytest
 from typer.testing import CliRunner
 
 from loongplug.cli import app
-from loongplug.estimate.edge_ends import DecoderEnd, EncoderEnd
+from loongplug.estimate.edge_ends import DecoderEnd, EncoderEnd, GivenStates
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
 from loongplug.estimate.estimator import parsed_for
-from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
-from loongplug.estimate.own_ranks import own_ranks_of, require_one_stage
+from loongplug.estimate.ledger import (
+    ENCODER,
+    FEATURE_GRADIENTS,
+    FEATURES,
+    INPUT,
+    STATE_GRADIENTS,
+    STATES,
+    Ledger,
+)
+from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize, microbatches_of_data, own_units_of_data
@@ -57,6 +65,7 @@ def encoder_end(step, *, leads=True, copies=False):
         trains=step.trains,
         leads=leads,
         copies=copies,
+        in_flight=step.warmup + 1,
     )
 
 
@@ -85,7 +94,8 @@ def test_as_many_units_are_in_flight_as_the_plan_s_warmup_says(decoder, microbat
     ).most
     in_flight = min(microbatches, warmup + 1) * pieces
     assert most[ENCODER] == in_flight * KEPT
-    assert most[FEATURE_GRADIENTS] == in_flight * TOKENS * PAYLOAD  # posted with the features
+    received = min(microbatches * pieces, 2)  # one in use, and one posted
+    assert most[FEATURE_GRADIENTS] == received * TOKENS * PAYLOAD
     assert most[INPUT] == microbatches * pieces * ROWS * ROW
 
 
@@ -96,10 +106,10 @@ BY_HAND = [
     # at work, activations of units, features of sends, receives of gradients
     ("encoder's forward", 1, 0, 0),  # 0
     ("encoder's forward", 2, 1, 1),  # 1, while 0 is sent
-    ("encoder's forward", 3, 1, 2),  # 2
-    ("encoder's backward", 3, 1, 3),  # of 0
-    ("encoder's forward", 3, 1, 2),  # 3
-    ("encoder's backward", 3, 1, 3),  # of 1
+    ("encoder's forward", 3, 1, 1),  # 2
+    ("encoder's backward", 3, 1, 2),  # of 0
+    ("encoder's forward", 3, 1, 1),  # 3
+    ("encoder's backward", 3, 1, 2),  # of 1
     ("encoder's backward", 2, 1, 2),  # of 2
     ("encoder's backward", 1, 1, 1),  # of 3
 ]
@@ -124,17 +134,19 @@ def test_a_step_by_hand(monkeypatch):
     monkeypatch.setattr(Ledger, "work", noted)
     ledger = followed(encoder_end(encoder_step(microbatches=4, warmup=2)))
     assert seen == BY_HAND
-    # Within the backward of 0: 4 units' media, 3 units' activations, one's features, 3 gradients.
+    # Within the backward of 0: 4 units' media, 3 units' activations, one's features, 2 gradients.
     assert ledger.when == "encoder's backward"
-    assert sum(ledger.peak.values()) == 4 * 4 * 2 + 3 * 1000 + 30 + 3 * 30 + 700
+    assert sum(ledger.peak.values()) == 4 * 4 * 2 + 3 * 1000 + 30 + 2 * 30 + 700
 
 
-def test_an_encoder_without_gradients_may_be_ahead_by_all_of_the_step():
-    """Two microbatches are received ahead; who takes the others, and when, is not known."""
-    most = followed(encoder_end(encoder_step(microbatches=8, warmup=1, trains=False))).most
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_encoder_without_gradients_is_ahead_by_as_much_as_may_be_sent_at_a_time(pieces):
+    """What is under way, and what is about to set out."""
+    step = encoder_step(microbatches=8, warmup=2, pieces=pieces, trains=False)
+    most = followed(encoder_end(step)).most
     assert most[ENCODER] == 0
     assert most[FEATURE_GRADIENTS] == 0
-    assert most[FEATURES] == (8 - 2) * TOKENS * PAYLOAD
+    assert most[FEATURES] == ((2 + 1) * pieces + 1) * TOKENS * PAYLOAD
 
 
 def test_the_first_rank_of_a_replica_sends_for_the_others():
@@ -142,6 +154,54 @@ def test_the_first_rank_of_a_replica_sends_for_the_others():
     most = followed(encoder_end(step, leads=False)).most
     assert most[FEATURES] == most[FEATURE_GRADIENTS] == TOKENS * PAYLOAD
     assert most[ENCODER] == 3 * KEPT
+
+
+GIVEN, MADE = 7, 5  # bytes of a unit's states, from the stage before and to the one behind
+
+
+def stage_ledger(stage, *, trains, microbatches=8, keeps=True):
+    """Of one of two stages, which train or not; the second's warm-up is 2."""
+    units = microbatches
+    step = replace(
+        encoder_step(microbatches=units, warmup=3 - stage, trains=any(trains[: stage + 1])),
+        stage=stage,
+        stages=2,
+        trains_before=any(trains[:stage]),
+    )
+    end = encoder_end(step)
+    encoded = replace(end.encoded, row=0) if stage else replace(end.encoded, states=(MADE,) * units)
+    given = GivenStates(nbytes=(GIVEN,) * units, trains=step.trains_before, keeps=keeps)
+    return followed(replace(end, encoded=encoded, given=given if stage else None))
+
+
+def test_the_first_stage_s_states_are_held_while_they_are_sent():
+    most = stage_ledger(0, trains=(True, True)).most
+    assert most[ENCODER] == 4 * KEPT
+    assert most[INPUT] == 8 * ROWS * ROW
+    # Of the first four, two are received before any gradient comes.
+    assert most[STATES] == 3 * MADE
+    assert most[STATE_GRADIENTS] == 2 * MADE  # the one in use, and the one that is received ahead
+    assert FEATURES not in most
+
+
+def test_the_last_stage_holds_states_until_their_gradients_are_sent():
+    most = stage_ledger(1, trains=(True, True)).most
+    assert most[ENCODER] == 3 * KEPT
+    assert most[STATES] == (3 + 2) * GIVEN  # of its own units, and two received ahead
+    assert most[STATE_GRADIENTS] == 2 * GIVEN  # that which is made, and the one before
+    assert most[FEATURE_GRADIENTS] == 2 * TOKENS * PAYLOAD
+    assert not most[INPUT]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_states_of_a_frozen_stage_are_there_as_long_as_something_needs_them(keeps):
+    first = stage_ledger(0, trains=(False, True)).most
+    assert first[ENCODER] == first[STATE_GRADIENTS] == 0
+    assert first[STATES] == (4 + 1) * MADE  # nothing holds it back but the bound
+    last = stage_ledger(1, trains=(False, True), keeps=keeps).most
+    assert last[ENCODER] == 3 * KEPT
+    assert last[STATES] == ((3 if keeps else 1) + 2) * GIVEN
+    assert STATE_GRADIENTS not in last
 
 
 def decoder_ledger(*, microbatches, trains, received=None, messages=1, stages=1):
@@ -236,16 +296,6 @@ def test_an_encoder_is_seen_at_the_replica_with_the_most_samples(flags, sizes, r
         ]
 
 
-def test_stages_of_an_encoder_are_refused_in_a_sentence(flags):
-    parsed = parsed_for([*flags, "model.image_encoder.rank_offset=1"], ranks=2)
-    (own,) = own_ranks_of(parsed.args, parsed.model)
-    require_one_stage([own], parsed.model)
-    two = replace(own, layout=replace(own.layout, pp=2))
-    assert [two.rank(stage) for stage in range(2)] == [1, 2]
-    with pytest.raises(ValueError, match=r"^model\.image_encoder has 2 pipeline stages, and only"):
-        require_one_stage([two], parsed.model)
-
-
 RUN = [
     *("estimate", "--visual-tokens", "16", "--model-name", "qwen3_vl_tiny"),
     *("--training-phase", "sft", "--seq-length", "256", "--micro-batch-size", "2"),
@@ -276,6 +326,21 @@ def test_the_decoder_s_ranks_have_nothing_of_the_encoder(tmp_path):
         assert decoder["most"][kind] + encoder["most"][kind] == together["most"][kind]
     # In fp32, weights, their gradients and two moments, of a parameter.
     assert encoder["most"]["optimizer state"] == 2 * encoder["most"]["weights"]
+
+
+def test_an_encoder_s_stages_have_together_what_one_has(tmp_path):
+    figures = tmp_path / "figures.json"
+    written = ("--json", str(figures))
+    stages = "model.image_encoder.pipeline_model_parallel_size=2"
+    shown = estimated(f"{OWN}=1", stages, *written, ranks=3)
+    assert STATES in shown
+    _, first, last = json.loads(figures.read_text())["stages"]
+    assert [(each["stage"], each["rank"]) for each in (first, last)] == [(0, 1), (1, 2)]
+    assert first["role"] == last["role"] == "image_encoder"
+    estimated(f"{OWN}=1", *written)
+    _, whole = json.loads(figures.read_text())["stages"]
+    for kind in ("weights", "gradient buffers", "optimizer state"):
+        assert first["most"][kind] + last["most"][kind] == whole["most"][kind]
 
 
 def test_the_fullest_rank_of_all_modules_is_what_has_to_fit(tmp_path):

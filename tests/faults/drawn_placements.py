@@ -22,16 +22,24 @@ _STEPS = ((True,), (True, True), (True, False, True))  # whether each trains
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnEncoder:
-    """One encoder; its first rank lies behind those of the modules before it."""
+    """One encoder; its first rank lies behind those of the modules before it.
+
+    ``trains`` has, for each of its pipeline stages, whether the stage's own parameters do.
+    """
 
     tp: int = 1
     dp: int = 1
-    trains: bool = True
+    trains: tuple[bool, ...] = (True,)
+
+    @property
+    def pp(self) -> int:
+        """Its pipeline parallel size."""
+        return len(self.trains)
 
     @property
     def ranks(self) -> int:
         """How many are its own."""
-        return self.tp * self.dp
+        return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,10 @@ class DrawnPlacement:
     def from_json(cls, text: str) -> Self:
         """The inverse."""
         data = json.loads(text)
-        encoders = tuple(DrawnEncoder(**each) for each in data.pop("encoders"))
+        encoders = tuple(
+            DrawnEncoder(**each | {"trains": tuple(each["trains"])})
+            for each in data.pop("encoders")
+        )
         return cls(**data | {"encoders": encoders, "steps": tuple(data["steps"])})
 
 
@@ -87,11 +98,11 @@ def placement_drawn(choose: Choose, *, most: int) -> DrawnPlacement:
     vpp = choose((1, 2, 3)) if pp > 1 else 1
     group = choose((pp, pp + 1, 2 * pp)) if vpp > 1 else 1
     microbatches = group * choose((1, 2, 3)) if vpp > 1 else choose((4, 1, 2, 3, 5, 8))
-    trains = [choose((True, True, False)) for _ in encoders]
+    trains = [tuple(choose((True, True, False)) for _ in range(of_pp)) for _, of_pp, _ in encoders]
     return DrawnPlacement(
         encoders=tuple(
             DrawnEncoder(tp=of_tp, dp=of_dp, trains=each)
-            for (of_tp, of_dp), each in zip(encoders, trains, strict=True)
+            for (of_tp, _, of_dp), each in zip(encoders, trains, strict=True)
         ),
         tp=tp,
         pp=pp,
@@ -102,23 +113,22 @@ def placement_drawn(choose: Choose, *, most: int) -> DrawnPlacement:
         micro_batch=choose((1, 2, 3, 4)),
         microbatches=microbatches,
         media=choose(MEDIA),
-        decoder_trains=not any(trains) or choose((True, True, False)),
+        decoder_trains=not any(map(any, trains)) or choose((True, True, False)),
         steps=choose(_STEPS),
         seed=choose(range(1000)),
     )
 
 
+Sizes = tuple[int, ...]  # TP, PP and DP
+
+
 @cache
-def _worlds(most: int, encoders: int) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
-    """TP, PP and DP of a decoder with TP and DP of so many encoders, that fit ``most`` ranks."""
-    numbers = range(1, most)
-    sizes = [each for each in product(numbers, repeat=2) if prod(each) < most]
-    decoders = [
-        each for each in product(numbers, repeat=3) if prod(each) < most and each[0] <= _MOST_TP
-    ]
+def _worlds(most: int, encoders: int) -> list[tuple[Sizes, tuple[Sizes, ...]]]:
+    """Sizes of a decoder with those of so many encoders, that fit ``most`` ranks."""
+    sizes = [each for each in product(range(1, most), repeat=3) if prod(each) < most]
     return [
         (decoder, own)
-        for decoder in decoders
+        for decoder in sizes
         for own in product(sizes, repeat=encoders)
-        if prod(decoder) + sum(map(prod, own)) <= most
+        if decoder[0] <= _MOST_TP and prod(decoder) + sum(map(prod, own)) <= most
     ]

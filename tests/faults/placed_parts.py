@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from math import prod
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from megatron.core.enums import ModelType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from loongplug.data.microbatch import MediaInput
+from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 
 WIDTH, LENGTH = 2, 12
@@ -71,8 +72,15 @@ def gradients_of(features: Tensor) -> Tensor:
     return features.remainder(13) + 1
 
 
+# What an executor asks of an encoder with stages: a state is of a token, and as wide as a feature.
+_ENCODER = SimpleNamespace(architecture=SimpleNamespace(hidden_size=WIDTH, states=prod))
+
+
 class Chunk(nn.Module):
-    """A chunk of the decoder; or, on an encoder's rank, that encoder."""
+    """A chunk of the decoder; or, on an encoder's rank, that encoder or a stage of it.
+
+    ``first``: of the decoder, or of the encoder's stages.
+    """
 
     model_type = ModelType.encoder_or_decoder
 
@@ -97,12 +105,20 @@ class Chunk(nn.Module):
     def trains(self, entry: Entry) -> bool:
         return self.weight.requires_grad
 
-    def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
-        rows = torch.zeros(0, WIDTH) if media is None else media.rows
+    def modules_of(self, entry: Entry) -> dict[str, Any]:
+        return {entry.name: _ENCODER}
+
+    def payload(self, entry: Entry, given: EncoderInput | None) -> Tensor:
+        rows = self._rows(given)
         made = rows * self.weight
         if made.requires_grad:
-            made.register_hook(lambda gradient: self._gradient_came(gradient, rows))
+            made.register_hook(lambda gradient: self._gradient_came(gradient, rows.detach()))
         return made
+
+    def _rows(self, given: EncoderInput | None) -> Tensor:
+        if given is None:  # as a model has it, the states of a blank unit need a gradient
+            return torch.zeros(0, WIDTH, requires_grad=not self.first)
+        return given.states if isinstance(given, HandedOn) else given.rows
 
     def _gradient_came(self, gradient: Tensor, rows: Tensor) -> None:
         assert torch.equal(gradient, gradients_of(rows)), "a gradient is another unit's"

@@ -26,13 +26,14 @@ from placed_parts import LENGTH, WIDTH, Chunk, Groups, features_of, gradients_of
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput, Microbatch, Unit
-from loongplug.hetero.edge import Edges, Transport
+from loongplug.hetero.edge import WINDOW, Edges, Transport
 from loongplug.hetero.engine import Engine
 from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import StepPlan
-from loongplug.hetero.pipeline_graph import ahead
+from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
 from loongplug.hetero.placement import Piece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
+from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
 from loongplug.models.entries import Entry, Role
 from loongplug.parallel.layout import Layout
 from loongplug.platform import current_platform
@@ -62,26 +63,82 @@ def play(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """One encoder as this rank sees it."""
+class _Place:
+    """Where an encoder lies, as this rank sees it."""
 
     entry: Entry
     drawn: DrawnEncoder
     layout: Layout
     pieces: tuple[Piece, ...]
-    executor: Executor
 
     @property
     def here(self) -> bool:
         return dist.get_rank() in self.layout.ranks
 
     @property
+    def stage(self) -> int:
+        """The encoder's that this rank has; the last one where it has none."""
+        return self.layout.coordinates(dist.get_rank()).pp if self.here else self.layout.pp - 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything does in this stage or before it."""
+        return any(self.drawn.trains[: self.stage + 1])
+
+    @property
+    def trains_before(self) -> bool:
+        """Whether anything does before it."""
+        return any(self.drawn.trains[: self.stage])
+
+    @property
     def made(self) -> list[Piece]:
-        """The pieces that this rank makes of a microbatch of all decoder replicas."""
-        return [each for each in self.pieces if dist.get_rank() in each.edge.encoder_ranks]
+        """The pieces that this rank makes, or has a stage of, of all decoder replicas' samples."""
+        if not self.here:
+            return []
+        replica = self.layout.coordinates(dist.get_rank()).dp
+        return [each for each in self.pieces if each.edge.encoder == replica]
+
+    def planned(
+        self, *, encoder_replicas: tuple[int, ...], training: bool, in_front: int, consumes: bool
+    ) -> StepPlan:
+        """Of a step; ``in_front`` are the forwards behind which the last stage takes gradients."""
+        pieces, stage = max(1, len(self.made)), self.stage
+        return apart(
+            EncoderStep(
+                encoder_replicas=encoder_replicas,
+                replicas=1,
+                replica=0 if self.here else None,
+                consumes=consumes,
+                training=training,
+                trains=training and self.trains,
+                trains_before=training and self.trains_before,
+                last_stage=False,
+                pieces=pieces,
+                warmup=warmup(
+                    microbatches=len(encoder_replicas) // pieces,
+                    ahead=in_front,
+                    stages=self.layout.pp,
+                    stage=stage,
+                ),
+                stage=stage,
+                stages=self.layout.pp,
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    """One encoder on one rank, and what does its part of the steps."""
+
+    place: _Place
+    executor: Executor
+
+    @property
+    def name(self) -> str:
+        return self.place.entry.name
 
     def alone(self) -> Any:
-        return self.executor.instead(dict.fromkeys((True, False), len(self.made)))
+        return self.executor.instead(dict.fromkeys((True, False), len(self.place.made)))
 
 
 class _World:
@@ -108,7 +165,7 @@ class _World:
 
     def steps(self) -> int:
         """All of them; the rows that the decoder took here."""
-        own = next((each for each in self.encoders if each.here), None)
+        own = next((each for each in self.encoders if each.place.here), None)
         return self._decode() if own is None else self._encode(own)
 
     def _config(self) -> Any:
@@ -132,66 +189,94 @@ class _World:
 
     def _encoder(self, number: int, drawn: DrawnEncoder, offset: int, groups: Groups) -> _Encoder:
         entry = Entry(name=f"encoder {number}", role=Role.ENCODER, into="text_decoder")
-        draw, decoder = self.draw, self.decoder
-        layout = Layout(tp=drawn.tp, dp=drawn.dp, first_rank=offset)
-        placement = one_apart(decoder, entry=entry, tp=drawn.tp, dp=drawn.dp, rank_offset=offset)
-        pieces = placement.pieces(entry.name, micro_batch_size=draw.micro_batch)
-        ranks = sorted(
-            {*layout.ranks, *(rank for each in pieces for rank in each.edge.decoder_ranks)}
+        draw, sizes = self.draw, {"tp": drawn.tp, "pp": drawn.pp, "dp": drawn.dp}
+        placement = one_apart(self.decoder, entry=entry, rank_offset=offset, **sizes)
+        place = _Place(
+            entry=entry,
+            drawn=drawn,
+            layout=placement.entry(entry.name).layout,
+            pieces=placement.pieces(entry.name, micro_batch_size=draw.micro_batch),
         )
-        there, back = groups.of("there", ranks), groups.of("back", ranks)
-        alike = [] if drawn.tp == 1 else layout.groups("tp")
-        if draw.tp > 1 and not draw.sequence_parallel:
-            alike += decoder.groups("tp")[: draw.dp]
-        together = [groups.of("together", each) for each in alike]
-        transport = None
-        if there is not None and back is not None:
-            mine = next((each for each in together if each is not None), None)
-            transport = Transport(there=there, back=back, together=mine)
         platform = current_platform()
-        wires = Edges(pieces, transport, window=2, device=platform.device)
-        here = self.rank in layout.ranks
-        made = [each for each in pieces if self.rank in each.edge.encoder_ranks]
-
-        def planned(*, encoder_replicas: tuple[int, ...], training: bool, trains: bool) -> StepPlan:
-            return apart(
-                EncoderStep(
-                    encoder_replicas=encoder_replicas,
-                    replicas=1,
-                    replica=0 if here else None,
-                    consumes=wires.consumes,
-                    training=training,
-                    trains=trains,
-                    last_stage=False,
-                    pieces=max(1, len(made)),
-                    warmup=self._ahead,
-                )
-            )
-
-        executor = Executor(
-            planned, wires, entry=entry, taps=0, outside_schedule=True, platform=platform
+        most = in_flight(ahead=self._ahead, stages=place.layout.pp, stage=place.stage)
+        wires = Edges(
+            place.pieces,
+            self._transport(place, groups),
+            window=WINDOW,
+            in_flight=most,
+            device=platform.device,
         )
-        executor.encoder_trains = drawn.trains
-        return _Encoder(entry=entry, drawn=drawn, layout=layout, pieces=pieces, executor=executor)
+        executor = Executor(
+            lambda *, trains, **step: place.planned(
+                in_front=self._ahead, consumes=wires.consumes, **step
+            ),
+            wires,
+            entry=entry,
+            taps=0,
+            outside_schedule=True,
+            platform=platform,
+            links=self._links(place.layout, groups, most=most),
+        )
+        executor.encoder_trains = place.trains
+        executor.trains_before = place.trains_before
+        return _Encoder(place=place, executor=executor)
+
+    def _transport(self, place: _Place, groups: Groups) -> Transport | None:
+        """The groups between the encoder's last stage and the decoder's first one."""
+        draw, ends = self.draw, [each.edge for each in place.pieces]
+        last_stage = place.layout.ranks[-place.layout.stage_size :]
+        ranks = sorted({*last_stage, *(rank for each in ends for rank in each.decoder_ranks)})
+        there, back = groups.of("there", ranks), groups.of("back", ranks)
+        alike = [] if place.layout.tp == 1 else place.layout.groups("tp")[-place.layout.dp :]
+        if draw.tp > 1 and not draw.sequence_parallel:
+            alike += self.decoder.groups("tp")[: draw.dp]
+        together = [groups.of("together", each) for each in alike]
+        if there is None or back is None:
+            return None
+        mine = next((each for each in together if each is not None), None)
+        return Transport(there=there, back=back, together=mine)
+
+    def _links(self, layout: Layout, groups: Groups, *, most: int) -> StageLinks | None:
+        """To the stages before and behind this rank's."""
+        links: dict[int, StageLink] = {}  # by the boundary between two stages
+        for boundary, ranks in enumerate(boundaries(layout)):
+            there, back = groups.of("states", ranks), groups.of("of states", ranks)
+            if there is None or back is None:
+                continue
+            own, pipeline = layout.coordinates(self.rank).pp, layout.group("pp", self.rank)
+            peer = pipeline[boundary + 1 if own == boundary else boundary]
+            links[boundary] = StageLink(peer=peer, there=there, back=back, width=WIDTH)
+        if not links:
+            return None
+        own = layout.coordinates(self.rank).pp
+        device = current_platform().device
+        return StageLinks(
+            before=links.get(own - 1),
+            behind=links.get(own),
+            window=WINDOW,
+            in_flight=most,
+            device=device,
+        )
 
     def _chunk(self, **options: bool) -> Any:
-        return Chunk(self.config, [each.entry for each in self.encoders], **options)
+        return Chunk(self.config, [each.place.entry for each in self.encoders], **options)
 
     def _engine(self) -> Engine:
-        found: Any = {each.entry.name: _Engine(each) for each in self.encoders}
+        found: Any = {each.name: _Engine(each) for each in self.encoders}
         return Engine(found)
 
     def _encode(self, own: _Encoder) -> int:
         """The steps of one of an encoder's ranks."""
-        chunk: Any = self._chunk(trains=own.drawn.trains)
+        place = own.place
+        chunk: Any = self._chunk(first=place.stage == 0, trains=place.drawn.trains[place.stage])
         schedule = self._engine().schedules(_nothing)()
         for step, training in enumerate(self.draw.steps):
             self.step = step
             chunk.came = 0
             data = [
-                self._piece(own, piece, number)
+                self._piece(place, piece, number)
                 for number in range(self.draw.microbatches)
-                for piece in own.made
+                for piece in place.made
             ]
             schedule(
                 data_iterator=iter(data),
@@ -199,13 +284,13 @@ class _World:
                 num_microbatches=self.draw.microbatches,
                 forward_only=not training,
             )
-            expected = max(1, len(data)) if training and own.drawn.trains else 0
+            expected = max(1, len(data)) if training and place.trains else 0
             assert chunk.came == expected, f"{chunk.came} gradients of {expected} units"
         return 0
 
-    def _piece(self, own: _Encoder, piece: Piece, number: int) -> Microbatch:
-        """What an encoder's rank has of a piece: the samples' places, and their rows."""
-        replica, name = piece.edge.decoder, own.entry.name
+    def _piece(self, place: _Place, piece: Piece, number: int) -> Microbatch:
+        """What an encoder's rank has of a piece: places, and on the first stage rows."""
+        replica, name = piece.edge.decoder, place.entry.name
         lie = places(self.draw, name, replica, number)
         rows = torch.cat(
             [
@@ -213,11 +298,15 @@ class _World:
                 for sample in piece.samples
             ]
         )
+        grid = (1, 1, len(rows))
         media = MediaInput(
-            rows=rows.unsqueeze(1).expand(-1, WIDTH).contiguous(),
-            grids=torch.tensor([[1, 1, len(rows)]]),
+            rows=rows.unsqueeze(1).expand(-1, WIDTH).contiguous(), grids=torch.tensor([grid])
         )
-        unit = Unit(places=tuple(lie[sample] for sample in piece.samples), media=media)
+        unit = Unit(
+            places=tuple(lie[sample] for sample in piece.samples),
+            grids=(grid,),
+            media=None if place.stage else media,
+        )
         return _microbatch({name: unit}, number)
 
     def _decode(self) -> int:
@@ -233,9 +322,7 @@ class _World:
         data = [
             _microbatch(
                 {
-                    each.entry.name: Unit(
-                        places=tuple(places(draw, each.entry.name, place.dp, number))
-                    )
+                    each.name: Unit(places=tuple(places(draw, each.name, place.dp, number)))
                     for each in self.encoders
                 },
                 number,
@@ -312,7 +399,7 @@ class _Engine:
     steps = True
 
     def __init__(self, encoder: _Encoder) -> None:
-        self.here = encoder.here
+        self.here = encoder.place.here
         self.alone = encoder.alone
         self._executor = encoder.executor
 

@@ -9,7 +9,7 @@ import pytest
 from drawn_placements import DrawnEncoder, DrawnPlacement, drawn_placements, placement_drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity.mutations import FAULTS
+from parity.mutations import FAULTS, around
 from placed_steps import play
 from ranks import RankError, run_ranks
 
@@ -31,6 +31,22 @@ SPLIT = DrawnPlacement(encoders=(DrawnEncoder(),), tp=2, sequence_parallel=True,
 SHARED = DrawnPlacement(encoders=(DrawnEncoder(dp=2),), micro_batch=2, media="many")
 
 
+STAGES = DrawnPlacement(encoders=(DrawnEncoder(trains=(True, False)),), media="many")
+
+
+def gradients_of_stages_turned_round(rank: int) -> int:
+    around(
+        "loongplug.hetero.stage_links:StageLinks.take_back",
+        lambda original, self, unit: original(self, unit).flip(0),
+    )
+    return play(rank, draws=[STAGES])
+
+
+def test_a_fault_between_stages_is_seen() -> None:
+    with pytest.raises(RankError, match="a gradient is another unit's"):
+        run_ranks(gradients_of_stages_turned_round, STAGES.ranks)
+
+
 @pytest.mark.parametrize(
     ("draw", "fault", "said"),
     [
@@ -45,14 +61,17 @@ def test_a_fault_is_seen(draw: DrawnPlacement, fault: str, said: str) -> None:
 
 PIPELINE = DrawnPlacement(encoders=(DrawnEncoder(),), pp=2)
 VIRTUAL = DrawnPlacement(encoders=(DrawnEncoder(),), pp=2, vpp=2, group=2, microbatches=6)
+ENCODERS = DrawnPlacement(encoders=(DrawnEncoder(trains=(True, True)),), pp=2)
 
 
-@pytest.mark.parametrize("draw", [PIPELINE, VIRTUAL], ids=["stages", "virtual"])
+@pytest.mark.parametrize(
+    "draw", [PIPELINE, VIRTUAL, ENCODERS], ids=["stages", "virtual", "encoder's stages"]
+)
 def test_a_step_without_end_is_seen(draw: DrawnPlacement) -> None:
     """With two forwards too few, an encoder waits for a gradient that needs its next features."""
-    assert run_ranks(play, 3, draws=[draw], less=1)
+    assert run_ranks(play, draw.ranks, draws=[draw], less=1)
     with pytest.raises(RankError, match=r"(?s)[Tt]imed out.*fuzz\.sh --placement '"):
-        run_ranks(play, 3, draws=[draw], less=2, seconds=3.0)
+        run_ranks(play, draw.ranks, draws=[draw], less=2, seconds=3.0)
 
 
 @pytest.mark.quick
@@ -62,5 +81,5 @@ def test_a_drawn_placement_fits_and_is_read_as_it_was_written(most: int, chance:
     draw = placement_drawn(chance.choice, most=max(most, 2))
     assert DrawnPlacement.from_json(draw.to_json()) == draw
     assert draw.ranks <= most
-    assert draw.decoder_trains or any(each.trains for each in draw.encoders)
+    assert draw.decoder_trains or any(any(each.trains) for each in draw.encoders)
     assert draw.vpp == 1 or draw.microbatches % draw.group == 0

@@ -5,7 +5,7 @@ together, and the rank goes on when all of it is done: a receive when it was sen
 once, or, where it waits, when somebody receives it.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,13 +18,17 @@ Counts = Mapping[Rank, int]  # warm-up forwards
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One end of a message. ``what`` tells apart those that may overtake one another."""
+    """One end of a message. ``what`` tells apart those that may overtake one another.
+
+    A send that ``waits`` does so for its receive, or for that of the message so many ``before``.
+    """
 
     sends: bool
     source: Rank
     target: Rank
     what: str = ""
-    waits: bool = False  # a send, for its receive
+    waits: bool = False
+    before: int = 0
 
     @property
     def message(self) -> tuple[Rank, Rank, str]:
@@ -118,6 +122,27 @@ class Graph:
             }
         )
 
+    def posted_ahead(
+        self, rank: Rank, program: Sequence[Exchange], *, ahead: int
+    ) -> list[Exchange]:
+        """``program`` of a rank where receives between modules, posted early, hold up what follows.
+
+        What encoders send comes to the rank so many units ``ahead`` of the one that it needs. So it
+        is where a GPU has one queue for all of its work: what is given to it behind a second
+        receive starts when the first one is done.
+        """
+        encoders = {each.name for each in self.modules if each.into is not None}
+        sources = {each for each in self.before(rank) if each[0] in encoders}
+        made = [[move for move in each if not _comes(move, sources)] for each in program]
+        places: defaultdict[Rank, list[int]] = defaultdict(list)  # of the receives from a source
+        for number, each in enumerate(program):
+            for move in each:
+                if _comes(move, sources):
+                    places[move.source].append(number)
+                    early = places[move.source][max(0, len(places[move.source]) - 1 - ahead)]
+                    made[early].append(move)
+        return [tuple(each) for each in made]
+
     def _module(self, rank: Rank) -> GraphModule:
         return next(each for each in self.modules if each.name == rank[0])
 
@@ -134,6 +159,11 @@ class Graph:
         return [tuple(together)] * (2 if waits and self.shapes else 1)
 
 
+def _comes(move: Move, sources: set[Rank]) -> bool:
+    """Whether it is a receive from one of ``sources``."""
+    return not move.sends and move.source in sources
+
+
 def finish(programs: Mapping[Rank, Sequence[Exchange]]) -> bool:
     """Whether all ranks come to the end of their programs."""
     set_out: Counter[tuple[bool, tuple[Rank, Rank, str]]] = Counter()  # sends and receives
@@ -142,7 +172,7 @@ def finish(programs: Mapping[Rank, Sequence[Exchange]]) -> bool:
 
     def waits(move: Move, number: int) -> bool:
         needed = not move.sends or move.waits
-        return needed and set_out[not move.sends, move.message] < number
+        return needed and set_out[not move.sends, move.message] < number - move.before
 
     moved = True
     while moved:

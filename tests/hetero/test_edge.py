@@ -136,6 +136,7 @@ def there_and_back(rank: int, *, case: Case, trains: bool = True, fault: str = "
         pieces,
         Transport(there=there, back=back, together=together),
         window=2,
+        in_flight=AHEAD + 1,
         device=torch.device("cpu"),
     )
     assert edges.consumes == (rank in case.decoder.ranks)

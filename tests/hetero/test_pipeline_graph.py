@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from simulated import Graph, calls, decoder_programs, finish
 from torch import nn
 
+from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import GraphModule, ahead, distances, warmup
 
@@ -111,7 +112,7 @@ def test_no_small_graph_hangs(shapes):
 
 @pytest.mark.not_quick
 @pytest.mark.parametrize("shapes", [False, True])
-def test_one_less_is_the_least(shapes):
+def test_one_less_is_the_least_where_no_receive_holds_up_what_follows(shapes):
     """The first output behind the warm-up sets out before a gradient is waited for, so that a
     warm-up may be smaller by one. By two, the decoder lacks what its first backward waits for,
     where a step has as many microbatches."""
@@ -124,6 +125,37 @@ def test_one_less_is_the_least(shapes):
                 assert hangs, (modules, microbatches)
             else:  # shapes within an encoder need stages that are one apart
                 assert shapes or not hangs, (modules, microbatches)
+
+
+def finishes_beside_early_receives(
+    modules: tuple[GraphModule, ...], *, less: int, microbatches: int, window: int
+) -> bool:
+    """Whether a step ends where receives that are posted early hold up what follows."""
+    graph, counts = Graph(modules=modules), fewer(modules, less)
+    return finish(
+        {
+            rank: graph.posted_ahead(
+                rank,
+                graph.program(rank, warmup=counts[rank], microbatches=microbatches),
+                ahead=window - 1,  # a queue goes on when the last of them has begun
+            )
+            for rank in graph.ranks
+        }
+    )
+
+
+@pytest.mark.not_quick
+def test_the_distance_is_the_least_where_a_receive_holds_up_what_follows():
+    """No step hangs, and every step of more microbatches than the decoder has stages does with one
+    forward fewer. With receives posted a microbatch earlier than the product's, ours hangs."""
+    for modules in small_graphs():
+        for microbatches in range(1, 10):
+            more = microbatches > modules[-1].stages
+            for less, ends in ((0, True), (1, not more)):
+                assert ends == finishes_beside_early_receives(
+                    modules, less=less, microbatches=microbatches, window=WINDOW
+                ), (modules, microbatches, less)
+    assert not finishes_beside_early_receives(FIGURE_4A, less=0, microbatches=9, window=WINDOW + 1)
 
 
 def test_counts_from_the_sources_hang_where_sends_wait():

@@ -24,8 +24,8 @@ def made(step: int, boundary: int, unit: int) -> torch.Tensor:
     return values.view(ROWS[unit], WIDTHS[boundary]) + 100.0 * (unit + 10 * (boundary + step))
 
 
-def go_through(rank: int, *, comes_back: bool) -> int:
-    """Three stages of one rank each; the messages that this one has sent."""
+def go_through(rank: int, *, comes_back: bool) -> list[tuple[int, int]]:
+    """Three stages of one rank each; messages and bytes that this one sent, by the target."""
     groups = [[dist.new_group(ranks) for _ in range(2)] for ranks in ([0, 1], [1, 2])]
 
     def link(boundary: int, peer: int) -> StageLink:
@@ -34,18 +34,20 @@ def go_through(rank: int, *, comes_back: bool) -> int:
 
     before = link(rank - 1, rank - 1) if rank else None
     behind = link(rank, rank + 1) if rank < 2 else None
-    links = StageLinks(before=before, behind=behind, window=2, device=torch.device("cpu"))
-    sent = 0
+    warmup = 3 - rank
+    links = StageLinks(
+        before=before, behind=behind, window=2, in_flight=warmup + 1, device=torch.device("cpu")
+    )
+    sent = [(0, 0)] * 3
     isend = dist.isend
 
-    def counting(rows: torch.Tensor, **to: object) -> object:
-        nonlocal sent
-        sent += 1
+    def counting(rows: torch.Tensor, *, dst: int, **to: object) -> object:
+        messages, size = sent[dst]
+        sent[dst] = (messages + 1, size + rows.nbytes)
         time.sleep(0.02 * (rank == 0))  # the others have posted and sent long before
-        return isend(rows, **to)
+        return isend(rows, dst=dst, **to)
 
     dist.isend = counting
-    warmup = 3 - rank
     for step in range(STEPS):
         units = [StageUnit(rows=rows, microbatch=number) for number, rows in enumerate(ROWS)]
         links.begin(units, dtype=torch.float32, comes_back=comes_back)
@@ -65,13 +67,16 @@ def go_through(rank: int, *, comes_back: bool) -> int:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_every_unit_goes_over_each_boundary_once(comes_back: bool) -> None:
-    messages = STEPS * sum(rows > 0 for rows in ROWS)
-    back = messages * comes_back
+def test_every_row_goes_over_each_boundary_once(comes_back: bool) -> None:
+    """And nothing else: so many messages, and as many bytes as the rows have."""
+    messages, nothing = STEPS * sum(rows > 0 for rows in ROWS), (0, 0)
+    first, second = (
+        (messages, STEPS * sum(ROWS) * width * torch.float32.itemsize) for width in WIDTHS
+    )
     assert run_ranks(go_through, 3, comes_back=comes_back) == [
-        messages,
-        messages + back,
-        back,
+        [nothing, first, nothing],
+        [first if comes_back else nothing, nothing, second],
+        [nothing, second if comes_back else nothing, nothing],
     ]
 
 

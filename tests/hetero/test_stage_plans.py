@@ -21,7 +21,7 @@ from loongplug.hetero.operations import (
     TakeStates,
 )
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_graph import ahead, warmup
+from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
 from loongplug.hetero.policies import EncoderStep, apart
 
 pytestmark = pytest.mark.quick
@@ -113,23 +113,30 @@ def test_a_replica_without_samples_encodes_a_blank_on_every_stage() -> None:
         ]
 
 
-def program(stage: int, plan: StepPlan) -> list[Exchange]:
-    """What a stage of the encoder exchanges; no send waits."""
+def program(
+    stage: int, plan: StepPlan, *, most: int | None = None, name: str = "eyes"
+) -> list[Exchange]:
+    """What a stage of the encoder exchanges.
+
+    No send waits, or one of features and states for that of ``most`` microbatches before; receives
+    of gradients are posted long before these are sent.
+    """
     found = []
-    own, before, behind = (("eyes", each) for each in (stage, stage - 1, stage + 1))
+    own, before, behind = ((name, each) for each in (stage, stage - 1, stage + 1))
+    bound = {} if most is None else {"waits": True, "before": most}
     decoder = ("text", 0)
     for each in operations(plan):
         match each:
             case TakeStates():
                 move = Move(sends=False, source=before, target=own)
             case HandOn():
-                move = Move(sends=True, source=own, target=behind)
+                move = Move(sends=True, source=own, target=behind, **bound)
             case TakeBack():
                 move = Move(sends=False, source=behind, target=own)
             case GiveBack():
                 move = Move(sends=True, source=own, target=before)
             case GatherFeatures():
-                move = Move(sends=True, source=own, target=decoder)
+                move = Move(sends=True, source=own, target=decoder, **bound)
             case ScatterGradients():
                 move = Move(sends=False, source=decoder, target=own)
             case _:
@@ -168,3 +175,42 @@ def test_no_rank_waits_for_ever(stages: int, decoder: int, chunks: int) -> None:
 
     assert finishes({})
     assert not finishes({0: 2})
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("decoder", [1, 2, 3])
+@pytest.mark.parametrize("eyes", [ALL, (False, True, True), (False, False, True), (False,) * 3])
+@pytest.mark.parametrize("ears", [True, False])
+def test_no_rank_waits_for_ever_by_the_bound_on_what_is_sent(
+    eyes: tuple[bool, ...], ears: bool, decoder: int, chunks: int
+) -> None:
+    """Three stages that see, one that hears: some train, and what does not is held by the bound."""
+    if chunks > 1 and decoder == 1:
+        return
+    microbatches = 4 * decoder
+    in_front = ahead(pipeline=decoder, virtual=chunks > 1)
+    pipeline = Pipeline(stages=decoder, stage=0, chunks=chunks, group=decoder)
+    encoders = {"eyes": eyes, "ears": (ears,)}
+
+    def finishes(most: int | None = None) -> bool:
+        """With the bound of a run, or another one."""
+        programs = decoder_programs(
+            "text",
+            pipeline=pipeline,
+            microbatches=microbatches,
+            sources=[(name, len(trains) - 1) for name, trains in encoders.items()],
+        )
+        for name, trains in encoders.items():
+            for stage in range(len(trains)):
+                step = step_of(
+                    stage, len(trains), units=microbatches, in_front=in_front, trains=trains
+                )
+                own = in_flight(ahead=in_front, stages=len(trains), stage=stage)
+                programs[name, stage] = program(
+                    stage, apart(step), most=own if most is None else most, name=name
+                )
+        return finish(programs)
+
+    assert finishes()
+    assert finishes(0)  # each send waits for its own receive
+    assert not finishes(-1)  # for one that nothing was sent for yet

@@ -119,6 +119,13 @@ def test_coordinates_are_places_in_groups(layout: Layout) -> None:
         assert len({tuple(asdict(p)[a] for a in axes) for p in places}) == layout.world_size
 
 
+def test_a_stage_has_its_ranks_replica_by_replica() -> None:
+    layout = Layout(tp=2, pp=3, dp=2, first_rank=4)
+    assert layout.stage(0) == [[4, 5], [6, 7]]
+    assert layout.stage(1) == [[8, 9], [10, 11]]
+    assert layout.stage(-1) == layout.stage(2) == [[12, 13], [14, 15]]
+
+
 def test_tensor_parallel_ranks_are_next_to_each_other() -> None:
     layout = Layout(tp=2, cp=2, dp=2, pp=2)
     assert layout.groups("tp")[0] == [0, 1]

@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 from parity.cells import Cell
 from parity.matrix import Matrix
+from parity.placement_cells import placed
 from ranks import RankError, run_ranks
 from torch import Tensor
 from toy_step import Model, executor_of, run_step
 
 import loongplug
+from loongplug.hetero.edge import Edges
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.policies import separated
+from loongplug.hetero.stage_links import StageLinks
 from loongplug.models import features
 from loongplug.platform.copies import CudaCopies
 from loongplug.platform.prefetch import PrefetchQueue
@@ -277,6 +280,54 @@ def on_the_host(target: Tensor, source: Tensor, *args: Any) -> None:
 def test_faults_of_the_exchange(matrix: Matrix, call: Callable[..., Any], said: str) -> None:
     with pytest.raises(RankError, match=said):
         run(matrix, PP2, fault=exchanged(call))
+
+
+STAGES = placed("1/1/1|1/2/1")
+
+
+def nobody_waits_for_features() -> None:
+    def received(self: Edges, unit: int) -> Any:
+        UNDER_WAY.append(self._receiving[unit])
+        return self._receiving.pop(unit)
+
+    Edges._received = received  # type: ignore[method-assign]
+
+
+def nobody_waits_for_states() -> None:
+    def arrived(self: StageLinks, unit: int, moving: Any, link: Any, *, what: str) -> Any:
+        UNDER_WAY.append(moving)
+        return moving.rows
+
+    StageLinks._arrived = arrived  # type: ignore[method-assign]
+
+
+def states_are_sent_from_the_host() -> None:
+    send = StageLinks._send
+
+    def sending(self: StageLinks, unit: int, rows: Tensor, *args: Any, **options: Any) -> None:
+        send(self, unit, rows.cpu(), *args, **options)
+
+    StageLinks._send = sending  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        pytest.param(nobody_waits_for_features, MISSING, marks=pytest.mark.sweep),
+        (nobody_waits_for_states, MISSING),
+        pytest.param(
+            states_are_sent_from_the_host,
+            "No backend type associated with device type cpu|a tensor on the host",
+            marks=pytest.mark.sweep,
+        ),
+    ],
+)
+def test_faults_between_modules_and_stages(
+    matrix: Matrix, fault: Callable[[], None], said: str
+) -> None:
+    with pytest.raises(RankError, match=said):
+        run(matrix, STAGES, fault=fault)
 
 
 def a_copy_stream_is_made_with_its_queue() -> None:

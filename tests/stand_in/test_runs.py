@@ -12,6 +12,7 @@ import torch
 from parity.cells import Cell, layout_cells
 from parity.matrix import Matrix
 from parity.overlap_cells import overlap_cells
+from parity.placement_cells import placed, placement_cells
 from parity.saving_cells import saving_cells
 
 from loongplug.verify.recording import FINAL, gradients_of, read_recording
@@ -21,7 +22,10 @@ from stand_in.runs import OVERLAP, SECONDS, recorded
 ALL_OFFLOADS = (
     "qwen3_vl_tiny-full-hetero-dp-e2t1p2v1d1x1-plain-recompute-both-tied-all-away-all-three"
 )
-BY_NAME = {cell.name: cell for cell in (*layout_cells(), *saving_cells(), *overlap_cells())}
+BY_NAME = {
+    cell.name: cell
+    for cell in (*layout_cells(), *saving_cells(), *overlap_cells(), *placement_cells())
+}
 SWEPT = (
     Cell(
         model="qwen3_vl_tiny",
@@ -33,7 +37,17 @@ SWEPT = (
     Cell(model="qwen2_5_vl_tiny", mode="full-hetero-dp", pp=2, vpp=2, optimizer="distributed"),
     Cell(model="qwen3_vl_moe_tiny", encoder_tp=2, tp=2, ep=2, sequence_parallel=True),
 )
-FEW = (OVERLAP, BY_NAME[ALL_OFFLOADS])
+# An encoder whose stages have ranks of their own.
+STAGES = placed("1/1/1|1/2/1")
+# More of these: features that are told to others, and shards of them; two encoders.
+OWN_RANKS = (
+    placed("2/1/1|1/1/1"),
+    placed("2/1/1|1/1/2", micro_batch=2, sequence_parallel=True),
+    placed("1/1/2|2/1/1", optimizer="overlapped"),
+    placed("1/2/1|1/1/1|1/1/1", model="qwen2_5_omni_tiny", vpp=2),
+    placed("1/2/1|1/2/1", optimizer="distributed"),
+)
+FEW = (OVERLAP, BY_NAME[ALL_OFFLOADS], STAGES)
 MOST_RANKS = 4
 
 
@@ -57,7 +71,10 @@ def agree(cell: Cell, matrix: Matrix, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
-    [*FEW, *(pytest.param(each, marks=pytest.mark.sweep) for each in SWEPT)],
+    [
+        *FEW,
+        *(pytest.param(each, marks=pytest.mark.sweep) for each in (*SWEPT, *OWN_RANKS)),
+    ],
     ids=lambda cell: cell.name,
 )
 def test_a_run_has_the_cpus_bits(cell: Cell, matrix: Matrix, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import conftest  # noqa: F401 - the CPU platform, before the others import Megatron
 from parity.cells import Cell
 from parity.matrix import Matrix
+from parity.placement_cells import placed
 
 from stand_in.runs import OVERLAP, train, trained
 from stand_in.waits import IN_A_MICROBATCH, PHASES, STEP, Wait
@@ -46,6 +47,8 @@ def modes() -> dict[str, tuple[Cell, tuple[str, ...]]]:
             OVERLAP,
             (),
         ),
+        "encoder on a rank of its own, TP2": (placed("2/1/1|1/1/1"), ()),
+        "encoder of two stages on their own ranks": (placed("1/1/1|1/2/1"), ()),
     }
 
 

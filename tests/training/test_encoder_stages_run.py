@@ -22,6 +22,7 @@ def run_staged(flags, tmp_path_factory):
     flags += ["--lr-decay-style", "constant", "--clip-grad", "0.5"]
     saving = ("--save", str(folder / "run"), "--save-interval", str(SAVED_AFTER))
     steps = train(flags, *STAGED, *saving, "--save-hf", str(folder / "export"), ranks=3)
+    shutil.copytree(folder / "run", folder / "end")
     for left in (folder / "run").glob(f"iter_{STEPS:07d}"):
         shutil.rmtree(left)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AFTER))
@@ -47,3 +48,20 @@ def test_it_goes_on_where_the_encoder_lies_with_the_decoder(run_staged, tmp_path
     more = ("--train-iters", str(STEPS + 1), "--load", str(tmp_path / "run"))
     uneven = (*STAGED, f"{ENCODER}.stage_layers=[1,2]")
     assert same(train(flags, *uneven, *more, ranks=3), train(flags, *more))
+
+
+def test_its_last_checkpoint_is_exported_to_the_same_bytes_without_stages(run_staged, tmp_path):
+    """Where steps go on in another placement, sums are in another order; what is saved is not."""
+    flags, _, folder = run_staged
+    more = ("--load", str(folder / "end"), "--save-hf", str(tmp_path / "export"))
+    assert train(flags, *more) == []
+    found, expected = (
+        {
+            file.relative_to(export): file.read_bytes()
+            for file in export.rglob("*")
+            if file.is_file()
+        }
+        for export in (tmp_path / "export", folder / "export")
+    )
+    assert found == expected
+    assert any(file.suffix == ".safetensors" for file in found)

@@ -9,6 +9,14 @@ from loongplug.training.run import run
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 TP, HIDDEN, STREAMS, BYTES = 2, 128, 3, 4  # of the tiny model: two deepstack features, fp32
+STAGES = ("model.image_encoder.rank_offset=1", "model.image_encoder.pipeline_model_parallel_size=2")
+STATES, STATE_HIDDEN = 4, 64  # of a token; both taps are behind layers of the first stage
+
+
+def visual(loader, microbatch):
+    """Which tokens stand for images or videos, [b, s]."""
+    processor, ids = loader._processor, microbatch.input_ids
+    return (ids == processor.image_token_id) | (ids == processor.video_token_id)
 
 
 def count(rank: int, *, flags: list[str]) -> tuple[int, list[list[int]]]:
@@ -26,10 +34,7 @@ def count(rank: int, *, flags: list[str]) -> tuple[int, list[list[int]]]:
     def noted(self):
         microbatch = following(self)
         if microbatch.input_ids is not None:
-            processor = self._processor
-            ids = microbatch.input_ids
-            visual = (ids == processor.image_token_id) | (ids == processor.video_token_id)
-            parts.append([int(part.sum()) for part in visual.chunk(TP, dim=1)])
+            parts.append([int(part.sum()) for part in visual(self, microbatch).chunk(TP, dim=1)])
         return microbatch
 
     dist.all_to_all_single, MicrobatchLoader.__next__ = all_to_all_single, noted
@@ -60,3 +65,38 @@ def test_what_is_sent_is_what_is_needed(flags, split):
         if not split and owner >= TP:
             rows += sum(tokens)  # one of the two, which have the same, sends it
     assert sum(sent for sent, _ in counted) == rows * HIDDEN * STREAMS * BYTES
+
+
+def count_apart(rank: int, *, flags: list[str]) -> tuple[int, int]:
+    """Bytes that this rank sent to others, and visual tokens of the text that it had."""
+    sent = tokens = 0
+    isend, following = dist.isend, MicrobatchLoader.__next__
+
+    def counting(rows, **to):
+        nonlocal sent
+        sent += rows.nbytes
+        return isend(rows, **to)
+
+    def noted(self):
+        nonlocal tokens
+        microbatch = following(self)
+        if microbatch.input_ids is not None:
+            tokens += int(visual(self, microbatch).sum())
+        return microbatch
+
+    dist.isend, MicrobatchLoader.__next__ = counting, noted
+    run(flags)
+    return sent, tokens
+
+
+@pytest.mark.slow
+def test_what_an_encoder_with_stages_sends_is_what_is_needed(flags):
+    """The decoder, and the encoder's stages: features, states, and as many gradients."""
+    counted = run_ranks(
+        count_apart, 3, flags=[*flags, *STAGES, "--train-iters", "2"], timeout=120.0
+    )
+    tokens = counted[0][1]
+    assert tokens > 0
+    features = tokens * HIDDEN * STREAMS * BYTES
+    states = tokens * STATES * STATE_HIDDEN * STREAMS * BYTES
+    assert [sent for sent, _ in counted] == [features, states, features + states]

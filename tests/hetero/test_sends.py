@@ -1,0 +1,180 @@
+"""What is being sent is kept until it has gone, and no more of it than may be under way."""
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from placed import ENCODER
+from ranks import run_ranks
+
+from loongplug.hetero.edge import Edges, Transport
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.placement import one_apart
+from loongplug.hetero.sends import Sends
+from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
+from loongplug.parallel.layout import Layout
+
+MOST, MICROBATCHES, ROWS, WIDTH = 3, 12, 4, 5
+LATE = 0.3  # seconds, in which a rank that nothing holds back would have sent all
+CPU = torch.device("cpu")
+
+
+class Work:
+    """A send; the host hears that it is done as from one of the backends."""
+
+    def __init__(self, *, backend: str) -> None:
+        self.backend = backend
+        self.gone = False
+        self.waited = self.looked = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.backend == "gloo":
+            self.gone = True
+
+    def is_completed(self) -> bool:
+        self.looked += 1
+        if self.backend == "nccl" and self.waited and self.looked > 3:  # the device's time
+            self.gone = True
+        return self.gone
+
+
+def sent(backend: str, microbatches: list[int]) -> tuple[Sends, list[Any]]:
+    sends, works = Sends(most=MOST), []
+    for number in microbatches:
+        works.append(Work(backend=backend))
+        sends.add(works[-1], torch.zeros(1), microbatch=number)
+    return sends, works
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_host_waits_for_the_oldest_microbatch_when_too_many_are_under_way(backend: str) -> None:
+    """Two messages of each, which wait for all of the one that is ``MOST`` before."""
+    sends, works = sent(backend, [0, 0, 1, 1, 2, 2])
+    assert len(sends) == 6
+    assert not any(each.waited for each in works)
+    last: Any = Work(backend=backend)
+    sends.add(last, torch.zeros(1), microbatch=3)
+    assert [each.gone for each in works] == [True, True, False, False, False, False]
+    assert len(sends) == 5
+    sends.drain()
+    assert all(each.waited for each in [*works, last])
+    assert not len(sends)
+
+
+@pytest.mark.quick
+def test_what_has_gone_by_itself_is_let_go_of_and_nobody_waits() -> None:
+    sends, works = sent("nccl", [0, 1, 2])
+    works[0].gone = works[1].gone = True
+    more: Any = Work(backend="nccl")
+    sends.add(more, torch.zeros(1), microbatch=2)
+    assert len(sends) == 2
+    assert works[0].waited == works[1].waited == 1  # which says if it has failed
+    assert not works[2].waited
+
+
+@pytest.mark.quick
+def test_microbatches_without_messages_count() -> None:
+    sends, works = sent("gloo", [0, 4, 6])
+    assert [each.gone for each in works] == [True, False, False]
+    assert len(sends) == 2
+
+
+@contextmanager
+def alive() -> Iterator[list[int]]:
+    """At each send, how many of what was sent so far there are, the new one among them."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    isend = dist.isend
+
+    def counted(rows: torch.Tensor, **to: Any) -> Any:
+        made.append(weakref.ref(rows))
+        counts.append(sum(each() is not None for each in made))
+        return isend(rows, **to)
+
+    dist.isend = counted  # type: ignore[assignment]
+    yield counts
+    dist.isend = isend
+
+
+def units() -> ExchangeSpec:
+    return ExchangeSpec(
+        tokens=(ROWS,) * MICROBATCHES,
+        encoder_replicas=(0,) * MICROBATCHES,
+        width=WIDTH,
+        dtype=torch.float32,
+        shards=None,
+        row_tokens=((ROWS,),) * MICROBATCHES,
+    )
+
+
+def features_to_a_slow_decoder(rank: int) -> list[int]:
+    """Rank 1 encodes, and nothing has gradients; how many features there were at each send."""
+    placement = one_apart(Layout(), entry=ENCODER, tp=1, dp=1, rank_offset=1)
+    there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
+    edges = Edges(
+        placement.pieces(ENCODER.name, micro_batch_size=1),
+        Transport(there=there, back=back, together=None),
+        window=2,
+        in_flight=MOST,
+        device=CPU,
+    )
+    spec = units()
+    time.sleep(LATE * (1 - rank))
+    edges.begin(spec, trains=False)
+    with alive() as counts:
+        for number in range(MICROBATCHES):
+            alone = spec.part(range(number, number + 1))
+            if rank:
+                made = torch.full((ROWS, WIDTH), float(number))
+                edges.gather_variable_shape_embeddings({0: made}, alone)
+            else:
+                (found,) = edges.gather_variable_shape_embeddings({}, alone).values()
+                assert (found == number).all()
+        edges.drain()
+    return counts
+
+
+def states_to_a_slow_stage(rank: int) -> list[int]:
+    """The same from an encoder's first stage to the second, which takes its time."""
+    there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
+    link = StageLink(peer=1 - rank, there=there, back=back, width=WIDTH)
+    links = StageLinks(
+        before=link if rank else None,
+        behind=None if rank else link,
+        window=2,
+        in_flight=MOST,
+        device=CPU,
+    )
+    time.sleep(LATE * rank)
+    links.begin(
+        [StageUnit(rows=ROWS, microbatch=number) for number in range(MICROBATCHES)],
+        dtype=torch.float32,
+        comes_back=False,
+    )
+    with alive() as counts:
+        for number in range(MICROBATCHES):
+            if rank:
+                assert (links.take(number) == number).all()
+            else:
+                links.hand_on(number, torch.full((ROWS, WIDTH), float(number)))
+        links.drain()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("steps", "sender"), [(features_to_a_slow_decoder, 1), (states_to_a_slow_stage, 0)]
+)
+def test_who_has_no_gradients_is_ahead_of_a_slow_receiver_by_the_bound_alone(
+    steps: Any, sender: int
+) -> None:
+    """Those of ``MOST`` microbatches, and the one that sets out."""
+    counts = run_ranks(steps, 2)[sender]
+    assert len(counts) == MICROBATCHES
+    assert counts == [*range(1, MOST + 1), *[MOST + 1] * (MICROBATCHES - MOST)]
