@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-
 from eventually import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +32,7 @@ exit "${code:-0}"
 """,
     "scontrol": """#!/bin/bash
 case "$1 $2" in
-    "show hostnames") for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do echo localhost; done ;;
+    "show hostnames") yes localhost | head -n "$SLURM_JOB_NUM_NODES" ;;
     requeue*) echo "$2" > "$FAKE_SLURM/requeued" ;;
     *) exit 1 ;;
 esac
