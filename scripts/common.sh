@@ -7,8 +7,12 @@ TRAIN_DATA="${TRAIN_DATA:?set TRAIN_DATA to a JSONL file}"
 VALID_DATA="${VALID_DATA:-}" # JSONL of held-out samples, or nothing
 OUTPUT_DIR="${OUTPUT_DIR:-runs/$(basename "$0" .sh)}"
 
-NNODES="${NNODES:-1}"
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+# What is not given is taken from torchrun's own variables, which Kubeflow Trainer sets in each pod.
+NNODES="${NNODES:-${PET_NNODES:-1}}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-${PET_NPROC_PER_NODE:-8}}"
+NODE_RANK="${NODE_RANK:-${PET_NODE_RANK:-}}"
+MASTER_ADDR="${MASTER_ADDR:-${PET_MASTER_ADDR:-}}"
+MASTER_PORT="${MASTER_PORT:-${PET_MASTER_PORT:-29500}}"
 if ((NNODES > 1)); then
     NODE_RANK="${NODE_RANK:?set NODE_RANK to the number of this node, 0 to NNODES - 1}"
     MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
@@ -19,7 +23,7 @@ LAUNCH_ARGS=(
     --node_rank "${NODE_RANK:-0}"
     --nproc_per_node "$GPUS_PER_NODE"
     --master_addr "${MASTER_ADDR:-localhost}"
-    --master_port "${MASTER_PORT:-29500}"
+    --master_port "$MASTER_PORT"
 )
 FLAGS=(
     --tokenizer-model "$MODEL_DIR"
