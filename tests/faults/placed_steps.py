@@ -153,7 +153,9 @@ class _World:
         here = self.rank in layout.ranks
         made = [each for each in pieces if self.rank in each.edge.encoder_ranks]
 
-        def planned(*, encoder_replicas: tuple[int, ...], training: bool, trains: bool) -> StepPlan:
+        def planned(
+            *, encoder_replicas: tuple[tuple[int, ...], ...], training: bool, trains: bool
+        ) -> StepPlan:
             return apart(
                 EncoderStep(
                     encoder_replicas=encoder_replicas,
