@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from compared_runs import Steps, same, steps, train
 from cut_images import cut
-from image_units import unit_of
 from PIL import Image
 
+from loongplug.data.demo_sounds import make_sound_data
 from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.executor import Executor
@@ -43,7 +43,10 @@ CASES = {
     "full-one-unit-offloads": (2, (*FULL, *ALL_IN_ONE, *OFFLOADS)),
     "dp-one-unit-sp": (2, (*DP, *ALL_IN_ONE, SP, *OVERLAP)),
     "dp-pp2-three-units": (4, (*DP, *PP2, *THREE, *OVERLAP)),
+    "full-frozen": (2, (*FULL, *BALANCED, *OVERLAP)),
 }
+# What changes the numbers; the single rank has it too.
+BOTH = {"dp-pp2-three-units": THREE, "full-frozen": ("+model.image_encoder.freeze=true",)}
 
 
 def rows(folder: Path) -> list[str]:
@@ -82,27 +85,46 @@ def alone(run) -> Callable[..., Steps]:
     return functools.cache(lambda *batch: train(run, *batch))
 
 
-def cut_steps(rank: int, *, flags: list[str], fault: Callable[[], None] = lambda: None) -> Steps:
-    """Of a run in which some unit is shared."""
-    shared: list[int] = []
+def cut_steps(
+    rank: int, *, flags: list[str], fault: Callable[[], None] = lambda: None, encoders: int = 1
+) -> Steps:
+    """Of a run in which some unit of each encoder is shared."""
+    shared: set[str] = set()
     begin = Executor.begin
 
     def beginning(self: Executor, chunk: Any, microbatches: Any, *, training: bool) -> None:
-        shared.extend(len(unit_of(each).shares) for each in microbatches)
+        shared.update(
+            name for each in microbatches for name, unit in each.units.items() if unit.shares[1:]
+        )
         begin(self, chunk, microbatches, training=training)
 
     Executor.begin = beginning  # type: ignore[method-assign]
     fault()
     found = steps(rank, flags=flags)
-    assert max(shared) > 1, shared
+    assert len(shared) == encoders, shared
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_norms_are_those_of_one_rank(run, alone, name):
-    ranks, layout = CASES[name]
-    expected = alone(*(THREE if name == "dp-pp2-three-units" else ()))
-    assert same(train(run, *layout, ranks=ranks, function=cut_steps), expected)
+    (ranks, layout), both = CASES[name], BOTH.get(name, ())
+    found = train(run, *layout, *both, ranks=ranks, function=cut_steps)
+    assert same(found, alone(*both))
+
+
+def test_two_encoders_units_are_shared_apart(flags, tmp_path):
+    """One microbatch with scans and sounds: each encoder's media over two replicas."""
+    make_sound_data(tmp_path, train=16, test=1)
+    hears = (
+        *("--model-name", "qwen2_5_omni_tiny", "--seq-length", "320", "--train-iters", "1"),
+        *("--tokenizer-model", str(tmp_path / "processor_qwen2_5_omni")),
+        *("--train-data-path", str(tmp_path / "train_both.jsonl")),
+    )
+    weights = str(tmp_path / "hf")
+    train(flags, *hears, "--lr", "0", "--save-hf", weights)
+    both = [*flags, *hears, "--load-hf", weights]
+    found = train(both, *FULL, *ALL_IN_ONE, ranks=2, function=cut_steps, encoders=2)
+    assert same(found, train(both))
 
 
 def test_a_sample_with_a_bad_image_in_one_share_teaches_nothing_of_the_others(
