@@ -174,7 +174,9 @@ def executor_of(
 ) -> Executor:
     """An executor of one replica that encodes all and consumes all."""
 
-    def planned(*, encoder_replicas: tuple[int, ...], training: bool, trains: bool) -> StepPlan:
+    def planned(
+        *, encoder_replicas: tuple[tuple[int, ...], ...], training: bool, trains: bool
+    ) -> StepPlan:
         return policy(
             EncoderStep(
                 encoder_replicas=encoder_replicas,

@@ -203,7 +203,7 @@ class _Side:
         consumes = any(rank in each.edge.decoder_ranks for each in self._pieces)
         return EncoderStep(
             encoder_replicas=tuple(
-                number % replicas for number in range(count * max(1, len(made)))
+                (number % replicas,) for number in range(count * max(1, len(made)))
             ),
             replicas=replicas,
             replica=edge.replica_of(rank) if edge else 0 if encodes else None,

@@ -21,7 +21,7 @@ from loongplug.bench.pace import Pace
 from loongplug.bench.paced_model import HIDDEN, TOKENS, PacedChunk
 from loongplug.bench.pipeline_work import Case, PacedEncoder
 from loongplug.bench.streamed_ranks import StreamedSide
-from loongplug.data.microbatch import MediaInput, Microbatch, Unit
+from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.observe.recorder import TraceRecorder
@@ -235,7 +235,7 @@ def _unit(samples: int, *, replica: int) -> Unit:
     return Unit(
         places=tuple(np.arange(TOKENS) for _ in range(samples)),
         grids=(grid,),
-        encoder_replica=replica,
+        shares=(Share(encoder_replica=replica),),
         media=MediaInput(rows=torch.zeros(rows, 1), grids=torch.tensor([grid])),
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from loongplug.bench.pace import Pace
 from loongplug.bench.paced_model import HIDDEN, TOKENS
 from loongplug.bench.pipeline_work import Case, streamed_step
+from loongplug.data.microbatch import Share
 from loongplug.hetero.bubbles import BubbleCommunicator
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.piece_edges import PieceEdges, create_piece_groups
@@ -55,7 +56,7 @@ class StreamedSide:
         }
         self._pieces = ExchangeSpec(
             tokens=(TOKENS,) * len(step.names),
-            encoder_replicas=tuple(owners[name] for name in step.names),
+            shares=tuple((Share(encoder_replica=owners[name]),) for name in step.names),
             width=HIDDEN,
             dtype=torch.float32,
         )

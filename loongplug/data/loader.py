@@ -12,23 +12,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.data.dataset import Sample
-from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds, Unit
+from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
 from loongplug.data.source import PlannedMicrobatch, StepSource
 from loongplug.data.token_ids import among
 
-# The rows of a microbatch's units by encoder, of those that this rank encodes, and which of its
-# samples have bad media, the same on every rank of a replica.
-Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, Tensor], Container[int]]]
+# By encoder, what this rank encodes of a microbatch's media, and which of its samples have bad
+# media, the same on every rank of a replica.
+Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, MediaInput], Container[int]]]
 
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-def loaded_here(planned: PlannedMicrobatch) -> tuple[Mapping[str, Tensor], Container[int]]:
+def loaded_here(planned: PlannedMicrobatch) -> tuple[Mapping[str, MediaInput], Container[int]]:
     """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
-    loaded = {name: unit.load() for name, unit in planned.units.items() if unit.load is not None}
-    bad = {number for unit in loaded.values() for number in unit.bad}
-    return {name: unit.rows for name, unit in loaded.items()}, bad
+    media: dict[str, MediaInput] = {}
+    bad: set[int] = set()
+    for name, unit in planned.units.items():
+        for share in unit.shares:
+            if share.load is not None:
+                loaded = share.load()
+                media[name] = share.media.input(loaded.rows)
+                bad |= loaded.bad.keys()
+    return media, bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -101,12 +107,12 @@ class MicrobatchLoader(Iterator[Microbatch]):
         if planned is None:
             self._step = self.source.next_step()
             planned = next(self._step)
-        rows, bad = self._deliver(planned)
+        media, bad = self._deliver(planned)
         units = {
             name: Unit(
                 grids=unit.media.grids,
-                encoder_replica=unit.encoder_replica,
-                media=unit.media.input(rows[name]) if name in rows else None,
+                shares=tuple(each.share for each in unit.shares),
+                media=media.get(name),
             )
             for name, unit in planned.units.items()
         }

@@ -32,17 +32,31 @@ class MediaInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one of the encoder's replicas encodes of a unit.
+
+    ``media`` are the numbers of its media in the unit, ascending, and ``rows`` those of the unit's
+    features that these have. Both are None for a share that is all of the unit.
+    """
+
+    encoder_replica: int
+    media: tuple[int, ...] | None = None
+    rows: tuple[slice, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """What a microbatch has for one encoder; all but ``media`` is the same on a replica's ranks.
 
     ``places`` has, of each row, where the media's tokens lie, ascending; ``grids`` are as
-    :attr:`MediaInput.grids`. ``encoder_replica`` says which of the encoder's replicas encodes it.
-    ``media`` is None on ranks that do not, and in later chunks.
+    :attr:`MediaInput.grids`. ``shares`` say which of the encoder's replicas encodes what of it:
+    together all, each replica at most one. ``media`` are those of the share that this rank
+    encodes, None on ranks that encode none, and in later chunks.
     """
 
     places: tuple[NDArray[np.int64], ...] = ()
     grids: tuple[Grid, ...] = ()
-    encoder_replica: int = 0
+    shares: tuple[Share, ...] = (Share(encoder_replica=0),)
     media: MediaInput | None = None
 
     @property
@@ -54,6 +68,11 @@ class Unit:
     def tokens(self) -> int:
         """In the text, and so features."""
         return sum(map(len, self.places))
+
+    @property
+    def encoder_replicas(self) -> tuple[int, ...]:
+        """Those that encode some of it, in the order of the shares."""
+        return tuple(share.encoder_replica for share in self.shares)
 
 
 @dataclass(frozen=True, kw_only=True)

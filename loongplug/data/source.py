@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from loongplug.data.bad_samples import BadSamples
 from loongplug.data.dataset import ChatDataset, Sample
+from loongplug.data.microbatch import Share
 from loongplug.data.planned_packs import OwnPacks
 from loongplug.data.positions import Grid
 from loongplug.data.step_sizes import StepSizes
@@ -22,17 +23,25 @@ _MEDIA_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedUnit:
-    """A microbatch's media for one encoder, before they are there.
+class PlannedShare:
+    """What one of the encoder's replicas encodes of a unit, before the media are there.
 
     But for ``load``, it is the same on every rank of a model replica. ``load`` is the future of
     the rows on the rank that loads them, None on others: it waits until they are loaded. Call it
     once, in the order of the microbatches, and of the units within one.
     """
 
-    media: MediaBatch
-    encoder_replica: int  # which of the encoder's replicas encodes ``media``
+    share: Share
+    media: MediaBatch  # of the share alone
     load: Callable[[], LoadedUnit] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUnit:
+    """A microbatch's media for one encoder, before they are there; who encodes what of them."""
+
+    media: MediaBatch
+    shares: tuple[PlannedShare, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +58,38 @@ class PlannedMicrobatch:
 class Assignment:
     """Which replica of the encoder encodes which microbatch's media. Pure; the same on all ranks.
 
-    Each replica in turn, from a step's first microbatch on. With ``by_cost``, by what the media of
-    all microbatches of a step cost: it is given their grids and the number of ``replicas``, and
-    then asked for a whole step at a time.
+    Each replica in turn, from a step's first microbatch on. ``by_cost`` assigns by what media cost:
+    it is given their grids and the number of ``replicas``, and may let several replicas share a
+    microbatch's media. It does so with those that are left at a step's end, fewer than there are
+    replicas, or, for ``whole_steps``, with all microbatches of a step. These are asked for
+    together.
     """
 
     replicas: int = 1
-    by_cost: Callable[..., Sequence[int]] | None = None
+    by_cost: Callable[..., Sequence[tuple[Share, ...]]] | None = None
+    whole_steps: bool = False
 
-    def of(self, numbers: range, media: Sequence[Sequence[Grid]]) -> Sequence[int]:
-        """The replica of each of these microbatches, whose media have such grids."""
+    def together(self, step: int) -> range:
+        """Which ones of a step of so many microbatches are assigned together."""
         if self.by_cost is None:
-            return [number % self.replicas for number in numbers]
-        assert numbers.start == 0, "costs are compared over a whole step"
-        return self.by_cost(media, replicas=self.replicas)
+            return range(step, step)
+        return range(0 if self.whole_steps else step - step % self.replicas, step)
+
+    def of(
+        self, numbers: range, media: Sequence[Sequence[Grid]], *, step: int
+    ) -> list[tuple[Share, ...]]:
+        """The shares of these microbatches of a step of so many, whose media have such grids."""
+        together = self.together(step)
+        in_turn: list[tuple[Share, ...]] = [
+            (Share(encoder_replica=number % self.replicas),)
+            for number in numbers
+            if number not in together
+        ]
+        of_last = media[len(in_turn) :]
+        if self.by_cost is None or not of_last:
+            return in_turn
+        assert len(of_last) == len(together), "costs are compared"
+        return [*in_turn, *self.by_cost(of_last, replicas=self.replicas)]
 
 
 ONE_REPLICA = Assignment()
@@ -86,24 +113,39 @@ def planned_units(
     numbers: range,
     samples: Sequence[Sequence[Sample]],
     *,
+    step: int,
     first_index: int,
     encoders: Mapping[str, EncoderUnits],
     load: Callable[[MediaBatch], LoadedUnit],
 ) -> list[dict[str, PlannedUnit]]:
-    """Of each of these microbatches of a step, with its ``samples``, the units by encoder."""
+    """Of each of these microbatches of a step of so many, with its ``samples``, by encoder."""
     found: list[dict[str, PlannedUnit]] = [{} for _ in numbers]
     for name, encoder in encoders.items():
         media = [
             MediaBatch.of(index, each, encoder=name, kinds=encoder.kinds, only=encoder.samples)
             for index, each in enumerate(samples, first_index)
         ]
-        replicas = encoder.assignment.of(numbers, [each.grids for each in media])
-        for units, each, replica in zip(found, media, replicas, strict=True):
-            loads = replica in encoder.loads
+        assigned = encoder.assignment.of(numbers, [each.grids for each in media], step=step)
+        for units, each, shares in zip(found, media, assigned, strict=True):
             units[name] = PlannedUnit(
-                media=each, encoder_replica=replica, load=partial(load, each) if loads else None
+                media=each,
+                shares=tuple(
+                    _planned_share(share, each, loads=encoder.loads, load=load) for share in shares
+                ),
             )
     return found
+
+
+def _planned_share(
+    share: Share,
+    unit: MediaBatch,
+    *,
+    loads: Collection[int],
+    load: Callable[[MediaBatch], LoadedUnit],
+) -> PlannedShare:
+    media = unit.part(share.media)
+    loaded = partial(load, media) if share.encoder_replica in loads else None
+    return PlannedShare(share=share, media=media, load=loaded)
 
 
 class StepSource(Protocol):
@@ -170,8 +212,6 @@ class LocalSource:
         self._each = micro_batch_size * dp_size
         self._packed = look_ahead is not None
         self._encoders = encoders
-        # Where one encoder's units are assigned over a whole step, all of the step is planned.
-        self._whole_steps = any(each.assignment.by_cost is not None for each in encoders.values())
         self._bad_samples = bad_samples or BadSamples()
         self.consumed_samples = consumed_samples  # over all data-parallel ranks
         self.decoded = 0  # media that this rank has read for its microbatches
@@ -261,11 +301,15 @@ class LocalSource:
         if self._number == self._step:
             self._number, self._step = 0, next(self._steps_to_plan)
         number = self._number
-        numbers = range(number, self._step if self._whole_steps else number + 1)
+        # What one encoder's units are assigned together with is planned with them.
+        together = [each.assignment.together(self._step) for each in self._encoders.values()]
+        last = any(number in each for each in together)
+        numbers = range(number, self._step if last else number + 1)
         texts = [self._next_text() for _ in numbers]
         units = planned_units(
             numbers,
             [samples for samples, _ in texts],
+            step=self._step,
             first_index=self._index,
             encoders=self._encoders,
             load=self._load,
@@ -275,7 +319,12 @@ class LocalSource:
             self._planned.append(
                 PlannedMicrobatch(number=place, samples=samples, units=each, begins=begins)
             )
-            self._to_load += [unit.media for unit in each.values() if unit.load is not None]
+            self._to_load += [
+                share.media
+                for unit in each.values()
+                for share in unit.shares
+                if share.load is not None
+            ]
         self._number = numbers.stop
 
     def _next_text(self) -> tuple[tuple[Sample, ...], ResumePoint | None]:

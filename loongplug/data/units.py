@@ -75,6 +75,18 @@ class MediaBatch:
             where=tuple(where for _, where, _, _ in taken),
         )
 
+    def part(self, numbers: Sequence[int] | None) -> Self:
+        """These of the media alone, by their numbers; None for all."""
+        if numbers is None:
+            return self
+        return replace(
+            self,
+            media=tuple(self.media[number] for number in numbers),
+            grids=tuple(self.grids[number] for number in numbers),
+            samples=tuple(self.samples[number] for number in numbers),
+            where=tuple(self.where[number] for number in numbers),
+        )
+
     @property
     def rows(self) -> int:
         """Of the encoder's input."""
@@ -88,7 +100,7 @@ class MediaBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedUnit:
-    """A unit's rows; those of media that cannot be decoded are zero."""
+    """The rows of a unit or of a share of it; those of media that cannot be decoded are zero."""
 
     index: int
     encoder: str

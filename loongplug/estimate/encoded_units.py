@@ -57,6 +57,7 @@ class UnitCosts:
 class EncodedUnits:
     """A step's units in an encoder: what each of them takes of a rank that encodes it.
 
+    ``units`` are what the rank encodes of each where it encodes some of it; else they are whole.
     ``payload`` and ``row`` are the bytes of a token's features and of a row of input;
     ``blank_input`` those of the input that the backward of a unit without media keeps.
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
+from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -26,7 +28,14 @@ from loongplug.hetero.operations import (
     When,
 )
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
+from loongplug.hetero.routes import (
+    Rows,
+    Transfer,
+    feature_transfers,
+    gradient_transfers,
+    size,
+    within,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +43,15 @@ class EncoderSide:
     """What a step's plan has in memory for an encoder of one rank, around the decoder's passes.
 
     ``away`` is what of the encoder's state leaves the device with it, by its name in the ledger.
+    ``exchanged`` is what who exchanges units knows of them; ``encoded`` has this rank's shares.
     """
 
     plan: StepPlan
     away: Mapping[str, int]
     edge: Edge
     rank: int
-    encoder_replicas: tuple[int, ...]
+    exchanged: ExchangeSpec
     encoded: EncodedUnits
-    copies_shards: bool  # a shard is of several pieces, which are put together to travel
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
@@ -96,35 +105,17 @@ class EncoderSide:
 
     def _consumed(self, unit: int) -> int:
         """Bytes of those that this rank's decoder takes."""
-        shards = self.encoded.units[unit].shards
+        shards = self.exchanged.shards
         if self.rank not in self.edge.consumers:
             return 0
         if shards is None:
-            return self.encoded.features(unit)
-        return shards[self.edge.consumers.index(self.rank)] * self.encoded.payload
-
-    def _exchanged(
-        self, transfers: Callable[..., Sequence[Transfer]], members: range
-    ) -> tuple[int, int]:
-        """Bytes that an exchange of these units sends from here, and those that come here."""
-        encoder_replicas = self.encoder_replicas[members.start : members.stop]
-        sent = received = 0
-        for each in transfers(self.edge, encoder_replicas, sharded=self._sharded):
-            unit = members.start + each.unit  # transfers count units from 0
-            shards = self.encoded.units[unit].shards
-            nbytes = self.encoded.features(unit)
-            if each.shard is not None and shards is not None:
-                nbytes = shards[each.shard] * self.encoded.payload
-            if each.source == each.target:
-                continue
-            sent += nbytes if each.source == self.rank else 0
-            received += nbytes if each.target == self.rank else 0
-        return sent, received
+            return self.exchanged.tokens[unit] * self.encoded.payload
+        return size(shards[unit][self.edge.consumers.index(self.rank)]) * self.encoded.payload
 
     def _mine(self, members: range) -> list[int]:
-        """Those of these units that this rank encodes."""
+        """Those of these units of which this rank encodes a share."""
         replica = self.edge.replica_of(self.rank)
-        return [unit for unit in members if self.encoder_replicas[unit] == replica]
+        return [unit for unit in members if replica in self.exchanged.encoder_replicas[unit]]
 
     def _gathered(self, members: range, *, copied: bool) -> int:
         """The most that it takes to bring these units' features here, beside their own payloads.
@@ -132,18 +123,63 @@ class EncoderSide:
         What arrives is one piece of memory, what leaves another. With ``copied``, each unit's
         features then get memory of their own, but for whole payloads.
         """
-        sent, received = self._exchanged(feature_transfers, members)
-        shards = sum(map(self._consumed, self._mine(members))) if self._sharded else 0
-        taken = sent + shards if self.copies_shards else 0
-        return received + max(sent + taken, received + shards if copied else 0)
+        units = self.exchanged.part(members)
+        found = self._exchanged(feature_transfers, units, has=units.encoded, needs=units.needed)
+        return found.received + max(
+            found.sent + found.taken,
+            found.taken + found.joined,
+            found.joined + (found.views if copied else 0),
+        )
 
     def _scattered(self, members: range) -> int:
         """The most that it takes to bring these units' gradients to the ranks that encoded them."""
-        sent, received = self._exchanged(gradient_transfers, members)
-        whole = sum(map(self.encoded.features, self._mine(members))) if self._sharded else 0
-        return received + max(sent, whole)
+        units = self.exchanged.part(members)
+        found = self._exchanged(gradient_transfers, units, has=units.needed, needs=units.encoded)
+        return found.received + found.taken + max(found.sent, found.joined)
 
-    @property
-    def _sharded(self) -> bool:
-        """Whether each consumer takes a part of the features only."""
-        return self.encoded.units[0].shards is not None
+    def _exchanged(
+        self,
+        transfers: Callable[..., Sequence[Transfer]],
+        units: ExchangeSpec,
+        *,
+        has: Callable[[Transfer], Rows],
+        needs: Callable[[Transfer], Rows],
+    ) -> "_Exchanged":
+        """Rows go from where they are part of those it ``has`` to be part of those it ``needs``."""
+        sent = received = taken = joined = views = 0
+        whole: set[int] = set()  # units of which one transfer brings all that is needed
+        parts: dict[int, int] = {}  # what is needed of others
+        sharded = units.shards is not None
+        for each in transfers(self.edge, units.encoder_replicas, sharded=sharded):
+            rows = units.rows(each)
+            count = size(rows)
+            here, there = each.source == self.rank, each.target == self.rank
+            if here and len(within(rows, has(each))) > 1:
+                taken += count
+            if here and not there:
+                sent += count
+            if there and not here:
+                received += count
+            if there and count == size(needs(each)):
+                whole.add(each.unit)
+                views += count if sharded or not here else 0
+            elif there:
+                parts[each.unit] = size(needs(each))
+        joined = sum(rows for unit, rows in parts.items() if unit not in whole)
+        return _Exchanged(
+            *(rows * self.encoded.payload for rows in (sent, received, taken, joined, views))
+        )
+
+
+class _Exchanged(NamedTuple):
+    """Bytes of an exchange on one rank.
+
+    ``taken`` are copied before they are sent or stay; ``joined`` is what is put together of several
+    transfers, ``views`` what is used as it came, and lies in memory with other units.
+    """
+
+    sent: int
+    received: int
+    taken: int
+    joined: int
+    views: int

@@ -90,7 +90,7 @@ class OwnStep:
         made = self._engine.place.made_by(rank, training=True)
         end = EncoderEnd(
             plan=self._engine.plan(
-                encoder_replicas=(0,) * len(self._encoded.units),
+                encoder_replicas=((0,),) * len(self._encoded.units),
                 training=True,
                 trains=self.trains,
                 trains_before=self._trains_before,

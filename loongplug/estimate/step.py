@@ -1,6 +1,7 @@
 """One step of a rank, followed turn by turn."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +20,10 @@ from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
 from loongplug.estimate.trace import Cost, Tracer
 from loongplug.estimate.units import MicrobatchSize, UnitSize
+from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
+from loongplug.hetero.routes import Rows, size
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -214,9 +217,17 @@ class Step:
         assert edge is not None, "an encoder beside the decoder"
         units = [each.units[encoder] for each in self._microbatches]
         assignment = assignment_of(self._args, architecture, replicas=len(edge.replicas))
-        replicas = assignment.of(range(len(units)), [unit.grids for unit in units])
+        shares = assignment.of(range(len(units)), [unit.grids for unit in units], step=len(units))
+        encoded = self._encoded(encoder)
+        exchanged = ExchangeSpec(
+            tokens=tuple(unit.tokens for unit in units),
+            shares=tuple(shares),
+            width=encoded.payload // self._rank.chunks[0].config.params_dtype.itemsize,
+            dtype=self._rank.chunks[0].config.params_dtype,
+            shards=_shards(units),
+        )
         plan = engine.plan(
-            encoder_replicas=tuple(replicas),
+            encoder_replicas=exchanged.encoder_replicas,
             training=True,
             trains=self._trains.get(encoder, False),
             rank=rank,
@@ -226,9 +237,14 @@ class Step:
             away=self._states[encoder].by_name(),
             edge=edge,
             rank=rank,
-            encoder_replicas=tuple(replicas),
-            encoded=self._encoded(encoder),
-            copies_shards=self._args.sequence_parallel and self._args.micro_batch_size > 1,
+            exchanged=exchanged,
+            encoded=replace(
+                encoded,
+                units=[
+                    unit.share(each, replica=edge.replica_of(rank))
+                    for unit, each in zip(units, shares, strict=True)
+                ],
+            ),
         )
 
     def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
@@ -241,14 +257,14 @@ class Step:
             edge = needed[0].edge
             number = edge.decoder_ranks.index(rank)
             consumed = [
-                encoded.features(unit) if shards is None else shards[number] * encoded.payload
+                encoded.features(unit) if shards is None else size(shards[number]) * encoded.payload
                 for unit, shards in enumerate(each.shards for each in encoded.units)
             ]
             if rank in edge.feature_receivers(sharded=args.sequence_parallel):
                 received = consumed
         return DecoderEnd(
             plan=engine.plan(
-                encoder_replicas=(0,) * count,
+                encoder_replicas=((0,),) * count,
                 training=True,
                 trains=self._trains.get(encoder, False),
                 rank=rank,
@@ -266,3 +282,10 @@ class Step:
             [each.units[encoder] for each in self._microbatches],
             costs=self._costs.get(encoder, _NO_COSTS),
         )
+
+
+def _shards(units: Sequence[UnitSize]) -> tuple[tuple[Rows, ...], ...] | None:
+    """Of each unit, where sequences are split over ranks."""
+    found = [unit.shards for unit in units if unit.shards is not None]
+    assert len(found) in (0, len(units)), "split for all of them or for none"
+    return tuple(found) if found else None

@@ -1,18 +1,18 @@
 """The microbatches of a replica's first step: their lengths and their media."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from loongplug.data.loader import collate
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import Microbatch, Share
 from loongplug.data.source import EncoderUnits, LocalSource, PlannedMicrobatch
 from loongplug.data.step_sizes import StepSizes
 from loongplug.data.units import token_ids
 from loongplug.estimate.own_ranks import own_ranks_of
-from loongplug.hetero.routes import sequence_shards, size
+from loongplug.hetero.routes import Rows, sequence_shards, size
 from loongplug.models.entries import encoders
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
@@ -24,17 +24,27 @@ Grid = tuple[int, int, int]
 class UnitSize:
     """A microbatch's media for one encoder, by their grids, and their ``tokens`` in the text.
 
-    ``shards`` are those tokens in each part of the sequence, where that is split over ranks.
+    ``shards`` are which of those tokens are in each part of the sequence, where that is split over
+    ranks.
     """
 
     grids: tuple[Grid, ...] = ()
     tokens: int = 0
-    shards: tuple[int, ...] | None = None
+    shards: tuple[Rows, ...] | None = None
 
     @property
     def rows(self) -> int:
         """Of the encoder's input."""
         return sum(map(prod, self.grids))
+
+    def share(self, shares: Sequence[Share], *, replica: int | None) -> "UnitSize":
+        """What of it this ``replica`` of the encoder encodes; all where it encodes nothing."""
+        for each in shares:
+            if each.encoder_replica == replica and each.media is not None:
+                assert each.rows is not None, "media have rows"
+                grids = tuple(self.grids[number] for number in each.media)
+                return UnitSize(grids=grids, tokens=size(each.rows))
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +82,7 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
         for name, unit in microbatch.units.items():
             shards = None
             if tp is not None:
-                parts = sequence_shards(unit.places, length=args.seq_length, parts=tp)
-                shards = tuple(size(rows) for rows in parts)
+                shards = sequence_shards(unit.places, length=args.seq_length, parts=tp)
             grids = planned.units[name].media.grids
             units[name] = UnitSize(grids=grids, tokens=unit.tokens, shards=shards)
         segments = microbatch.segments
@@ -181,9 +190,12 @@ def microbatches_of_size(
         grids = (model.encoder(first).grid_of(visual_tokens),) * args.micro_batch_size
     tokens = visual_tokens * args.micro_batch_size
 
-    def shards(count: int) -> tuple[int, ...] | None:
+    def shards(count: int) -> tuple[Rows, ...] | None:
+        if not args.sequence_parallel:
+            return None
         tp = args.tensor_model_parallel_size
-        return (-(-count // tp),) * tp if args.sequence_parallel else None
+        each = -(-count // tp)
+        return tuple((slice(part * each, (part + 1) * each),) for part in range(tp))
 
     units = {first: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))}
     units |= {name: UnitSize(shards=shards(0)) for name in others}

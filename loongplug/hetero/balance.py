@@ -1,19 +1,28 @@
-"""Which replica encodes which unit of a step, by what each unit costs. Pure; the same everywhere.
+"""Which replica encodes what of a step's units, by what media cost. Pure; the same everywhere.
 
 Nothing here measures: costs are counted from the images' grids, which every rank of a model
 replica knows from the text part, so that all ranks come to the same plan without a word.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import accumulate
 from typing import Self
 
+from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
+from loongplug.hetero.pieces import runs
 from loongplug.models.architecture import EncoderArchitecture
 
 THRESHOLD = 0.2
+
+# Units are not cut where the slowest replica is above the mean by less than a tenth.
+_EVEN = 10
+# Units are cut no finer than it takes: in pieces of at most the mean load, then of a half, ...
+_FINENESS = (1, 2, 4, 8, 16)
 
 # The local improvement is bounded: it changes at most so many pairs of replicas, looks at so many
 # partners of the slowest one (at more until it finds one), and at so many units of it.
@@ -76,15 +85,98 @@ class EncoderWork:
 class Balance:
     """Assigns by cost where assigning in turn leaves the replicas unevenly loaded.
 
-    That is where the slowest has at least (1 + ``threshold``) times the mean.
+    That is where the slowest has at least (1 + ``threshold``) times the mean. Where whole units
+    leave it so, too, and by more than a tenth, units are cut: each share is one more pass
+    through the encoder with fewer rows to it, so a smaller gain is not worth it. ``tokens`` has a
+    medium's in the text.
     """
 
     work: EncoderWork
+    tokens: Callable[[Grid], int]
     threshold: float = THRESHOLD
 
-    def assign(self, units: Sequence[Sequence[Grid]], *, replicas: int) -> tuple[int, ...]:
-        """The replica of each unit of a step, given as the grids of its media."""
-        return plan(self.work.of_units(units), replicas, self.threshold)
+    @classmethod
+    def of(cls, encoder: EncoderArchitecture, *, threshold: float = THRESHOLD) -> Self:
+        """For an encoder's media."""
+        return cls(work=EncoderWork.of(encoder), tokens=encoder.tokens, threshold=threshold)
+
+    def assign(
+        self, units: Sequence[Sequence[Grid]], *, replicas: int
+    ) -> tuple[tuple[Share, ...], ...]:
+        """The shares of each unit of a step, given as the grids of its media.
+
+        The shares of a unit are in the order of the first medium in each.
+        """
+        costs = self.work.of_units(units)
+        whole = plan(costs, replicas, self.threshold)
+        found: tuple[tuple[Share, ...], ...]
+        found = tuple((Share(encoder_replica=each),) for each in whole)
+        if imbalance(costs, whole, replicas=replicas) < max(self.threshold, 1 / _EVEN):
+            return found
+        slowest, total = max(loads(costs, whole, replicas=replicas)), sum(costs)
+        media = [self.work.of_units([[grid] for grid in grids]) for grids in units]
+        # Nothing does better than a replica with the largest medium alone.
+        largest = max(max(each, default=cost) for each, cost in zip(media, costs, strict=True))
+        best = max(total, largest * replicas)
+        for fineness in _FINENESS:
+            if slowest * replicas * _EVEN <= best * (_EVEN + 1):
+                break
+            pieces = _pieces(media, total // (replicas * fineness))
+            of_pieces = [
+                sum(media[unit][piece.start : piece.stop]) if piece else costs[unit]
+                for unit, piece in pieces
+            ]
+            owners = balanced(of_pieces, replicas)
+            now = max(loads(of_pieces, owners, replicas=replicas))
+            if now < slowest:
+                slowest, found = now, self._shares(units, pieces, owners)
+        return found
+
+    def _shares(
+        self,
+        units: Sequence[Sequence[Grid]],
+        pieces: Sequence[tuple[int, range]],
+        owners: Sequence[int],
+    ) -> tuple[tuple[Share, ...], ...]:
+        """Of each unit, a share for each replica that has pieces of it."""
+        held: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in units]
+        for (unit, piece), owner in zip(pieces, owners, strict=True):
+            held[unit][owner] += piece
+        return tuple(
+            self._of_unit(grids, of_unit) for grids, of_unit in zip(units, held, strict=True)
+        )
+
+    def _of_unit(
+        self, grids: Sequence[Grid], held: Mapping[int, Sequence[int]]
+    ) -> tuple[Share, ...]:
+        if len(held) == 1:
+            return tuple(Share(encoder_replica=each) for each in held)
+        ends = list(accumulate(map(self.tokens, grids), initial=0))
+        return tuple(
+            Share(encoder_replica=each, media=tuple(media), rows=_rows(media, ends))
+            for each, media in held.items()
+        )
+
+
+def _pieces(media: Sequence[Sequence[int]], largest: int) -> list[tuple[int, range]]:
+    """Of each unit, whose media cost so much, the pieces in order, none of them empty but one of
+    a unit without media."""
+    return [
+        (unit, piece)
+        for unit, costs in enumerate(media)
+        for piece in runs(costs, largest) or (range(0),)
+    ]
+
+
+def _rows(media: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
+    """Of these media, a slice for neighbours together; ``ends`` are those of all, from 0 on."""
+    found: list[slice] = []
+    for number in media:
+        first, behind = ends[number], ends[number + 1]
+        if found and found[-1].stop == first:
+            first = found.pop().start
+        found.append(slice(first, behind))
+    return tuple(found)
 
 
 def plan(costs: Sequence[int], replicas: int, threshold: float = THRESHOLD) -> tuple[int, ...]:

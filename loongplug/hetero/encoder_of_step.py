@@ -81,7 +81,7 @@ def units_of(
         )
     return ExchangeSpec(
         tokens=tuple(unit.tokens for unit in units),
-        encoder_replicas=tuple(unit.encoder_replica for unit in units),
+        shares=tuple(unit.shares for unit in units),
         width=(1 + taps) * config.hidden_size,
         dtype=config.params_dtype,
         shards=shards,

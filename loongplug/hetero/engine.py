@@ -172,7 +172,7 @@ class EncoderEngine:
     def plan(
         self,
         *,
-        encoder_replicas: tuple[int, ...],
+        encoder_replicas: tuple[tuple[int, ...], ...],
         training: bool,
         trains: bool,
         trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
@@ -180,8 +180,8 @@ class EncoderEngine:
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
-        ``encoder_replicas``: which one encodes each microbatch's unit; ``trains``: the encoder has
-        gradients in this step, which is one of ``training``.
+        ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
+        encoder has gradients in this step, which is one of ``training``.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))

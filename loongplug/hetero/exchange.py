@@ -1,14 +1,23 @@
 """Features and their gradients between the ranks that encode and those that decode."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero.placement import Edge
-from loongplug.hetero.routes import Rows, Transfer, feature_transfers, gradient_transfers, size
+from loongplug.hetero.routes import (
+    Rows,
+    Transfer,
+    common,
+    feature_transfers,
+    gradient_transfers,
+    size,
+    within,
+)
 from loongplug.observe.recorder import NOTHING, Recorder
 
 
@@ -16,14 +25,14 @@ from loongplug.observe.recorder import NOTHING, Recorder
 class ExchangeSpec:
     """What every rank of a model replica knows of the units that travel together.
 
-    ``tokens`` and ``encoder_replicas`` by unit; a payload is [tokens, width] of ``dtype``.
+    ``tokens`` and ``shares`` by unit; a payload is [rows of the share, width] of ``dtype``.
     ``shards`` are, by unit, the rows that each consumer needs; None where each needs all.
     ``row_tokens`` are, by unit, the tokens of each row of its microbatch. ``first`` is the number
     of the first one in its step.
     """
 
     tokens: tuple[int, ...]
-    encoder_replicas: tuple[int, ...]
+    shares: tuple[tuple[Share, ...], ...]
     width: int
     dtype: torch.dtype
     shards: tuple[tuple[Rows, ...], ...] | None = None
@@ -36,18 +45,36 @@ class ExchangeSpec:
         return replace(
             self,
             tokens=self.tokens[some],
-            encoder_replicas=self.encoder_replicas[some],
+            shares=self.shares[some],
             shards=None if self.shards is None else self.shards[some],
             row_tokens=self.row_tokens[some],
             first=self.first + units.start,
         )
 
-    def rows(self, transfer: Transfer) -> Rows:
-        """What of its unit a transfer takes along."""
+    @property
+    def encoder_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """By unit, those that have shares of it."""
+        return tuple(tuple(each.encoder_replica for each in shares) for shares in self.shares)
+
+    def encoded(self, transfer: Transfer) -> Rows:
+        """What of the transfer's unit the replica has encoded."""
+        shares = self.shares[transfer.unit]
+        (share,) = (each for each in shares if each.encoder_replica == transfer.encoder_replica)
+        return self._all(transfer.unit) if share.rows is None else share.rows
+
+    def needed(self, transfer: Transfer) -> Rows:
+        """What of the transfer's unit the consumer needs, of all shares."""
         if transfer.shard is None:
-            return (slice(0, self.tokens[transfer.unit]),)
+            return self._all(transfer.unit)
         assert self.shards is not None, "the transfer is of a shard"
         return self.shards[transfer.unit][transfer.shard]
+
+    def rows(self, transfer: Transfer) -> Rows:
+        """What of its unit a transfer takes along."""
+        return common(self.encoded(transfer), self.needed(transfer))
+
+    def _all(self, unit: int) -> Rows:
+        return (slice(0, self.tokens[unit]),)
 
 
 class Exchange:
@@ -91,7 +118,7 @@ class Exchange:
         """From the ranks that encoded to the consumers.
 
         Args:
-            payloads: of each unit that this rank encoded, [tokens, width].
+            payloads: of each unit that this rank encoded a share of, [rows of the share, width].
 
         Returns:
             on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
@@ -101,11 +128,11 @@ class Exchange:
             self._edge, units.encoder_replicas, sharded=units.shards is not None
         )
         out = {
-            each: taken(payloads[each.unit], units.rows(each))
+            each: taken(payloads[each.unit], within(units.rows(each), units.encoded(each)))
             for each in transfers
             if each.source == self._rank
         }
-        return {each.unit: rows for each, rows in self._move(out, transfers, units).items()}
+        return _whole(self._move(out, transfers, units), units, of=units.needed)
 
     def scatter_variable_shape_embeddings(
         self, gradients: Mapping[int, Tensor], units: ExchangeSpec
@@ -116,23 +143,17 @@ class Exchange:
             gradients: on the consumers, of every unit the rows that this one needed.
 
         Returns:
-            the gradient of each unit that this rank encoded, [tokens, width].
+            the gradient of each share that this rank encoded by unit, [rows of the share, width].
         """
         transfers = gradient_transfers(
             self._edge, units.encoder_replicas, sharded=units.shards is not None
         )
-        out = {each: gradients[each.unit] for each in transfers if each.source == self._rank}
-        arrived = self._move(out, transfers, units)
-        if units.shards is None:
-            return {each.unit: rows for each, rows in arrived.items()}
-        whole: dict[int, Tensor] = {}
-        for each, rows in arrived.items():
-            if each.unit not in whole:
-                tokens = units.tokens[each.unit]
-                # Every row lies in one consumer's part of the sequence.
-                whole[each.unit] = rows.new_empty(tokens, units.width)  # [tokens, width]
-            put(rows, units.rows(each), into=whole[each.unit])
-        return whole
+        out = {
+            each: taken(gradients[each.unit], within(units.rows(each), units.needed(each)))
+            for each in transfers
+            if each.source == self._rank
+        }
+        return _whole(self._move(out, transfers, units), units, of=units.encoded)
 
     def _move(
         self, out: Mapping[Transfer, Tensor], transfers: Sequence[Transfer], units: ExchangeSpec
@@ -165,6 +186,25 @@ class Exchange:
             dist.all_to_all_single(rows, torch.cat([empty, *leaving]), received, given, self._group)
         parts = rows.split([sizes[each] for each in arrived]) if arrived else ()
         return kept | dict(zip(arrived, parts, strict=True))
+
+
+def _whole(
+    parts: Mapping[Transfer, Tensor], units: ExchangeSpec, *, of: Callable[[Transfer], Rows]
+) -> dict[int, Tensor]:
+    """By unit, what has come of it, put together to the rows ``of`` a transfer, [rows, width].
+
+    Every one of them has come once.
+    """
+    found: dict[int, Tensor] = {}
+    for each, part in parts.items():
+        whole = of(each)
+        if len(part) == size(whole):
+            found[each.unit] = part
+            continue
+        if each.unit not in found:
+            found[each.unit] = part.new_empty(size(whole), units.width)  # [rows, width]
+        put(part, within(units.rows(each), whole), into=found[each.unit])
+    return found
 
 
 def taken(payload: Tensor, rows: Rows) -> Tensor:

@@ -184,7 +184,7 @@ class Executor:
             encoder.trains_before = training and self.trains_before
         plan = self._planned(
             encoder_replicas=tuple(
-                each.units[self._entry.name].encoder_replica for each in microbatches
+                each.units[self._entry.name].encoder_replicas for each in microbatches
             ),
             training=training,
             trains=encoder.trains,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from loongplug.hetero.balance import THRESHOLD, Balance, EncoderWork
+from loongplug.hetero.balance import THRESHOLD, Balance
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.placement import (
     Placement,
@@ -104,11 +104,7 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
     return replace(found, on_host=on_host)
 
 
-def balance_of(args: Namespace, encoder: EncoderArchitecture) -> Balance | None:
-    """How units are assigned by cost; None where they are in turn."""
-    if not args.use_vit_dp_balance:
-        return None
+def balance_of(args: Namespace, encoder: EncoderArchitecture) -> Balance:
+    """How units are assigned by cost, where they are not in turn."""
     threshold = args.dp_balance_trigger_threshold_vit
-    return Balance(
-        work=EncoderWork.of(encoder), threshold=THRESHOLD if threshold is None else threshold
-    )
+    return Balance.of(encoder, threshold=THRESHOLD if threshold is None else threshold)

@@ -21,11 +21,11 @@ def cut(costs: Sequence[int], count: int) -> tuple[range, ...]:
     least, most = max([-(-sum(costs) // count), *costs]), sum(costs)
     while least < most:
         middle = (least + most) // 2
-        if len(_runs(costs, middle)) <= count:
+        if len(runs(costs, middle)) <= count:
             most = middle
         else:
             least = middle + 1
-    found = _runs(costs, most)
+    found = runs(costs, most)
     while len(found) < min(count, len(costs)):
         # Smaller ones are easier to balance.
         largest = max(
@@ -36,8 +36,8 @@ def cut(costs: Sequence[int], count: int) -> tuple[range, ...]:
     return tuple(found)
 
 
-def _runs(costs: Sequence[int], largest: int) -> list[range]:
-    """As few as there can be of at most so much."""
+def runs(costs: Sequence[int], largest: int) -> list[range]:
+    """As few pieces as there can be of at most so much; a medium that costs more is one alone."""
     found, start, held = [], 0, 0
     for number, cost in enumerate(costs):
         if number > start and held + cost > largest:

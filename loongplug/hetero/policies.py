@@ -36,8 +36,9 @@ from loongplug.hetero.operations import (
 class EncoderStep:
     """What a policy knows of one step on one rank.
 
-    ``encoder_replicas`` has, for each microbatch of the step, which of the ``replicas`` encodes its
-    unit; ``replica`` is the one that this rank is of, None for none. ``consumes``: the rank's
+    ``encoder_replicas`` has, for each microbatch of the step, which of the ``replicas`` encode
+    shares of its unit; ``replica`` is the one that this rank is of, None for none, and what it has
+    to do with a unit it does with its share. ``consumes``: the rank's
     decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
     which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
     there while the decoder works.
@@ -49,7 +50,7 @@ class EncoderStep:
     ``trains_before`` whether anything has before it.
     """
 
-    encoder_replicas: tuple[int, ...]
+    encoder_replicas: tuple[tuple[int, ...], ...]
     replicas: int
     replica: int | None
     consumes: bool
@@ -69,8 +70,8 @@ class EncoderStep:
         return range(len(self.encoder_replicas))
 
     def mine(self, units: range) -> list[int]:
-        """Those of ``units`` that this rank encodes."""
-        return [unit for unit in units if self.encoder_replicas[unit] == self.replica]
+        """Those of ``units`` of which this rank encodes a share."""
+        return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
 
 
 Policy = Callable[[EncoderStep], StepPlan]
@@ -86,20 +87,19 @@ def inline(step: EncoderStep) -> StepPlan:
 def group_ahead(step: EncoderStep) -> StepPlan:
     """As many microbatches are encoded at a time as there are replicas, one by each.
 
-    That happens when the decoder comes to the first of them. When it has gone backward through the
-    last, the gradients go to the ranks that encoded the units, which go backward within that
-    backward, in which Megatron lets reductions start. Section 3.2 of the LoongForge paper, with
-    encoders of any tensor parallel size. Only the first stage's ranks have anything to do.
+    Of the last ones, where there are fewer, a replica may have shares of several. It encodes when
+    the decoder comes to the first of them. When it has gone backward through the last, the
+    gradients go to the ranks that encoded the units, which go backward within that backward, in
+    which Megatron lets reductions start. Section 3.2 of the LoongForge paper, with encoders of any
+    tensor parallel size. Only the first stage's ranks have anything to do.
     """
     plan = _Draft()
     if step.replica is None:
         return plan.done()
     for first in step.units[:: step.replicas]:
         members = step.units[first : first + step.replicas]
-        own = step.mine(members)
-        assert len(own) <= 1, own
-        encoded: list[int | None] = [*own]
-        if not own and step.trains:
+        encoded: list[int | None] = [*step.mine(members)]
+        if not encoded and step.trains:
             encoded = [None]
         plan.at(forward(first), *(Encode(unit=unit) for unit in encoded))
         plan.at(forward(first), GatherFeatures(units=members))
@@ -110,7 +110,8 @@ def group_ahead(step: EncoderStep) -> StepPlan:
         if step.trains:
             last = gradient(members[-1])
             plan.at(last, ScatterGradients(units=members))
-            plan.at(last, *(EncoderBackward(unit=unit, more=False) for unit in encoded))
+            plan.at(last, *(EncoderBackward(unit=unit, more=True) for unit in encoded[:-1]))
+            plan.at(last, EncoderBackward(unit=encoded[-1], more=False))
     return plan.done()
 
 

@@ -1,5 +1,7 @@
 """Data parallelism per module: one chunk whose modules have buffers and groups of their own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.distributed import (
@@ -114,6 +116,20 @@ class ModuleDataParallel(DistributedDataParallel):
             part.broadcast_params()
 
 
+class _PartDataParallel(DistributedDataParallel):
+    """Megatron's wrapper of one part."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As Megatron's, which would also end one that it is within."""
+        groups = bucket_groups_of(self)
+        before = [each.is_last_microbatch for each in groups]
+        with super().no_sync():
+            yield
+        for each, last in zip(groups, before, strict=True):
+            each.is_last_microbatch = last
+
+
 def wrapper_of_nothing(chunk: ModuleDataParallel) -> DistributedDataParallel:
     """As that of a part without modules, in Megatron's state as it is now."""
     state = ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
@@ -139,7 +155,7 @@ def _wrapped(
     for name, module in part.modules.items():
         holder.add_module(name, module)
     with state.entered():
-        wrapped = DistributedDataParallel(
+        wrapped = _PartDataParallel(
             config,
             ddp_config,
             holder,

@@ -111,8 +111,11 @@ class DecoderData(RankData):
 
 def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
     """Which of an encoder's replicas encodes what, as the flags say."""
-    balance = balance_of(args, encoder) if mode_of(args, encoder).any_owner else None
-    return Assignment(replicas=replicas, by_cost=None if balance is None else balance.assign)
+    return Assignment(
+        replicas=replicas,
+        by_cost=balance_of(args, encoder).assign,
+        whole_steps=args.use_vit_dp_balance and mode_of(args, encoder).any_owner,
+    )
 
 
 def speaks_for_replica() -> bool:

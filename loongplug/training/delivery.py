@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from loongplug.data.microbatch import MediaInput
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.hetero.sends import Sends
@@ -19,8 +20,8 @@ def loaded_replicas(replicas: Sequence[Sequence[int]], *, rank: int) -> tuple[in
     return tuple(number for number, ranks in enumerate(replicas) if ranks[0] == rank)
 
 
-# One encoder's unit: its rows, None where this rank does not encode it, and the bad samples.
-Delivery = Callable[[PlannedUnit], tuple[Tensor | None, set[int]]]
+# One encoder's unit: what this rank encodes of it, None where that is nothing, and the bad samples.
+Delivery = Callable[[PlannedUnit], tuple[MediaInput | None, set[int]]]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,22 +79,27 @@ class ReplicaDelivery:
     it tells those who train on the samples, through ``news``.
     """
 
-    replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica; a unit names one
+    replicas: Sequence[Sequence[int]]  # the ranks of each encoder replica; a share names one
     group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
     _: KW_ONLY
     row_values: int
     device: torch.device
     news: News | None  # None: no sample may be left out, or nobody else needs to know
 
-    def __call__(self, planned: PlannedUnit) -> tuple[Tensor | None, set[int]]:
-        """See :data:`Delivery`. Collective as the news, and the replica that encodes."""
-        ranks, media = self.replicas[planned.encoder_replica], planned.media
-        loaded = None if planned.load is None else planned.load()
-        bad = set() if loaded is None else set(loaded.bad)
-        if self.news is not None:
-            bad = self.news.told(media.samples, bad, first=ranks[0])
-        encodes = dist.get_rank() in ranks
-        return (self._rows(media, loaded) if encodes else None), bad
+    def __call__(self, planned: PlannedUnit) -> tuple[MediaInput | None, set[int]]:
+        """See :data:`Delivery`. Collective as the news of each share, and the replicas."""
+        mine, bad = None, set()
+        for each in planned.shares:
+            ranks, media = self.replicas[each.share.encoder_replica], each.media
+            loaded = None if each.load is None else each.load()
+            theirs = set() if loaded is None else set(loaded.bad)
+            if self.news is not None:
+                theirs = self.news.told(media.samples, theirs, first=ranks[0])
+            bad |= theirs
+            if dist.get_rank() in ranks:
+                assert mine is None, "a replica has one share of a unit"
+                mine = media.input(self._rows(media, loaded))
+        return mine, bad
 
     def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
         if loaded is None:
@@ -129,19 +135,19 @@ class LoadedElsewhere:
 
 def deliver(
     deliveries: Mapping[str, Delivery], planned: PlannedMicrobatch
-) -> tuple[dict[str, Tensor], set[int]]:
+) -> tuple[dict[str, MediaInput], set[int]]:
     """A :data:`~loongplug.data.loader.Delivery` of each encoder's units, in the encoders' order.
 
     Collective as each of ``deliveries`` is.
     """
-    rows: dict[str, Tensor] = {}
+    media: dict[str, MediaInput] = {}
     bad: set[int] = set()
     for name, delivery in deliveries.items():
         found, theirs = delivery(planned.units[name])
         bad |= theirs
         if found is not None:
-            rows[name] = found
-    return rows, bad
+            media[name] = found
+    return media, bad
 
 
 def replica_group() -> dist.ProcessGroup | None:

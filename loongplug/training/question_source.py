@@ -99,7 +99,12 @@ class QuestionSource:
             for number in numbers
         ]
         units = planned_units(
-            numbers, samples, first_index=0, encoders=self._encoders, load=self._loaded
+            numbers,
+            samples,
+            step=self.microbatches,
+            first_index=0,
+            encoders=self._encoders,
+            load=self._loaded,
         )
         for number in numbers:
             yield PlannedMicrobatch(

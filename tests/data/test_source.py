@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_units import ENCODER, image_units, media_of, unit_of
+from image_units import ENCODER, image_units, media_of, owner_of, planned_whole, unit_of
 from local_loader import local_loader
 
 from loongplug.data import loader
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import ALL_TEXT, Microbatch, TextNeeds
+from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, Share, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
 from loongplug.data.source import (
@@ -46,6 +46,12 @@ def dataset(
     images = [write_image(f"{n}.png", height=32, width=32 * n, seed=n) for n in (1, 2)]
     rows = [row("Read.", str(n), images=tuple(images[: n % 3])) for n in range(8)]
     return ChatDataset(write_rows(*rows), processor=processor, seq_length=32, training_phase="sft")
+
+
+def loaded_by(unit: PlannedUnit) -> Any:
+    """What loads a unit that one replica encodes, here or not."""
+    (share,) = unit.shares
+    return share.load
 
 
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
@@ -87,29 +93,88 @@ def test_each_replica_in_turn_from_a_step_s_first_microbatch_on(dataset: ChatDat
     encoders = image_units(assignment=Assignment(replicas=2), loads=(1,))
     steps = source(dataset, encoders=encoders, consumed_samples=6)
     step = steps.next_step()
-    assert unit_of(next(step)).encoder_replica == 0
+    assert owner_of(unit_of(next(step))) == 0
     assert len(read) == 1
     rest = list(step)
-    assert [unit_of(planned).encoder_replica for planned in rest] == [1, 0]
-    assert [unit_of(planned).load is None for planned in rest] == [False, True]
+    assert [owner_of(unit_of(planned)) for planned in rest] == [1, 0]
+    assert [loaded_by(unit_of(planned)) is None for planned in rest] == [False, True]
     step = steps.next_step()
-    assert [unit_of(planned).encoder_replica for planned in step] == [0, 1, 0]
+    assert [owner_of(unit_of(planned)) for planned in step] == [0, 1, 0]
 
 
 def test_costs_are_compared_over_the_steps(dataset: ChatDataset) -> None:
     asked: list[list[int]] = []
 
-    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[int]:
+    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[tuple[Share, ...]]:
         asked.append([len(grids) for grids in media])
-        return [replicas - 1] * len(media)
+        return [(Share(encoder_replica=replicas - 1),)] * len(media)
 
-    assignment = Assignment(replicas=3, by_cost=by_cost)
+    assignment = Assignment(replicas=3, by_cost=by_cost, whole_steps=True)
     steps = source(dataset, encoders=image_units(assignment=assignment, loads=(2,)))
     found = [planned for _ in range(4) for planned in steps.next_step()]
     assert [len(each) for each in asked] == [1, 1, 1, 3]
     units = [unit_of(each) for each in found]
     assert [count for each in asked for count in each] == [len(unit.media.media) for unit in units]
-    assert {unit_of(each).encoder_replica for each in found} == {2}
+    assert {owner_of(unit_of(each)) for each in found} == {2}
+
+
+def last_to_the_first(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[tuple[Share, ...]]:
+    """The last medium of each unit with several to replica 0, the others to the last replica."""
+    last = Share(encoder_replica=replicas - 1)
+    return [
+        (
+            replace(last, media=tuple(range(len(grids) - 1))),
+            Share(media=(len(grids) - 1,), encoder_replica=0),
+        )
+        if len(grids) > 1
+        else (last,)
+        for grids in media
+    ]
+
+
+def test_what_is_left_at_a_step_s_end_is_shared(dataset: ChatDataset) -> None:
+    """Its text is read together, and not before the others are taken."""
+    read: list[int] = []
+    text_parts = dataset.text_parts
+    dataset.text_parts = lambda indices: read.extend(indices) or text_parts(indices)
+    encoders = image_units(assignment=Assignment(replicas=3, by_cost=last_to_the_first))
+    options: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
+    step = source(dataset, encoders=encoders, **options).next_step()
+    assert [owner_of(unit_of(next(step))) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert len(read) == 6
+    next(step)
+    assert len(read) == 8
+
+
+def test_each_medium_of_a_shared_unit_is_loaded_once_where_it_is_encoded(
+    dataset: ChatDataset,
+) -> None:
+    options: dict[str, Any] = {"sizes": StepSizes.constant(16), "micro_batch_size": 1}
+    assignment = Assignment(replicas=9, by_cost=last_to_the_first)
+    found = [
+        list(
+            source(
+                dataset, encoders=image_units(assignment=assignment, loads=(replica,)), **options
+            ).next_step()
+        )
+        for replica in (0, 8)
+    ]
+    shared = 0
+    for whole, first, last in zip(source(dataset, **options).next_step(), *found, strict=True):
+        expected = loaded_by(unit_of(whole))().rows
+        loaded = [
+            (share.media, share.load().rows)
+            for each in (last, first)
+            for share in unit_of(each).shares
+            if share.load is not None
+        ]
+        shared += len(loaded) > 1
+        assert torch.equal(torch.cat([rows for _, rows in loaded]), expected)
+        assert sum((media.samples for media, _ in loaded), ()) == unit_of(whole).media.samples
+        assert all(media.rows == len(rows) for media, rows in loaded)
+        shares = [[each.share for each in unit_of(one).shares] for one in (first, last)]
+        assert shares[0] == shares[1]
+    assert shared > 0
 
 
 def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None:
@@ -118,8 +183,9 @@ def test_pixels_are_loaded_when_they_are_asked_for(dataset: ChatDataset) -> None
     assert steps.decoded == 0
     for planned in step:
         unit = unit_of(planned)
-        assert unit.load is not None
-        assert len(unit.load().rows) == unit.media.rows
+        load = loaded_by(unit)
+        assert load is not None
+        assert len(load().rows) == unit.media.rows
     assert steps.decoded > 0
 
 
@@ -187,8 +253,9 @@ def test_a_loader_takes_any_source(dataset: ChatDataset) -> None:
     remote: Any = SimpleNamespace(next_step=lambda: iter(steps.pop(0)))
     pixels = torch.zeros(1, 1536)
 
-    def deliver(planned: PlannedMicrobatch) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
-        return {ENCODER: pixels.expand(unit_of(planned).media.rows, -1)}, ()
+    def deliver(planned: PlannedMicrobatch) -> tuple[dict[str, MediaInput], tuple[int, ...]]:
+        media = unit_of(planned).media
+        return {ENCODER: media.input(pixels.expand(media.rows, -1))}, ()
 
     each = loader_of(remote, dataset, deliver=deliver)
     expected = loader_of(source(dataset), dataset)
@@ -236,7 +303,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
     for planned, whole in zip(
         steps_of(source(mixed, encoders=apart())), steps_of(source(mixed)), strict=True
     ):
-        all_of_it, rows = unit_of(whole).media, unit_of(whole).load().rows
+        all_of_it, rows = unit_of(whole).media, loaded_by(unit_of(whole))().rows
         pieces = rows.split([prod(grid) for grid in all_of_it.grids])
         for name, kind in ((ENCODER, "image"), (FILMS, "video")):
             unit = planned.units[name]
@@ -245,7 +312,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
             for what in ("media", "grids", "samples", "where"):
                 expected = tuple(getattr(all_of_it, what)[n] for n in chosen)
                 assert getattr(unit.media, what) == expected
-            loaded = unit.load()
+            loaded = loaded_by(unit)()
             assert torch.equal(loaded.rows, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
             assert unit.media.rows == len(loaded.rows)
             seen[name] += len(chosen)
@@ -258,12 +325,12 @@ def test_units_are_loaded_microbatch_by_microbatch_in_the_encoders_order(
 ) -> None:
     steps = source(mixed, encoders=apart(), workers=WorkerSettings(processes=processes))
     try:
-        loaded = [unit.load() for each in steps_of(steps, 4) for unit in each.units.values()]
+        loaded = [loaded_by(unit)() for each in steps_of(steps, 4) for unit in each.units.values()]
         found = [(each.index, each.encoder) for each in loaded]
         assert found == [(index, name) for index in range(6) for name in (ENCODER, FILMS)]
         ahead = next(steps.next_step())
         with pytest.raises(AssertionError, match=FILMS):
-            ahead.units[FILMS].load()
+            loaded_by(ahead.units[FILMS])()
     finally:
         steps.close()
 
@@ -272,25 +339,32 @@ def test_each_encoder_s_units_are_assigned_and_loaded_apart(mixed: ChatDataset) 
     """Where one encoder's costs are compared over a step, the other's replicas still take turns."""
     asked: list[list[Sequence[Grid]]] = []
 
-    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[int]:
+    def by_cost(media: Sequence[Sequence[Grid]], *, replicas: int) -> list[tuple[Share, ...]]:
         asked.append(list(media))
-        return [replicas - 1] * len(media)
+        return [(Share(encoder_replica=replicas - 1),)] * len(media)
 
     encoders = apart(
         image_encoder={"assignment": Assignment(replicas=2), "loads": (1,)},
-        films={"assignment": Assignment(replicas=3, by_cost=by_cost), "loads": (0, 2)},
+        films={
+            "assignment": Assignment(replicas=3, by_cost=by_cost, whole_steps=True),
+            "loads": (0, 2),
+        },
     )
     steps = source(mixed, encoders=encoders)
     found = steps_of(steps)
     assert [len(each) for each in asked] == [1, 1, 1, 3, 3]
     films = [each.units[FILMS] for each in found]
     assert [grids for each in asked for grids in each] == [unit.media.grids for unit in films]
-    assert {unit.encoder_replica for unit in films} == {2}
+    assert {owner_of(unit) for unit in films} == {2}
     images = [unit_of(each) for each in found]
-    assert [unit.encoder_replica for unit in images] == [each.number % 2 for each in found]
-    assert [unit.load is not None for unit in images] == [each.number == 1 for each in found]
+    assert [owner_of(unit) for unit in images] == [each.number % 2 for each in found]
+    assert [loaded_by(unit) is not None for unit in images] == [each.number == 1 for each in found]
     loaded = [
-        unit.load() for each in found for unit in each.units.values() if unit.load is not None
+        share.load()
+        for each in found
+        for unit in each.units.values()
+        for share in unit.shares
+        if share.load is not None
     ]
     assert len(loaded) == len(films) + 2
     assert steps.decoded == sum(each.decoded for each in loaded) > 0
@@ -315,8 +389,8 @@ def test_a_microbatch_knows_the_places_of_each_encoder_s_tokens(mixed: ChatDatas
             assert replace(unit, media=None) == later.units[name]
         assert media_of(first).grids.tolist() == [list(grid) for grid in unit_of(first).grids]
         films = first.units[FILMS]
-        assert films.encoder_replica == first.number % 2
-        assert (films.media is None) == (films.encoder_replica == 0)
+        assert owner_of(films) == first.number % 2
+        assert (films.media is None) == (owner_of(films) == 0)
 
 
 def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatDataset) -> None:
@@ -327,7 +401,7 @@ def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatD
         bad = {number: BadSample(kind="pixels", message="of noise")}
         rows = torch.zeros(media.rows, 4)
         loaded = LoadedUnit(index=0, encoder=name, rows=rows, bad=bad, decoded=0)
-        return PlannedUnit(media=media, encoder_replica=0, load=lambda: loaded)
+        return planned_whole(media, lambda: loaded)
 
     damaged = replace(planned, units={ENCODER: with_bad(ENCODER, 0), FILMS: with_bad(FILMS, 2)})
     remote: Any = SimpleNamespace(next_step=lambda: iter([damaged]))

@@ -35,6 +35,7 @@ EP, EXPERTS = "--expert-model-parallel-size", ("--model-name", "qwen3_vl_moe_tin
 # Every token goes to all ranks, and experts get about equally many, which the estimate supposes.
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather", "--moe-router-force-load-balancing")
 PACKED = ("--packing", "--micro-batch-size", "1", "--seq-length", "160")
+ONE_UNIT = ("--micro-batch-size", "8")
 VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
 SHARDED = "--use-distributed-optimizer"
 RECOMPUTE = (
@@ -84,6 +85,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "hetero-dp-tp2-frozen": (2, (DP, TP, "2", SHARDED, FROZEN)),
     "hetero-dp-tp2-sp": (2, (DP, TP, "2", SP)),
     "full-tp2-pp2-sp": (4, (FULL, TP, "2", PP, "2", SP, SHARDED)),
+    # One unit, whose images all replicas share.
+    "hetero-dp-tp2-shared": (2, (DP, TP, "2", *ONE_UNIT)),
+    "full-tp2-pp2-sp-shared": (4, (FULL, TP, "2", PP, "2", SP, SHARDED, *ONE_UNIT)),
+    "full-pp2-shared-offload": (2, (FULL, PP, "2", *ONE_UNIT, *OFFLOAD)),
     "full-bf16": (2, (FULL, SHARDED, "--bf16", BF16_GRADIENTS)),
     "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
     "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),

@@ -36,7 +36,7 @@ TOKENS, ROWS, PAYLOAD, ROW = 3, 4, 10, 2
 
 def encoder_step(*, microbatches, warmup, pieces=1, trains=True):
     return EncoderStep(
-        encoder_replicas=(0,) * microbatches * pieces,
+        encoder_replicas=((0,),) * microbatches * pieces,
         replicas=1,
         replica=0,
         consumes=False,
@@ -207,7 +207,7 @@ def test_states_of_a_frozen_stage_are_there_as_long_as_something_needs_them(keep
 def decoder_ledger(*, microbatches, trains, received=None, messages=1, stages=1):
     """Of a rank of the first of so many stages; microbatch k has (k + 1) x 100 bytes."""
     step = EncoderStep(
-        encoder_replicas=(0,) * microbatches,
+        encoder_replicas=((0,),) * microbatches,
         replicas=1,
         replica=None,
         consumes=True,

@@ -99,7 +99,12 @@ class _Place:
         return [each for each in self.pieces if each.edge.encoder == replica]
 
     def planned(
-        self, *, encoder_replicas: tuple[int, ...], training: bool, in_front: int, consumes: bool
+        self,
+        *,
+        encoder_replicas: tuple[tuple[int, ...], ...],
+        training: bool,
+        in_front: int,
+        consumes: bool,
     ) -> StepPlan:
         """Of a step; ``in_front`` are the forwards behind which the last stage takes gradients."""
         pieces, stage = max(1, len(self.made)), self.stage

@@ -14,6 +14,7 @@ from parity.mutations import FAULTS
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.placement import Piece, one_apart
@@ -84,7 +85,7 @@ def spec_of(case: Case, units: list[list[np.ndarray]]) -> ExchangeSpec:
     row_tokens = tuple(tuple(map(len, each)) for each in units)
     return ExchangeSpec(
         tokens=tuple(map(sum, row_tokens)),
-        encoder_replicas=(0,) * len(units),
+        shares=((Share(encoder_replica=0),),) * len(units),
         width=WIDTH,
         dtype=torch.float32,
         shards=shards,

@@ -1,12 +1,14 @@
 """Rows on their way: every one comes, to the right rank and place, and no other is sent."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero import exchange as exchange_module
 from loongplug.hetero.exchange import Exchange, ExchangeSpec
 from loongplug.hetero.placement import Edge, all_ranks_dp, first_stage_dp
@@ -29,17 +31,34 @@ def made_up(place: random.Random, groups: int, *, consumers: int, split: bool) -
     """Any number of units of any size; those without rows are many."""
     number = place.choice([0, 1, 2, groups, groups + 1, 2 * groups + 1])
     tokens = tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number))
-    shards = tuple(shards_of(place, each, consumers) for each in tokens) if split else None
+    shards = tuple(sequence_of(place, each, consumers) for each in tokens) if split else None
     return ExchangeSpec(
         tokens=tokens,
-        encoder_replicas=tuple(place.randrange(groups) for _ in range(number)),
+        shares=tuple(shares_of(place, each, groups) for each in tokens),
         width=WIDTH,
         dtype=torch.float32,
         shards=shards,
     )
 
 
-def shards_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, ...]:
+def shares_of(place: random.Random, tokens: int, groups: int) -> tuple[Share, ...]:
+    """One replica has all, or several have media of the unit, not always neighbours."""
+    owners = place.sample(range(groups), place.randint(1, groups))
+    if len(owners) == 1:
+        return (Share(encoder_replica=owners[0]),)
+    cuts = sorted(place.randint(0, tokens) for _ in range(2 * len(owners)))
+    media = [slice(first, behind) for first, behind in pairwise([0, *cuts, tokens])]
+    return tuple(
+        Share(
+            encoder_replica=owner,
+            media=tuple(range(len(media))[number :: len(owners)]),
+            rows=tuple(media[number :: len(owners)]),
+        )
+        for number, owner in enumerate(owners)
+    )
+
+
+def sequence_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, ...]:
     """Two rows of a microbatch, each cut among the consumers, some of which get nothing."""
     shards: list[list[slice]] = [[] for _ in range(consumers)]
     for start, stop in ((0, tokens // 2), (tokens // 2, tokens)):
@@ -48,6 +67,15 @@ def shards_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, 
         for shard, first, behind in zip(shards, edges, edges[1:], strict=False):
             shard += [slice(first, behind)] if behind > first else []
     return tuple(tuple(shard) for shard in shards)
+
+
+def rows_of(units: ExchangeSpec, unit: int, replica: int) -> torch.Tensor | None:
+    """The rows of a unit that a replica encodes, [rows, WIDTH]; None for no share."""
+    whole = payload(unit, units.tokens[unit])
+    for share in units.shares[unit]:
+        if share.encoder_replica == replica:
+            return whole if share.rows is None else torch.cat([whole[each] for each in share.rows])
+    return None
 
 
 def needed_of(units: ExchangeSpec, unit: int, consumer: int) -> torch.Tensor:
@@ -80,12 +108,12 @@ def there_and_back(
     needed = 0
     for _ in range(ROUNDS):
         units = made_up(chance, len(edge.replicas), consumers=len(edge.consumers), split=split)
-        owned = [
-            n
-            for n, encoder_replica in enumerate(units.encoder_replicas)
-            if rank in edge.replicas[encoder_replica]
-        ]
-        mine = {unit: payload(unit, units.tokens[unit]).requires_grad_() for unit in owned}
+        replica = edge.replica_of(rank)
+        mine = {}
+        for unit in range(len(units.tokens)):
+            rows = None if replica is None else rows_of(units, unit, replica)
+            if rows is not None:
+                mine[unit] = rows.requires_grad_()
         arrived = exchange.gather_variable_shape_embeddings(mine, units)
         assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
         for unit, rows in arrived.items():
@@ -95,9 +123,9 @@ def there_and_back(
         gradients = exchange.scatter_variable_shape_embeddings(
             {unit: -rows for unit, rows in arrived.items()}, units
         )
-        assert sorted(gradients) == owned
+        assert gradients.keys() == mine.keys()
         for unit, rows in gradients.items():
-            assert torch.equal(rows, -payload(unit, units.tokens[unit])), unit
+            assert torch.equal(rows, -mine[unit]), unit
         needed += received_by(units, edge, rank)
     recorder.close()
     assert len(events) == 2 * ROUNDS
@@ -108,18 +136,21 @@ def there_and_back(
 def received_by(units: ExchangeSpec, edge: Edge, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
     consumer = edge.consumers.index(rank) if rank in edge.consumers else None
+    replica = edge.replica_of(rank)
     rows = 0
-    for unit, (tokens, encoder_replica) in enumerate(
-        zip(units.tokens, units.encoder_replicas, strict=True)
-    ):
-        here = 0 if consumer is None else len(needed_of(units, unit, consumer))
-        if rank not in edge.replicas[encoder_replica]:
-            rows += here  # features
-        elif units.shards is not None:
-            rows += tokens - here  # gradients, all but those of its own part of the sequence
-        elif consumer is None:
-            rows += tokens
+    for unit in range(len(units.tokens)):
+        needed = set() if consumer is None else firsts(needed_of(units, unit, consumer))
+        encoded = None if replica is None else rows_of(units, unit, replica)
+        own = set() if encoded is None else firsts(encoded)
+        rows += len(needed - own)  # features
+        # Gradients, all but those of its own part of the sequence.
+        rows += len(own - needed)
     return rows * units.width * units.dtype.itemsize
+
+
+def firsts(rows: torch.Tensor) -> set[float]:
+    """What tells them apart."""
+    return set(rows[:, 0].tolist())
 
 
 CASES = {

@@ -113,7 +113,7 @@ def test_the_table_says_whether_encoders_work_outside_of_the_schedule(
     mode, replicas = MODES[name], 4
     for replica in range(replicas):
         step = EncoderStep(
-            encoder_replicas=tuple(number % replicas for number in range(count)),
+            encoder_replicas=tuple((number % replicas,) for number in range(count)),
             replicas=replicas,
             replica=replica,
             consumes=True,

@@ -13,6 +13,7 @@ from placed import ENCODER
 from ranks import run_ranks
 from streamed_steps import even, steps
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero.exchange import ExchangeSpec, taken
 from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
 from loongplug.hetero.pipeline_clock import DecoderPass, EncoderPlan, Step
@@ -196,7 +197,7 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
     owners = owners_of(plan)
     pieces = ExchangeSpec(
         tokens=tuple(range(1, len(step.names) + 1)),
-        encoder_replicas=tuple(owners[name] for name in step.names),
+        shares=tuple((Share(encoder_replica=owners[name]),) for name in step.names),
         width=1,
         dtype=torch.float32,
     )
@@ -268,7 +269,9 @@ def test_a_device_with_one_queue_hangs(window: int) -> None:
 @pytest.mark.quick
 def test_a_piece_out_of_turn_is_refused() -> None:
     edge = Edge(replicas=((0,), (1,)), consumers=(0,))
-    pieces = ExchangeSpec(tokens=(1, 1), encoder_replicas=(1, 1), width=1, dtype=torch.float32)
+    pieces = ExchangeSpec(
+        tokens=(1, 1), shares=((Share(encoder_replica=1),),) * 2, width=1, dtype=torch.float32
+    )
     wires = Wires()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
@@ -310,7 +313,7 @@ def there_and_back(rank: int, *, split: bool, trains: bool) -> int:
     edges = PieceEdges(edge, groups, window=2, device=torch.device("cpu"))
     pieces = ExchangeSpec(
         tokens=TOKENS,
-        encoder_replicas=OWNERS,
+        shares=tuple((Share(encoder_replica=each),) for each in OWNERS),
         width=WIDTH,
         dtype=torch.float32,
         shards=SHARDS if split else None,

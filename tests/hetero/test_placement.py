@@ -115,8 +115,8 @@ def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
     factor = placement.gradient_factor(NAME)
     for edge in placement.edges(NAME):
         assigned = Assignment(replicas=len(edge.replicas))
-        for replica in assigned.of(range(units), [()] * units):
-            encoding = edge.replicas[replica]
+        for (share,) in assigned.of(range(units), [()] * units, step=units):
+            encoding = edge.replicas[share.encoder_replica]
             copies = {tuple(layout.group("tp", rank)) for rank in encoding}
             assert set(encoding) == {rank for copy in copies for rank in copy}
             assert len(copies) * factor == 1.0

@@ -83,14 +83,14 @@ class Walk:
                 assert self.here(Kept.STATE)
                 if movable:
                     self.movable.add(unit)
-                assert unit is None or step.encoder_replicas[unit] == step.replica
+                assert unit is None or step.replica in step.encoder_replicas[unit]
                 assert unit not in self.encoded
                 self.encoded.append(unit)
                 self.payloads.add(unit)
                 self.own |= {unit} & {None}  # nobody has a gradient for it
             case GatherFeatures(units=units, to_host=to_host):
                 self.collectives.append(operation)
-                own = {unit for unit in units if step.encoder_replicas[unit] == step.replica}
+                own = {unit for unit in units if step.replica in step.encoder_replicas[unit]}
                 assert own <= self.payloads, "a unit is sent that was not encoded"
                 self.payloads -= own
                 if step.consumes and to_host:
@@ -193,10 +193,14 @@ def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipel
     count = draw(st.integers(1, 6))
     if chunks > 1:
         count = stages * draw(st.integers(1, 3))
+    some = st.lists(st.integers(0, replicas - 1), min_size=1, unique=True).map(tuple)
     if everywhere:
-        encoder_replicas = tuple(draw(st.integers(0, replicas - 1)) for _ in range(count))
+        encoder_replicas = tuple(draw(some) for _ in range(count))
     else:
-        encoder_replicas = tuple(number % replicas for number in range(count))
+        # What is left at the end may be shared.
+        left = count % replicas
+        in_turn = tuple((number % replicas,) for number in range(count - left))
+        encoder_replicas = (*in_turn, *(draw(some) for _ in range(left)))
     training = draw(st.booleans())
     trains = training and draw(st.booleans())
     on_host = frozenset(draw(st.sets(st.sampled_from(MOVABLE)))) if everywhere else frozenset()
@@ -244,7 +248,7 @@ def steps_apart(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
     made = draw(st.integers(0, 3))  # pieces of each microbatch; 0: no sample is this replica's
     training = draw(st.booleans())
     decoding = EncoderStep(
-        encoder_replicas=(0,) * count,
+        encoder_replicas=((0,),) * count,
         replicas=1,
         replica=None,
         consumes=False,
@@ -254,7 +258,7 @@ def steps_apart(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
         warmup=draw(st.integers(1, 4)),
     )
     encoding = replace(
-        decoding, encoder_replicas=(0,) * (count * made), replica=0, pieces=max(made, 1)
+        decoding, encoder_replicas=((0,),) * (count * made), replica=0, pieces=max(made, 1)
     )
     found = [(encoding, Pipeline(stages=1, stage=0, chunks=1, group=1))]
     for stage in range(stages):
@@ -298,7 +302,7 @@ def told(plan: StepPlan) -> list[str]:
 
 
 ENCODES = EncoderStep(
-    encoder_replicas=(0,) * 6,
+    encoder_replicas=((0,),) * 6,
     replicas=1,
     replica=0,
     consumes=False,
@@ -332,7 +336,12 @@ def test_an_encoder_apart_that_has_nothing_to_learn_or_to_encode() -> None:
 def test_a_decoder_whose_encoder_lies_apart() -> None:
     """Features come before a forward, and go back as gradients within its backward."""
     step = replace(
-        ENCODES, encoder_replicas=(0, 0), replica=None, consumes=True, pieces=1, last_stage=True
+        ENCODES,
+        encoder_replicas=((0,), (0,)),
+        replica=None,
+        consumes=True,
+        pieces=1,
+        last_stage=True,
     )
     alone = [range(unit, unit + 1) for unit in (0, 1)]
     taken = {
@@ -375,7 +384,7 @@ def test_a_plan_that_lacks_any_operation_is_found(data: st.DataObject) -> None:
 
 def test_inline_is_of_the_stages_that_consume() -> None:
     step = EncoderStep(
-        encoder_replicas=(0, 0),
+        encoder_replicas=((0,), (0,)),
         replicas=1,
         replica=0,
         consumes=True,

@@ -16,11 +16,16 @@ FEW = settings(max_examples=30, deadline=None)
 
 @st.composite
 def routed(draw):
-    """An edge, and encoder_replicas of some units."""
+    """An edge, and of some units the replicas that have shares."""
     placement, _, rank = draw(placements())
     edge = placement.edge(ENCODER.name, rank=rank)
     encoder_replica = st.integers(0, len(edge.replicas) - 1)
-    return edge, tuple(draw(st.lists(encoder_replica, max_size=9)))
+    several = st.lists(encoder_replica, min_size=1, max_size=3, unique=True).map(tuple)
+    return edge, tuple(draw(st.lists(several, max_size=9)))
+
+
+def shares(encoder_replicas):
+    return [(unit, each) for unit, several in enumerate(encoder_replicas) for each in several]
 
 
 @FEW
@@ -28,9 +33,10 @@ def routed(draw):
 def test_every_consumer_gets_every_unit_once(made):
     edge, encoder_replicas = made
     transfers = feature_transfers(edge, encoder_replicas)
-    expected = [(unit, rank) for unit in range(len(encoder_replicas)) for rank in edge.consumers]
-    assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
-    assert all(each.source in edge.replicas[encoder_replicas[each.unit]] for each in transfers)
+    expected = [(*share, rank) for share in shares(encoder_replicas) for rank in edge.consumers]
+    found = [(each.unit, each.encoder_replica, each.target) for each in transfers]
+    assert sorted(found) == sorted(expected)
+    assert all(each.source in edge.replicas[each.encoder_replica] for each in transfers)
 
 
 @FEW
@@ -39,11 +45,12 @@ def test_every_rank_of_the_owning_group_gets_the_gradient_once(made):
     edge, encoder_replicas = made
     transfers = gradient_transfers(edge, encoder_replicas)
     expected = [
-        (unit, rank)
-        for unit, encoder_replica in enumerate(encoder_replicas)
+        (unit, encoder_replica, rank)
+        for unit, encoder_replica in shares(encoder_replicas)
         for rank in edge.replicas[encoder_replica]
     ]
-    assert sorted((each.unit, each.target) for each in transfers) == sorted(expected)
+    found = [(each.unit, each.encoder_replica, each.target) for each in transfers]
+    assert sorted(found) == sorted(expected)
     assert all(each.source in edge.consumers for each in transfers)
 
 
@@ -52,7 +59,7 @@ def test_every_rank_of_the_owning_group_gets_the_gradient_once(made):
 def test_a_rank_that_has_it_sends_to_itself(made):
     edge, encoder_replicas = made
     for each in feature_transfers(edge, encoder_replicas):
-        has = each.target in edge.replicas[encoder_replicas[each.unit]]
+        has = each.target in edge.replicas[each.encoder_replica]
         assert (each.source == each.target) == has
     for each in gradient_transfers(edge, encoder_replicas):
         assert (each.source == each.target) == (each.target in edge.consumers)
@@ -64,11 +71,13 @@ def test_the_ranks_of_a_group_share_the_sending(made):
     """Of one unit, no rank of the owning group serves more than one other rank above another."""
     edge, encoder_replicas = made
     transfers = feature_transfers(edge, encoder_replicas)
-    for unit, encoder_replica in enumerate(encoder_replicas):
-        replica = edge.replicas[encoder_replica]
+    for share in shares(encoder_replicas):
+        replica = edge.replicas[share[1]]
         if set(replica) & set(edge.consumers):
             continue
-        sent = Counter(each.source for each in transfers if each.unit == unit)
+        sent = Counter(
+            each.source for each in transfers if (each.unit, each.encoder_replica) == share
+        )
         counts = [sent[rank] for rank in replica]
         assert max(counts) - min(counts) <= 1
 
@@ -80,7 +89,7 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     a round."""
     placement, decoder, rank = made
     edge = placement.edge(ENCODER.name, rank=rank)
-    encoder_replicas = tuple(range(len(edge.replicas))) * rounds
+    encoder_replicas = [(each,) for each in range(len(edge.replicas))] * rounds
     sent = Counter(
         each.source
         for each in gradient_transfers(edge, encoder_replicas)
@@ -100,12 +109,13 @@ def test_split_sequences_take_each_consumers_rows_there_and_back(made):
     back = gradient_transfers(edge, encoder_replicas, sharded=True)
     assert all(edge.consumers[each.shard] == each.source for each in back)
     expected = [
-        (unit, rank, shard)
-        for unit, encoder_replica in enumerate(encoder_replicas)
+        (unit, encoder_replica, rank, shard)
+        for unit, encoder_replica in shares(encoder_replicas)
         for rank in edge.replicas[encoder_replica]
         for shard in range(len(edge.consumers))
     ]
-    assert sorted((each.unit, each.target, each.shard) for each in back) == sorted(expected)
+    found = [(each.unit, each.encoder_replica, each.target, each.shard) for each in back]
+    assert sorted(found) == sorted(expected)
 
 
 @FEW
@@ -122,6 +132,6 @@ def test_whatever_the_replicas_the_consumers_share_the_gradients(made, encoder_r
     if not later:
         return
     encoder_replica = later[encoder_replica % len(later)]
-    sent = Counter(each.source for each in gradient_transfers(edge, (encoder_replica,) * units))
+    sent = Counter(each.source for each in gradient_transfers(edge, ((encoder_replica,),) * units))
     counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= 1

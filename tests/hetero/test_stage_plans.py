@@ -32,7 +32,7 @@ def step_of(
 ) -> EncoderStep:
     """Of a stage, where the stages' own parameters train or not."""
     return EncoderStep(
-        encoder_replicas=(0,) * units,
+        encoder_replicas=((0,),) * units,
         replicas=1,
         replica=0,
         consumes=False,

@@ -19,7 +19,7 @@ from image_units import ENCODER, media_of, unit_of
 from megatron.core.pipeline_parallel.utils import set_streams
 from ranks import run_ranks
 
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import Microbatch, Share
 from loongplug.estimate.estimator import parsed_for
 from loongplug.estimate.ranks import EstimatedRank, as_rank
 from loongplug.estimate.stand_ins import answers, spread_tokens_evenly
@@ -81,6 +81,7 @@ def data_of(args: Any, model: Any) -> Batch:
 def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbatch]:
     """As a rank's loader gives them: the pixels of the units that it encodes are on the device."""
     data, size = data_of(args, model), args.micro_batch_size
+    replicas = len(here.engine.encoders[ENCODER].place.edge.replicas)
     made = []
     for number in range(2):
         found = data.microbatch(number * size, size)
@@ -88,7 +89,7 @@ def microbatches_of(here: EstimatedRank, args: Any, model: Any) -> list[Microbat
         unit = replace(
             unit_of(found),
             media=replace(media, rows=to_device(media.rows, META)),
-            encoder_replica=number % len(here.engine.encoders[ENCODER].place.edge.replicas),
+            shares=(Share(encoder_replica=number % replicas),),
         )
         made.append(replace(found, units={ENCODER: unit}, number=number))
     return made

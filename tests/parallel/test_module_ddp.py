@@ -131,6 +131,29 @@ def test_a_part_that_runs_apart_is_left_to_itself():
     assert [forced for _, _, forced in found] == [[True, True]] * 2 + [[True]] * 2
 
 
+def nested(rank: int) -> list[list[bool]]:
+    """Whether gradients would be reduced: before, within and behind; and the same of one within."""
+    with adopted(tp=2, pp=2):
+        part = wrapped(rank, overlap=True).parts["text_decoder"]
+
+        def reduced() -> bool:
+            (group,) = part.bucket_groups
+            last: bool = group.is_last_microbatch
+            return last
+
+        alone, within = [reduced()], []
+        with part.no_sync():
+            alone.append(reduced())
+            with part.no_sync():
+                within.append(reduced())
+            within.append(reduced())
+        return [[*alone, reduced()], within]
+
+
+def test_backwards_that_are_not_the_last_leave_what_they_are_within() -> None:
+    assert run_ranks(nested, 4) == [[[True, False, True], [False, False]]] * 4
+
+
 def chain_of(ddp: ModuleDataParallel, **settings: Any) -> OptimizerPerModule:
     """The optimizers of a chunk, with the encoder's gradients 3 and the decoder's rank + 1."""
     config = OptimizerConfig(optimizer="adam", lr=0.1, **settings)

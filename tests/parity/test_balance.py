@@ -8,6 +8,8 @@ import pytest
 from image_units import ENCODER, media_batch
 from ranks import run_ranks
 
+from loongplug.data.microbatch import Share
+from loongplug.data.source import Assignment
 from loongplug.data.text_stream import padded_texts
 from loongplug.data.workers import IN_PROCESS
 from loongplug.hetero.modes import balance_of
@@ -23,11 +25,11 @@ MODELS = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
 
 def all_owners(
     rank: int, *, cells: list[Cell], flags: list[list[str]]
-) -> list[list[tuple[int, ...]]]:
+) -> list[list[tuple[tuple[Share, ...], ...]]]:
     return [owners(cell, argv) for cell, argv in zip(cells, flags, strict=True)]
 
 
-def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
+def owners(cell: Cell, flags: list[str]) -> list[tuple[tuple[Share, ...], ...]]:
     """The owners of the units of each step, of all replicas of the decoder."""
     os.environ["WORLD_SIZE"] = str(cell.ranks)
     parsed = parse_arguments(flags)
@@ -35,7 +37,6 @@ def owners(cell: Cell, flags: list[str]) -> list[tuple[int, ...]]:
         parsed.args, parsed.model, engine=engine_of(parsed.args, parsed.model)
     )
     balance = balance_of(parsed.args, parsed.model.encoder(ENCODER))
-    assert balance is not None
     planned = []
     for replica in range(cell.dp):
         texts = padded_texts(
@@ -94,9 +95,13 @@ def test_owners_of_balanced_cells_are_not_in_turn(matrix, model):
     flags = [[*matrix.base(cell), *cell.flags()] for cell in plain]
     (found,) = run_ranks(all_owners, 1, cells=plain, flags=flags)
     for cell, planned in zip(plain, found, strict=True):
-        in_turn = tuple(unit % cell.encoder_replicas for unit in range(cell.microbatches))
+        in_turn = Assignment(replicas=cell.encoder_replicas).of(
+            range(cell.microbatches),
+            [()] * cell.microbatches,
+            step=cell.microbatches,
+        )
         assert len(planned) == STEPS * cell.dp
-        assert any(tuple(each) != in_turn for each in planned), (cell.name, planned)
+        assert any(list(each) != in_turn for each in planned), (cell.name, planned)
 
 
 @pytest.mark.parametrize("model", MODELS)

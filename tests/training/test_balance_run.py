@@ -13,9 +13,10 @@ from ranks import run_ranks
 
 from loongplug.data import source
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.microbatch import Share
 from loongplug.data.source import PlannedUnit
 from loongplug.data.units import MediaBatch
-from loongplug.hetero.balance import Balance, EncoderWork
+from loongplug.hetero.balance import Balance
 from loongplug.training.config import compose_model
 from loongplug.training.delivery import ReplicaDelivery
 from loongplug.training.run import run
@@ -42,7 +43,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
     """A run's losses, and by loader what it decoded, its units and who encodes them, in order."""
     loaders: list[MicrobatchLoader] = []
     units: list[list[MediaBatch]] = []
-    encoder_replicas: list[list[int]] = []
+    shares: list[list[tuple[Share, ...]]] = []
     original, deliver = MicrobatchLoader.__next__, ReplicaDelivery.__call__
     seen: list[MediaBatch] = []
 
@@ -50,10 +51,10 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         if self not in loaders:
             loaders.append(self)
             units.append([])
-            encoder_replicas.append([])
+            shares.append([])
         microbatch = original(self)
         units[loaders.index(self)].append(seen.pop())
-        encoder_replicas[loaders.index(self)].append(unit_of(microbatch).encoder_replica)
+        shares[loaders.index(self)].append(unit_of(microbatch).shares)
         return microbatch
 
     def delivered(self: Any, planned: PlannedUnit) -> Any:
@@ -69,7 +70,7 @@ def observed(rank: int, *, flags: list[str]) -> dict[str, Any]:
         "losses": losses,
         "decoded": [each.source.decoded for each in loaders],
         "units": units,
-        "encoder_replicas": encoder_replicas,
+        "shares": shares,
     }
 
 
@@ -81,25 +82,28 @@ def steps(units: Sequence[Any]) -> list[Sequence[Any]]:
     return [units[start : start + STEP] for start in range(0, len(units), STEP)]
 
 
+def whole(encoder_replica: int) -> tuple[Share, ...]:
+    """A unit that is not cut."""
+    return (Share(encoder_replica=encoder_replica),)
+
+
 def require_plan(found: list[dict[str, Any]]) -> None:
     """Every rank knows the plan of each step, and decodes what it gives to the rank."""
-    balance = Balance(
-        work=EncoderWork.of(compose_model(model_name="qwen3_vl_tiny").config.image_encoder),
-        threshold=0.0,
-    )
+    encoder = compose_model(model_name="qwen3_vl_tiny").config.image_encoder
+    balance = Balance.of(encoder, threshold=0.0)
     for number, units in enumerate(found[0]["units"]):
         planned = [
-            encoder_replica
+            shares
             for step in steps(units)
-            for encoder_replica in balance.assign(
-                [unit.grids for unit in step], replicas=len(found)
-            )
+            for shares in balance.assign([unit.grids for unit in step], replicas=len(found))
         ]
-        assert planned != [unit.index % STEP % len(found) for unit in units]
-        assert all(each["encoder_replicas"][number] == planned for each in found)
+        assert planned != [whole(unit.index % STEP % len(found)) for unit in units]
+        assert all(each["shares"][number] == planned for each in found)
         images: Counter[int] = Counter()
-        for unit, encoder_replica in zip(units, planned, strict=True):
-            images[encoder_replica] += len({str(medium) for medium in unit.media})
+        for unit, shares in zip(units, planned, strict=True):
+            for share in shares:
+                media = unit.part(share.media).media
+                images[share.encoder_replica] += len({str(medium) for medium in media})
         assert [each["decoded"][number] for each in found] == [
             images[rank] for rank in range(len(found))
         ]
@@ -115,7 +119,7 @@ def require_plan(found: list[dict[str, Any]]) -> None:
 )
 def test_owners_are_planned_and_the_losses_stay(separated, layout, ranks, more):
     in_turn = observe(separated, *layout, ranks=ranks)
-    assert in_turn[0]["encoder_replicas"][0][:STEP] == [unit % ranks for unit in range(STEP)]
+    assert in_turn[0]["shares"][0][:STEP] == [whole(unit % ranks) for unit in range(STEP)]
     found = observe(separated, *layout, *BALANCED, *more, ranks=ranks)
     require_plan(found)
     torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)
@@ -134,7 +138,7 @@ def test_evaluation_is_balanced_and_a_resumed_run_plans_the_same_steps(separated
     assert len(whole[0]["units"]) == 2
     resumes = ("--load", str(tmp_path), "--ckpt-step", "2")
     resumed = observe(separated, *PP2, *BALANCED, *resumes, ranks=2)
-    assert resumed[0]["encoder_replicas"][0] == whole[0]["encoder_replicas"][0][2 * STEP :]
+    assert resumed[0]["shares"][0] == whole[0]["shares"][0][2 * STEP :]
     require_plan(resumed)
     assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"][2:], rel=2e-5)
 
@@ -159,8 +163,8 @@ def test_packs_with_samples_whose_pixels_are_bad(separated, demo, tmp_path):
     assert bad == {"pixels": sum("-cut.png" in medium for medium in media)}
     assert bad["pixels"] > 2
     found = observe(separated, *PP2, *BALANCED, *more, ranks=2)
-    assert set(found[0]["encoder_replicas"][0]) == {0, 1}
-    assert all(each["encoder_replicas"] == found[0]["encoder_replicas"] for each in found)
-    assert found[0]["encoder_replicas"] != in_turn[0]["encoder_replicas"]
+    assert set(found[0]["shares"][0]) >= {whole(0), whole(1)}
+    assert all(each["shares"] == found[0]["shares"] for each in found)
+    assert found[0]["shares"] != in_turn[0]["shares"]
     assert json.loads(metrics.read_text())["bad_samples"] == bad
     torch.testing.assert_close(found[0]["losses"], in_turn[0]["losses"], rtol=2e-5, atol=0)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from image_units import planned_whole
 from ranks import run_ranks
 
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.conversation import Medium
-from loongplug.data.source import PlannedMicrobatch, PlannedUnit
+from loongplug.data.microbatch import MediaInput, Share
+from loongplug.data.source import PlannedMicrobatch, PlannedShare, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.training.delivery import (
     LoadedElsewhere,
@@ -61,8 +63,8 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
             )
 
         nothing: tuple[Medium, ...] = tuple(object() for _ in media)  # type: ignore[misc]
-        return PlannedUnit(
-            media=MediaBatch(
+        return planned_whole(
+            MediaBatch(
                 index=index,
                 encoder=encoder,
                 media=nothing,
@@ -70,8 +72,8 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
                 samples=tuple(sample for _, sample in media),
                 where=("rows.jsonl:1",) * len(media),
             ),
-            encoder_replica=replica,
-            load=load if replica in loaded_replicas(replicas, rank=rank) else None,
+            load if replica in loaded_replicas(replicas, rank=rank) else None,
+            replica=replica,
         )
 
     return PlannedMicrobatch(
@@ -79,7 +81,7 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
     )
 
 
-def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, torch.Tensor], set[int]]]:
+def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, MediaInput], set[int]]]:
     everyone, pair = dist.group.WORLD, dist.new_group([0, 1])
     alone = [dist.new_group([each]) for each in range(3)][rank]
     groups = {"eyes": alone, "ears": pair if rank < 2 else None}
@@ -103,13 +105,13 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, torch.Tensor], s
 @pytest.mark.parametrize("news", [True, False])
 def test_each_rank_has_the_rows_that_it_encodes_and_all_know_of_bad_samples(news: bool) -> None:
     for rank, microbatches in enumerate(run_ranks(delivered, 3, news=news)):
-        for index, (rows, bad) in enumerate(microbatches):
+        for index, (media, bad) in enumerate(microbatches):
             encodes = {
                 name: rank in replicas[index % len(replicas)] for name, replicas in REPLICAS.items()
             }
-            assert rows.keys() == {name for name, here in encodes.items() if here}
-            for name, found in rows.items():
-                assert torch.equal(found, rows_of(index, name))
+            assert media.keys() == {name for name, here in encodes.items() if here}
+            for name, found in media.items():
+                assert torch.equal(found.rows, rows_of(index, name))
             knows = {
                 name
                 for name, replicas in REPLICAS.items()
@@ -142,7 +144,7 @@ def unit_of_samples(index: int, samples: list[int], *, bad: set[int], loads: boo
         samples=tuple(samples),
         where=("rows.jsonl:1",) * len(samples),
     )
-    return PlannedUnit(media=media, encoder_replica=0, load=load if loads else None)
+    return planned_whole(media, load if loads else None)
 
 
 def told_apart(rank: int) -> list[set[int]]:
@@ -174,3 +176,50 @@ def test_all_that_decode_hear_of_bad_samples_from_encoders_on_ranks_of_their_own
         assert found[2][index] == found[3][index] == bad
         for rank, own in PIECES:
             assert found[rank][index] == bad & {*own}
+
+
+# A unit of three media of one row each, of three samples; ranks 0 and 2 encode it.
+SHARES = (Share(encoder_replica=2, media=(0, 2)), Share(encoder_replica=0, media=(1,)))
+
+
+def delivered_shares(rank: int) -> tuple[torch.Tensor | None, list[list[int]], set[int]]:
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    alone = [dist.new_group([each]) for each in range(3)][rank]
+    whole = unit_of_samples(0, [0, 1, 2], bad=set(), loads=False).media
+
+    def planned(share: Share) -> PlannedShare:
+        media = whole.part(share.media)
+
+        def load() -> LoadedUnit:
+            sample = BadSample(kind="pixels", message="of noise")
+            rows = torch.tensor(share.media).unsqueeze(1) + 10.0
+            bad = dict.fromkeys({1, 2} & {*media.samples}, sample)
+            return LoadedUnit(index=0, encoder="eyes", rows=rows, bad=bad, decoded=1)
+
+        return PlannedShare(
+            share=share, media=media, load=load if share.encoder_replica == rank else None
+        )
+
+    delivery = ReplicaDelivery(
+        [(0,), (1,), (2,)],
+        alone,
+        row_values=1,
+        device=torch.device("cpu"),
+        news=News(group=everyone, hearers=range(3), channel=1, recent=2),
+    )
+    media, bad = delivery(PlannedUnit(media=whole, shares=tuple(map(planned, SHARES))))
+    dist.barrier()
+    return (None, [], bad) if media is None else (media.rows, media.grids.tolist(), bad)
+
+
+def test_each_rank_has_its_share_of_a_unit_and_all_know_of_bad_samples_in_any() -> None:
+    found = run_ranks(delivered_shares, 3)
+    for replica, numbers in ((0, [1]), (1, None), (2, [0, 2])):
+        rows, grids, bad = found[replica]
+        assert bad == {1, 2}
+        if numbers is None:
+            assert rows is None
+            continue
+        assert rows.flatten().tolist() == [10.0 + number for number in numbers]
+        assert grids == [[1, 1, 1]] * len(numbers)

@@ -169,8 +169,14 @@ def test_a_fault_shows(compared, mode, mutation, loss_differs):
     assert abs(norm / expected_norm - 1) > 1e-4
 
 
-def test_a_rank_without_units_that_skips_its_encoder_shows(compared):
+def test_a_rank_without_units_that_skips_its_encoder_shows(compared, demo, tmp_path):
+    """With one microbatch, of text alone, to a step: images would be shared."""
     flags, _ = compared
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    text = [row for row in rows if '"image"' not in row and '"video"' not in row]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(text))
     one_unit = (*FULL, "--micro-batch-size", "8", "--overlap-grad-reduce", "--train-iters", "2")
+    one_unit += ("--train-data-path", str(data))
     with pytest.raises(RankError, match=r"(?s)Communication call has not been issued"):
         run_ranks(mutated, 2, flags=[*flags, *one_unit], mutation=no_padding, timeout=120.0)

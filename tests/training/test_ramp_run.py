@@ -103,10 +103,10 @@ def planned(rank: int, *, flags: list[str], of_steps: Path) -> Steps:
     asked: dict[int, list[list[int]]] = {}
     loaders: list[LocalSource] = []
 
-    def of(self: Assignment, numbers: range, media: Any) -> Any:
+    def of(self: Assignment, numbers: range, media: Any, *, step: int) -> Any:
         source = loaders[-1]
         asked.setdefault(id(source), []).append([*range(source._index, source._index + len(media))])
-        return original(self, numbers, media)
+        return original(self, numbers, media, step=step)
 
     def planning(self: LocalSource) -> None:
         loaders.append(self)
