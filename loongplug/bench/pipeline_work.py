@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite, lcm
 from typing import Any, Final
 
-from loongplug.hetero.modes import FULL_HETERO_DP, NAMED, Mode, mode_of
+from loongplug.hetero.modes import NAMED, Mode, mode_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_clock import PieceCost, Step, decoder_passes, simulate
 from loongplug.hetero.streaming import streamed
@@ -127,10 +127,8 @@ class Case:
 
     def mode_of(self, encoder: PacedEncoder) -> Mode:
         """The product's, for one of the case's encoders."""
-        if self.streams:
-            return FULL_HETERO_DP
         if not self.apart:
-            return NAMED[self.mode]
+            return NAMED["full_hetero_dp" if self.streams else self.mode]
         before = self.encoders[: self.encoders.index(encoder)]
         offset = self.decoder.world_size + sum((each.tp or 1) * each.replicas for each in before)
         yaml: Any = Namespace(

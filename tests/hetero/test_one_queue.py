@@ -54,7 +54,7 @@ class Ranks:
         self._pieces = placement.pieces(ENCODER.name, micro_batch_size=1)
         self._units = ExchangeSpec(
             tokens=(1,) * microbatches,
-            encoder_replicas=(0,) * microbatches,
+            encoder_replicas=((0,),) * microbatches,
             width=1,
             dtype=ROW.dtype,
             row_tokens=((1,),) * microbatches,
@@ -151,7 +151,7 @@ class Ranks:
             stage=stage,
         )
         return EncoderStep(
-            encoder_replicas=(0,) * self._microbatches,
+            encoder_replicas=((0,),) * self._microbatches,
             replicas=1,
             replica=0,
             consumes=False,

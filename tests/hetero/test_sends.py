@@ -12,6 +12,7 @@ import torch.distributed as dist
 from placed import ENCODER
 from ranks import run_ranks
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.placement import one_apart
@@ -106,7 +107,7 @@ def alive() -> Iterator[list[int]]:
 def units() -> ExchangeSpec:
     return ExchangeSpec(
         tokens=(ROWS,) * MICROBATCHES,
-        encoder_replicas=(0,) * MICROBATCHES,
+        shares=((Share(encoder_replica=0),),) * MICROBATCHES,
         width=WIDTH,
         dtype=torch.float32,
         shards=None,
