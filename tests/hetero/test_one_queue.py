@@ -8,6 +8,7 @@ from one_queue import Queue, finish
 from placed import ENCODER
 from simulated import calls
 
+from loongplug.data.microbatch import Share
 from loongplug.hetero import edge, stage_links
 from loongplug.hetero.edge import WINDOW, Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
@@ -54,7 +55,7 @@ class Ranks:
         self._pieces = placement.pieces(ENCODER.name, micro_batch_size=1)
         self._units = ExchangeSpec(
             tokens=(1,) * microbatches,
-            encoder_replicas=((0,),) * microbatches,
+            shares=((Share(encoder_replica=0),),) * microbatches,
             width=1,
             dtype=ROW.dtype,
             row_tokens=((1,),) * microbatches,
