@@ -47,8 +47,9 @@ class Cell:
 
     @property
     def layers(self) -> int:
-        """Decoder layers that fill the pipeline; four where it is short."""
-        return max(4, self.pp * self.vpp)
+        """Decoder layers that fill the pipeline; at least four."""
+        chunks = self.pp * self.vpp
+        return chunks * -(-4 // chunks)
 
     @property
     def encoders(self) -> tuple[str, ...]:

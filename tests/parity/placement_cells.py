@@ -118,6 +118,8 @@ def placement_cells() -> list[PlacementCell]:
         *_experts(),
         *_options(),
         *_media(),
+        *_stages(),
+        *_media_of_stages(),
     ]
 
 
@@ -206,6 +208,38 @@ def _media() -> list[PlacementCell]:
         placed("1/1/1|1/1/2|1/1/1", model=TWO, micro_batch=2, rows="images"),
         placed("1/2/1|1/1/1|1/1/1", model=TWO, rows="sounds"),
         placed("1/1/1|1/1/1|1/1/2", model=TWO, micro_batch=2, rows="text first"),
+    ]
+
+
+def _stages() -> list[PlacementCell]:
+    """Encoders with pipeline stages, beside decoders of every kind."""
+    return [
+        placed("1/1/2|1/2/3", micro_batch=3),
+        placed("1/1/3|1/2/2", micro_batch=1),  # a sample and a half each
+        placed("1/1/1|1/2/3", micro_batch=2),  # one without samples
+        placed("1/1/4|1/2/1"),
+        placed("1/1/1|1/3/1", recompute="both"),
+        placed("1/2/1|1/2/1", tied=True, optimizer="overlapped"),
+        placed("2/2/1|2/2/1", vpp=2, sequence_parallel=True),
+        placed("1/1/1|1/2/1", trained="all but the encoder"),  # nothing comes back to a stage
+        placed("1/1/1|1/2/1", trained="the decoder"),
+        placed("1/2/1|1/2/1", model="llava_tiny"),
+        placed("1/1/1|1/2/1", model="qwen2_audio_tiny"),
+        placed("1/1/2|1/2/1", model=EXPERTS, ep=2),
+        placed("2/1/1|1/2/2", model=EXPERTS, ep=2, sequence_parallel=True, micro_batch=2),
+        placed("1/2/2|1/2/1", model=EXPERTS, ep=2, vpp=2, overlap=True),
+    ]
+
+
+def _media_of_stages() -> list[PlacementCell]:
+    """Encoders with stages that have nothing to encode, one of two or all of them."""
+    return [
+        placed("1/1/1|1/2/1", rows="text"),
+        placed("1/2/1|1/2/1", vpp=2, rows="text first", optimizer="overlapped"),
+        placed("1/3/1|1/2/1|1/1/1", model=TWO),  # figure 4(a) of the MIMO paper
+        placed("1/1/1|1/2/1|1/2/1", model=TWO, rows="images"),
+        placed("1/1/2|1/1/1|1/2/2", model=TWO, rows="sounds"),
+        placed("1/1/1|1/2/1|1/1/1", model=TWO, rows="text first"),
     ]
 
 

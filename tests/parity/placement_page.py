@@ -18,6 +18,7 @@ _GROUPS: dict[str, Callable[[PlacementCell], bool]] = {
     "other numbers of replicas": lambda cell: any(dp != cell.dp for _, _, dp in cell.own_sizes),
     "decoder with stages": lambda cell: cell.pp > 1,
     "decoder with virtual stages": lambda cell: cell.vpp > 1,
+    "encoder with stages": lambda cell: any(pp > 1 for _, pp, _ in cell.own_sizes),
     "split sequences": lambda cell: cell.sequence_parallel,
     "experts": lambda cell: "moe" in cell.model,
     "something frozen or adapted": lambda cell: cell.trained != "all",

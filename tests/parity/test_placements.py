@@ -51,6 +51,17 @@ def test_replicas_of_both_sides_are_in_the_ratios_that_were_asked_for():
     assert {cell.rows for cell in placement_cells()} == {*ROWS}
 
 
+def test_encoders_with_stages_stand_beside_what_others_do():
+    cells = [cell for cell in placement_cells() if any(pp > 1 for _, pp, _ in cell.own_sizes)]
+    ratios = {(cell.own_sizes[0][2], cell.dp) for cell in cells}
+    assert ratios >= {(3, 2), (2, 3), (3, 1), (1, 4)}
+    assert {cell.rows for cell in cells} == {*ROWS}
+    assert (
+        {"moe" in cell.model for cell in cells} == {cell.overlap for cell in cells} == {True, False}
+    )
+    assert {len(cell.encoders) for cell in cells} == {1, 2}
+
+
 def test_flags_say_where_encoders_lie_and_the_single_rank_knows_nothing_of_it():
     cell = placed("1/2/2|1/1/3|2/1/1", model=TWO, micro_batch=3, vpp=2)
     line = read_command_line(cell.flags())
@@ -114,6 +125,7 @@ def test_the_page_has_a_table_for_each_published_one_and_one_for_the_others():
         "| of table A7 | 1 | 1 | 2.0e-06 |",
         "| other numbers of replicas | 3 | 1 |",
         "| decoder with virtual stages | 1 | 0 |",
+        "| encoder with stages | 0 | 0 |",
         "| two encoders | 1 | 0 |",
         "| llava_tiny | 2/1/2 | 1/1/4 | 8 | 1 | 1 | 1 |  | none |  | plain |  "
         "| all but the decoder | whole | 2.0e-06 | 1.0e-07 | 1.0e-07 | 1.0e-08 | agrees |",

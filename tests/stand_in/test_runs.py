@@ -39,12 +39,11 @@ SWEPT = (
 )
 # An encoder whose stages have ranks of their own.
 STAGES = placed("1/1/1|1/2/1")
-# More of these: features that are told to others, and shards of them; two encoders.
+# More of these: features that are told to others, and shards of them.
 OWN_RANKS = (
     placed("2/1/1|1/1/1"),
     placed("2/1/1|1/1/2", micro_batch=2, sequence_parallel=True),
     placed("1/1/2|2/1/1", optimizer="overlapped"),
-    placed("1/2/1|1/1/1|1/1/1", model="qwen2_5_omni_tiny", vpp=2),
     placed("1/2/1|1/2/1", optimizer="distributed"),
 )
 FEW = (OVERLAP, BY_NAME[ALL_OFFLOADS], STAGES)
