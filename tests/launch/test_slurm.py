@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from loongplug.training.run import run
 
-STEPS = 24
+STEPS = 16
 BOUND = 30.0  # seconds; a collective of gloo or NCCL would wait for many minutes
 STUB = '#!/bin/sh\nprintf "%s\\n" "$@" > "$FAKE_SLURM/words_${NODE_RANK:-0}"\n'
 CPU = ("--device", "cpu", "--lr", "1e-3")
