@@ -88,12 +88,30 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         "backend": "nccl" if on_gpu else "gloo",
         "layers": "LoongPlug's own, on torch",
         "attention": "torch scaled_dot_product_attention",
+        "experts": _experts(facts, on_gpu=on_gpu),
         "precision": "fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
     }
     if on_gpu and works("transformer-engine"):
         by = "with flash-attn or cuDNN" if works("flash-attn") else "with cuDNN"
-        use |= {"layers": "TransformerEngine", "attention": f"TransformerEngine {by}"}
+        use |= {
+            "layers": "TransformerEngine",
+            "attention": f"TransformerEngine {by}",
+            "experts": "TransformerEngine's grouped linears",
+        }
     return use
+
+
+def _experts(facts: MachineFacts, *, on_gpu: bool) -> str:
+    """How this package's own layers compute the linears of a rank's experts."""
+    loop = "LoongPlug's own, a product for each expert"
+    if not on_gpu:
+        return loop
+    if _old_gpus(facts):
+        return f"{loop}: the GPUs are too old for torch's grouped product"
+    torch_version = facts.packages.get("torch")
+    if torch_version is None or not _fits(torch_version, SpecifierSet(">=2.10")):
+        return f"{loop}: torch has a grouped product from 2.10 on"
+    return "LoongPlug's own, with --bf16 by torch's grouped product"
 
 
 # Whether it is in the way; what it is; its cure.

@@ -80,6 +80,7 @@ def test_a_good_gpu_machine() -> None:
     use = diagnosis.use
     assert (use["device"], use["backend"]) == ("cuda (2 GPU)", "nccl")
     assert use["layers"] == "TransformerEngine"
+    assert use["experts"] == "TransformerEngine's grouped linears"
     assert "flash-attn" in use["attention"]
     assert "bf16" in use["precision"]
 
@@ -173,6 +174,18 @@ def test_gpu_without_transformer_engine() -> None:
     assert "slower" in text
     assert cure == "in the checkout: pip install --no-build-isolation '.[gpu]'"
     assert "LoongPlug's own" in diagnose(facts, device="auto").use["layers"]
+
+
+def test_experts_without_transformer_engine() -> None:
+    def experts(facts: MachineFacts, **changes: Any) -> str:
+        changes.setdefault("packages", {})["transformer-engine"] = None
+        return diagnose(_with(facts, **changes), device="auto").use["experts"]
+
+    alone = "LoongPlug's own, a product for each expert"
+    assert experts(CPU) == alone
+    assert experts(GPU) == "LoongPlug's own, with --bf16 by torch's grouped product"
+    assert experts(GPU, gpus=(H100, V100)).startswith(f"{alone}: the GPUs are too old")
+    assert experts(GPU, packages={"torch": "2.9.1+cu128"}).startswith(f"{alone}: torch has")
 
 
 @pytest.mark.parametrize(

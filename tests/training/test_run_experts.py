@@ -1,10 +1,13 @@
 """Whole training runs of a model with experts: layouts, balancing, resume in another layout."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from ranks import run_ranks
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
 
+from loongplug.models.layers import mlp
 from loongplug.training.run import run
 
 MODEL = ("--model-name", "qwen3_vl_moe_tiny", "--use-distributed-optimizer")
@@ -61,6 +64,26 @@ def test_losses_do_not_depend_on_the_layout(flags, single, layout, ranks):
     found = train(flags, "--load-hf", str(weights), *layout, ranks=ranks)
     assert expected[-1] < 0.9 * expected[0]  # it learns, so a wrong update shows
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+
+
+def of_steps(rank: int, *, flags: list[str], at_once: bool) -> list[tuple[float, float | None]]:
+    """Loss and norm of the gradients of every step."""
+    joinable = mlp.joinable if at_once else lambda experts: False
+    with patch.object(mlp, "joinable", joinable):
+        return [(step.loss, step.grad_norm) for step in run(flags)]
+
+
+def test_experts_at_once_are_experts_one_by_one(flags, single):
+    """Weights arrive while experts compute: a product must not begin before its own are there."""
+    weights, _ = single
+    overlap = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
+    everything = [*flags, *MODEL, *overlap, "--load-hf", str(weights)]
+    at_once, one_by_one = (
+        run_ranks(of_steps, 2, flags=everything, at_once=each, timeout=120.0)[0]
+        for each in (True, False)
+    )
+    assert at_once == one_by_one
+    assert len(set(at_once)) > 1
 
 
 def test_bf16_trains(flags, single):

@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
+from loongplug.models.layers.grouped import Groups, JoinedExperts, joinable, kernel_takes, watched
+
 
 class LocalMLP(MLP):
     """Megatron's MLP with a SwiGLU that does not stitch its gradient together.
@@ -101,10 +103,15 @@ class ExpertLayer(MoELayer):
 
 
 class LocalExperts(SequentialMLP):
-    """SequentialMLP whose experts start unlike those of the other ranks, on the CPU too.
+    """SequentialMLP that computes each linear of all its experts at once, where it can.
 
-    Upstream draws weights that are initialised on the CPU from one generator that is the same on
-    all ranks of an expert parallel group, so that each would start with the same few experts.
+    It does not where something stands at single linears, as LoRA's adapters do, or where these
+    are not this package's alone (:mod:`loongplug.models.layers.grouped`). ``joined`` says whether
+    it may.
+
+    Experts start unlike those of the other ranks, on the CPU too: upstream draws weights that are
+    initialised on the CPU from one generator that is the same on all ranks of an expert parallel
+    group, so that each would start with the same few experts.
     """
 
     def __init__(
@@ -120,6 +127,32 @@ class LocalExperts(SequentialMLP):
         with torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(seed + get_pg_rank(pg_collection.ep))
             super().__init__(num_local_experts, config, submodules, pg_collection, **kwargs)
+        self.joined = (
+            num_local_experts > 1
+            and not config.moe_apply_probs_on_input
+            and joinable(list(self.local_experts))
+        )
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[tokens, hidden], [local experts] int64 and [tokens] to [tokens, hidden] and None.
+
+        Tokens stand by experts; what an expert makes of one is weighted by its probability.
+        """
+        tokens, experts = permuted_local_hidden_states, list(self.local_experts)
+        if not self.joined or watched(experts):
+            one_by_one: tuple[Tensor, Tensor | None] = super().forward(
+                tokens, tokens_per_expert, permuted_probs
+            )
+            return one_by_one
+        kernel = kernel_takes(experts, tokens)
+        groups = Groups.of(tokens_per_expert.tolist(), tokens, kernel=kernel)
+        output, _ = JoinedExperts(experts, groups)(tokens, permuted_probs)
+        return output, None
 
 
 class LocalSharedExperts(SharedExpertMLP, LocalMLP):

@@ -35,7 +35,7 @@ def mlp_of(backend, **overrides):
 
 
 @pytest.mark.quick
-def test_local_experts_are_sequential():
+def test_local_experts_are_of_local_linears():
     spec = mlp_of("local")
     assert spec.func is ExpertLayer
     experts = spec.keywords["submodules"].experts
