@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from loongplug.context.token_split import Part
 from loongplug.models.features import Features, TokenPlaces, place, token_places
 
 pytestmark = pytest.mark.quick
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.quick
 def located(*rows: list[int], length: int, **part: int) -> TokenPlaces:
     """Of the tokens that lie there in each row."""
     places = [np.array(row, dtype=np.int64) for row in rows]
-    return token_places(places, length=length, device=torch.device("cpu"), **part)
+    return token_places(places, held=Part.whole(length), device=torch.device("cpu"), **part)
 
 
 def test_features_land_sample_by_sample():
@@ -46,7 +47,7 @@ def test_a_part_of_the_sequence_has_the_tokens_that_lie_in_it(rows, parts):
     features = torch.arange(1.0, total + 1)[:, None]
     whole = place(torch.zeros(length, 2, 1), features, places=located(*rows, length=length))
     assert whole.count_nonzero() == total
-    cut = [located(*rows, length=length, part=part, parts=parts) for part in range(parts)]
+    cut = [located(*rows, held=Part.whole(length), part=part, parts=parts) for part in range(parts)]
     assert [each.count for each in cut] == [total] * parts
     placed = [
         place(torch.zeros(length // parts, 2, 1), features[each.rows], places=each) for each in cut
