@@ -92,7 +92,8 @@ def token_places(
 ) -> TokenPlaces:
     """Those at ``places``, in the ``part``-th of so many ``parts`` of the ``held`` tokens.
 
-    Positions count the tokens of that part. Made on the host, which knows them from the text and so never waits for the device.
+    Positions count the tokens of that part. Made on the host, which knows them from the text and so
+    never waits for the device.
     """
     size = held.tokens // parts
     positions = np.concatenate([np.zeros(0, dtype=np.int64), *places])

@@ -23,6 +23,21 @@ def test_features_land_sample_by_sample():
     assert target[:, :, 0].T.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
 
 
+def test_parts_of_a_row_take_the_features_of_their_own_tokens() -> None:
+    """Six tokens of a rank that has the row's first and last, split once more over two ranks."""
+    held = Part(np.array([0, 9]), np.array([3, 12]))
+    places = [np.array([1, 2, 3, 9, 11]), np.array([0, 8, 10])]
+    first, second = (
+        token_places(places, held=held, device=torch.device("cpu"), part=part, parts=2)
+        for part in range(2)
+    )
+    assert first.rows.tolist() == [0, 1, 5]
+    assert (first.sample.tolist(), first.position.tolist()) == ([0, 0, 1], [1, 2, 0])
+    assert second.rows.tolist() == [3, 4, 7]
+    assert (second.sample.tolist(), second.position.tolist()) == ([0, 0, 1], [0, 2, 1])
+    assert first.count == second.count == 8
+
+
 def test_gradients_return_to_the_features_and_leave_the_text():
     features = torch.zeros(1, 2, requires_grad=True)
     text = torch.zeros(3, 1, 2, requires_grad=True)
@@ -47,7 +62,7 @@ def test_a_part_of_the_sequence_has_the_tokens_that_lie_in_it(rows, parts):
     features = torch.arange(1.0, total + 1)[:, None]
     whole = place(torch.zeros(length, 2, 1), features, places=located(*rows, length=length))
     assert whole.count_nonzero() == total
-    cut = [located(*rows, held=Part.whole(length), part=part, parts=parts) for part in range(parts)]
+    cut = [located(*rows, length=length, part=part, parts=parts) for part in range(parts)]
     assert [each.count for each in cut] == [total] * parts
     placed = [
         place(torch.zeros(length // parts, 2, 1), features[each.rows], places=each) for each in cut
