@@ -53,6 +53,10 @@ class Part:
         inside = np.minimum(places, self.stops[stretch]) - self.starts[stretch]
         return np.where(stretch < 0, 0, self.offsets[stretch] + inside)
 
+    def holds(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the rank holds each of these places of the row; same shape."""
+        return self.before(places + 1) > self.before(places)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
@@ -73,6 +77,19 @@ class TokenSplit:
     def order(self) -> NDArray[np.int64]:
         """The places of the row's tokens, part after part; int64 [length]."""
         return np.concatenate([part.places for part in self.parts])
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPart:
+    """What one rank holds of each row: the part of its number in a split."""
+
+    split: TokenSplit
+    rank: int  # in the context parallel group
+
+    @property
+    def part(self) -> Part:
+        """Its stretches of the row."""
+        return self.split.parts[self.rank]
 
 
 def tokens_of_each(tokens: int, *, cp: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loongplug.context.token_split import OwnPart
 from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
@@ -63,8 +64,11 @@ class MicrobatchLoader(Iterator[Microbatch]):
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
         only: range | None = None,
+        own: OwnPart | None = None,
     ) -> None:
         """``only``: microbatches are made of the samples at these places alone.
+
+        ``own``: this rank's part of each row of ``seq_length``, if it does not hold whole ones.
 
         ``needs``: by chunk. ``pins``: text in page-locked memory, once for all chunks.
 
@@ -80,6 +84,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._pins = pins
         self._on_made = on_made
         self._only = only
+        self._own = own
         self._step: Iterator[PlannedMicrobatch] = iter(())
         self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
@@ -130,6 +135,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             units=units,
             number=planned.number,
             pins=self._pins,
+            own=self._own,
         )
         for waiting, microbatch in zip(self._waiting, made, strict=True):
             waiting.append(microbatch)
@@ -148,6 +154,7 @@ def collate(
     units: Mapping[str, Unit] = MappingProxyType({}),
     number: int = 0,
     pins: bool = False,
+    own: OwnPart | None = None,
 ) -> tuple[Microbatch, ...]:
     """Samples into one microbatch for each chunk, of which ``needs`` says what text it consumes.
 
@@ -156,15 +163,19 @@ def collate(
     their media are for the first chunk.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Tokens with one of an encoder's ``token_ids`` hold the places of its features.
+    Tokens with one of an encoder's ``token_ids`` hold the places of its features. The text is that
+    of the rank's ``own`` part of each row, where it does not hold whole ones.
     """
+    assert own is None or own.split.length == seq_length, (own, seq_length)
     assert units.keys() <= token_ids.keys(), "an encoder's features have places"
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))
 
+    held = None if own is None else own.part.places
+
     def placed(values: NDArray[np.generic]) -> Tensor:
-        made = torch.from_numpy(values)
+        made = torch.from_numpy(values if held is None else values.take(held, axis=-1))
         return made.pin_memory() if pins else made
 
     def filled(wanted: bool, values: str, padding: int, dtype: type[np.generic]) -> Tensor | None:
@@ -206,6 +217,7 @@ def collate(
             segments=tuple(length for length in lengths if length) if packed else None,
             lengths=tuple(lengths),
             number=number,
+            own=own,
         )
         for index, chunk in enumerate(needs)
     )

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loongplug.context.token_split import OwnPart
 from loongplug.data.positions import Grid
 
 
@@ -117,6 +118,10 @@ class Microbatch:
 
     In a pack, b is 1 and the samples follow each other in the row, each attending to itself
     only; ``segments`` are then the tokens of each, on the host. Padding stands behind the last.
+
+    With context parallelism, the tensors have the columns of this rank's ``own`` part of the rows
+    alone, s of them. All else is the same on all ranks of a row: segments, lengths and the units'
+    places are the whole row's.
     """
 
     input_ids: Tensor | None  # [b, s] int64
@@ -128,6 +133,7 @@ class Microbatch:
     segments: tuple[int, ...] | None = None  # None: not packed, each row is one sample
     number: int = 0  # in its step
     lengths: tuple[int, ...] = ()  # tokens of each sample
+    own: OwnPart | None = None  # None: the rank holds whole rows
 
     def __post_init__(self) -> None:
         if self.segments is not None:
@@ -136,5 +142,6 @@ class Microbatch:
 
     @property
     def capacity(self) -> int:
-        """Tokens with padding."""
-        return self.position_ids[0].numel()
+        """Tokens with padding, of whole rows."""
+        rows, held = self.position_ids.shape[1:]
+        return int(rows * (held if self.own is None else self.own.split.length))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from loongplug.estimate.tape import Answer, Tape
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Places, TokenPlaces
+from loongplug.models.layers.context.row import ContextRow
 from loongplug.platform.replacements import Replacement, ReplacementTable
 
 _META = torch.device("meta")
@@ -38,7 +39,9 @@ def spread_places(decoder: TextDecoder, *, parts: int) -> None:
     Where they lie is of no account.
     """
 
-    def token_places(places: Places, input_ids: Tensor) -> TokenPlaces:
+    def token_places(
+        places: Places, input_ids: Tensor, *, row: ContextRow | None = None
+    ) -> TokenPlaces:
         count = sum(map(len, places))
         found = torch.empty(3, -(-count // parts), dtype=torch.int64, device=input_ids.device)
         rows, sample, position = found.unbind()

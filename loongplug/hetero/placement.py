@@ -168,13 +168,14 @@ class Placement:
     def gradient_factor(self, name: str) -> float:
         """What the sum of the gradients over all replicas of ``name`` is multiplied by.
 
-        1 where each unit is encoded once, 1 / n where n replicas encode the same unit.
+        1 where each unit is encoded once, 1 / n where n replicas encode the same unit and each has
+        its whole gradient. Context parallel ranks have parts of it, which add up.
         """
         entry = self.entry(name)
         if not entry.same_units:
             return 1.0
         (together,) = self.edge(name, rank=entry.layout.first_rank).replicas
-        return entry.layout.tp / len(together)
+        return entry.layout.tp * self._consumer_of(name).layout.cp / len(together)
 
     def _consumer_of(self, name: str) -> PlacedEntry:
         into = self.entry(name).into

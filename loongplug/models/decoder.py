@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
+from loongplug.context.token_split import Part
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.deepstack import DeepstackTransformerLayer, stack_features
 from loongplug.models.features import (
@@ -26,9 +27,10 @@ from loongplug.models.features import (
     share_of,
     token_places,
 )
+from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.recompute import input_for_recompute
-from loongplug.models.layers.router import balances, token_kinds
+from loongplug.models.layers.router import balances, of_whole_rows, token_kinds
 from loongplug.models.layers.specs import Backend, decoder_layer_spec, final_norm
 from loongplug.models.mrope import MultimodalRotary
 from loongplug.models.rope_settings import RopeSettings
@@ -83,16 +85,19 @@ class TextDecoder(GPTModel):
         assert config.kv_channels == rope.channels
         self.rotary_pos_emb = MultimodalRotary(rope, dtype=config.params_dtype)
 
-    def token_places(self, places: Places, input_ids: Tensor) -> TokenPlaces:
+    def token_places(
+        self, places: Places, input_ids: Tensor, *, row: ContextRow | None = None
+    ) -> TokenPlaces:
         """Those within ``input_ids`` [b, s] in this rank's part of the sequence, on their device.
 
-        ``places`` are those of a unit, which the device is not asked for. No collectives.
+        ``places`` are those of a unit, which the device is not asked for, in the whole row: the
+        ids are of what ``row`` says is held here. No collectives.
         """
         group = self.pg_collection.tp
         split = self.config.sequence_parallel
         return token_places(
             places,
-            length=input_ids.shape[1],
+            held=Part.whole(input_ids.shape[1]) if row is None else row.split.parts[row.rank],
             device=input_ids.device,
             part=group.rank() if split else 0,
             parts=group.size() if split else 1,
@@ -101,11 +106,14 @@ class TextDecoder(GPTModel):
     def share_of(self, features: Features, places: TokenPlaces) -> Features:
         """What this rank needs of features that all ranks of the tensor parallel group have.
 
-        Collective in the backward pass: that group, with sequence parallelism.
+        Collective in the backward pass: that group, with sequence parallelism. Ranks that share
+        a row by context parallelism each have the gradient of their own tokens' features alone.
         """
-        if not self.config.sequence_parallel:
-            return features
-        return share_of(features, places=places, group=self.pg_collection.tp)
+        if self.config.sequence_parallel:
+            return share_of(features, places=places, group=self.pg_collection.tp)
+        if self.config.context_parallel_size > 1:
+            return share_of(features, places=places, group=None)
+        return features
 
     def embed(self, input_ids: Tensor, placed: Sequence[PlacedFeatures]) -> Tensor:
         """The first layer's input: text embeddings, features in their places, deepstack stacked.
@@ -146,10 +154,14 @@ class TextDecoder(GPTModel):
         *,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor | None:
-        """Packed padding and loss mask for router losses, [b, 2 * s] bool; None without those."""
+        """Padding and loss mask of whole rows for router losses; None without those.
+
+        [b, 2 * s * cp] bool. Collective: the context parallel group.
+        """
         if loss_mask is None or not self.training or not balances(self.config):
             return None
-        return token_kinds(position_ids, loss_mask, packed=packed_seq_params)
+        kinds = token_kinds(position_ids, loss_mask, packed=packed_seq_params)
+        return of_whole_rows(kinds, group=self.pg_collection.cp)
 
     def forward(
         self,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from loongplug.context.token_split import Part
 from loongplug.platform.transfers import to_device
 
 Places = Sequence[NDArray[np.int64]]  # as Unit.places, on the host
@@ -84,29 +85,31 @@ class PlacedFeatures:
 def token_places(
     places: Places,
     *,
-    length: int,
+    held: Part,
     device: torch.device,
     part: int = 0,
     parts: int = 1,
 ) -> TokenPlaces:
-    """Those at ``places``, in the ``part``-th of so many ``parts`` of a sequence of ``length``.
+    """Those at ``places``, in the ``part``-th of so many ``parts`` of the ``held`` tokens.
 
-    Made on the host, which knows them from the text and so never waits for the device.
+    Positions count the tokens of that part. Made on the host, which knows them from the text and so
+    never waits for the device.
     """
-    size = length // parts
+    size = held.tokens // parts
     positions = np.concatenate([np.zeros(0, dtype=np.int64), *places])
     samples = np.repeat(np.arange(len(places)), np.fromiter(map(len, places), dtype=np.int64))
-    rows = np.flatnonzero(positions // size == part)
-    found = np.stack([rows, samples[rows], positions[rows] % size])  # [3, tokens in the part]
+    among = held.before(positions)
+    rows = np.flatnonzero(held.holds(positions) & (among // size == part))
+    found = np.stack([rows, samples[rows], among[rows] % size])  # [3, tokens in the part]
     row, sample, position = to_device(torch.from_numpy(found), device).unbind()
     return TokenPlaces(rows=row, sample=sample, position=position, count=len(positions))
 
 
-def share_of(features: Features, *, places: TokenPlaces, group: ProcessGroup) -> Features:
+def share_of(features: Features, *, places: TokenPlaces, group: ProcessGroup | None) -> Features:
     """The features of one rank's part of the sequence, of those that every rank has whole.
 
     Collective in the backward pass: the decoder's tensor parallel ``group``, whose ranks each get
-    the gradient of the whole.
+    the gradient of all their parts. Without one, each rank's is that of its own part.
 
     Args:
         places: of the tokens in this rank's part.
@@ -115,7 +118,9 @@ def share_of(features: Features, *, places: TokenPlaces, group: ProcessGroup) ->
         ValueError: when the text has more or fewer tokens for media than there are features.
     """
     _check_count(features.embeddings, tokens=places.count)
-    payload = copy_to_tensor_model_parallel_region(features.packed(), group=group)
+    payload = features.packed()
+    if group is not None:
+        payload = copy_to_tensor_model_parallel_region(payload, group=group)
     mine = payload.index_select(0, places.rows)
     return Features.unpacked(mine, hidden=features.embeddings.shape[1])
 

@@ -15,6 +15,8 @@ from loongplug.models.decoder import DecoderConfig, TextDecoder
 from loongplug.models.encoder_stages import EncoderInput, HandedOn, packed
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.features import Features, FeatureSource, PlacedFeatures
+from loongplug.models.layers.context.row import ContextRow
+from loongplug.models.layers.packed import PackedSegments
 from loongplug.parallel.module_state import ModulePart, ModuleState
 
 
@@ -166,12 +168,18 @@ class MultimodalModel(MegatronModule):
         return encoded
 
     def placed(
-        self, input_ids: Tensor, units: Mapping[str, Unit], *, number: int | None
+        self,
+        input_ids: Tensor,
+        units: Mapping[str, Unit],
+        *,
+        number: int | None,
+        row: ContextRow | None = None,
     ) -> list[PlacedFeatures]:
         """What the decoder embeds of microbatch ``number`` of the step, by encoder; first stage.
 
         From the feature sources, or where an encoder has none from its unit's media, with zero
-        rows for a microbatch without; nothing on other stages. All schedules ask here. Collective
+        rows for a microbatch without; nothing on other stages. ``row``: of which this rank has the
+        ``input_ids`` of a part. All schedules ask here. Collective
         as the sources are, or as :meth:`encode`, encoder by encoder.
         """
         found: list[PlacedFeatures] = []
@@ -180,7 +188,7 @@ class MultimodalModel(MegatronModule):
             if source is None and entry not in self.encoders:
                 continue
             unit = units[entry.name]
-            places = self.text_decoder.token_places(unit.places, input_ids)
+            places = self.text_decoder.token_places(unit.places, input_ids, row=row)
             if source is not None:
                 assert number is not None, "the source knows units by their microbatch's number"
                 features = source.features(number)
@@ -198,11 +206,19 @@ class MultimodalModel(MegatronModule):
         units: Mapping[str, Unit] = MappingProxyType({}),
         number: int | None = None,
         labels: Tensor | None = None,
+        packed_seq_params: PackedSegments | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """This stage's forward; shapes as in :meth:`placed` and :meth:`TextDecoder.forward`."""
-        placed = self.placed(input_ids, units, number=number)
-        return self.text_decoder(input_ids, position_ids, placed=placed, labels=labels, **kwargs)
+        row = None if packed_seq_params is None else packed_seq_params.context
+        return self.text_decoder(
+            input_ids,
+            position_ids,
+            placed=self.placed(input_ids, units, number=number, row=row),
+            labels=labels,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
 
 
 def _is_empty(unit: EncoderInput | None) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from loongplug.context.token_split import OwnPart, zigzag
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import TextNeeds
 from loongplug.data.source import Assignment, EncoderUnits, StepSource
@@ -56,6 +57,7 @@ class DecoderData(RankData):
             seq_length=seq_length,
             packed=packed,
             on_made=None if on_made is None else partial(on_made, source),
+            own=own_part(seq_length or self.args.seq_length),
         )
 
     def _encoder_units(self) -> dict[str, EncoderUnits]:
@@ -119,11 +121,24 @@ def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: in
 
 
 def speaks_for_replica() -> bool:
-    """One rank per data parallel replica: its first stage's first tensor parallel rank."""
+    """One rank per data parallel replica: its first stage's first rank."""
+    return parallel_state.is_pipeline_first_stage(ignore_virtual=True) and first_of_stage()
+
+
+def first_of_stage() -> bool:
+    """Whether this is the first of the ranks that share a stage and its rows."""
     return (
-        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        and parallel_state.get_tensor_model_parallel_rank() == 0
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
     )
+
+
+def own_part(length: int) -> OwnPart | None:
+    """What this rank holds of each row of ``length`` tokens; None where that is all of it."""
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp == 1:
+        return None
+    return OwnPart(zigzag(length, cp=cp), parallel_state.get_context_parallel_rank())
 
 
 def text_needs(args: Namespace) -> list[TextNeeds]:

@@ -44,6 +44,7 @@ def _common(args: Namespace) -> dict[str, Any]:
         "tensorboard_dir": str(logs / "tensorboard") if args.wandb_project else None,
         "dataloader_type": "external",
         "moe_token_dispatcher_type": "alltoall",  # allgather sends every token to every rank
+        "cp_comm_type": ["all_gather"],  # serves any split of the tokens
         "calculate_per_token_loss": True,  # the same loss under any split of the batch
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

@@ -5,13 +5,13 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.hetero.sends import Sends
+from loongplug.parallel.states import decoder_layout
 from loongplug.platform.transfers import to_device
 
 
@@ -155,15 +155,10 @@ def replica_group() -> dist.ProcessGroup | None:
 
     Collective: the default group.
     """
-    mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    everyone: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted(mine))
-    if len(mine) == 1:
+    replicas = decoder_layout().groups("tp_cp_pp")
+    if len(replicas[0]) == 1:
         return None
-    replicas = sorted({tuple(ranks) for ranks in everyone})
-    group, _ = dist.new_subgroups_by_enumeration(
-        [list(ranks) for ranks in replicas], backend="gloo"
-    )
+    group, _ = dist.new_subgroups_by_enumeration(replicas, backend="gloo")
     assert isinstance(group, dist.ProcessGroup), "every rank is in a replica"
     return group
 

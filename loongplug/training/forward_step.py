@@ -11,6 +11,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from loongplug.data.microbatch import Microbatch
+from loongplug.models.layers.context.row import context_row
 from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.platform import Platform
 from loongplug.platform.transfers import to_device
@@ -44,14 +45,23 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossReport:
 
 
 def packed_segments(microbatch: Microbatch, *, device: torch.device) -> PackedSegments | None:
-    """A pack's segments as the decoder takes them, on ``device``; None for padded rows."""
-    if microbatch.segments is None:
+    """A pack's segments as the decoder takes them, on ``device``; None for padded rows.
+
+    Of rows whose tokens lie on several ranks, padded ones too: the row, and what is held here.
+    """
+    own, segments = microbatch.own, microbatch.segments
+    padding = 0 if segments is None else microbatch.capacity - microbatch.tokens
+    if own is not None:
+        # A padded row is one causal segment, in which padding stands behind all that counts.
+        lengths = (own.split.length,) if segments is None else segments
+        return PackedSegments(
+            qkv_format="sbhd" if segments is None else "thd",
+            padding=padding,
+            context=context_row(own.split, lengths, rank=own.rank, device=device),
+        )
+    if segments is None:
         return None
-    return pack_segments(
-        microbatch.segments,
-        device=device,
-        padding=microbatch.capacity - microbatch.tokens,
-    )
+    return pack_segments(segments, device=device, padding=padding)
 
 
 class ForwardStep:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from loongplug.context.token_split import OwnPart
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
@@ -88,6 +89,7 @@ class RankData(ABC):
         packed: bool | None,
         on_made: Callable[[], None] | None = None,
         only: range | None = None,
+        own: OwnPart | None = None,
     ) -> MicrobatchLoader:
         return MicrobatchLoader(
             source,
@@ -103,6 +105,7 @@ class RankData(ABC):
             pins=current_platform().name == "cuda",
             on_made=on_made,
             only=only,
+            own=own,
         )
 
     def _news(self, name: str, *, hearer: int, channel: int) -> News | None:

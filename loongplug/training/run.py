@@ -50,7 +50,7 @@ from loongplug.training.checkpoints import (
     use_whole_checkpoints,
 )
 from loongplug.training.datasets import DatasetProvider
-from loongplug.training.decoder_data import speaks_for_replica
+from loongplug.training.decoder_data import first_of_stage, speaks_for_replica
 from loongplug.training.exports import Exports, check_exports
 from loongplug.training.forward_step import ForwardStep, LossReport
 from loongplug.training.freezing import freezing_of
@@ -360,6 +360,6 @@ def _speaks_for_loss() -> bool:
     """One rank of all: the losses of the last stage are reduced over the replicas already."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and first_of_stage()
         and parallel_state.get_data_parallel_rank() == 0
     )

@@ -166,7 +166,8 @@ class _Planner:
         if not (demo / "processor_of_likeness").is_dir():
             write_demo_processor(model, demo / "processor_of_likeness")
         self._notes.append("demo data and tokenizer: no --tokenizer-model was given")
-        length = up(demo_length(model), args.tensor_model_parallel_size)
+        tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+        length = up(demo_length(model), tp if cp == 1 else lcm(2, tp) * cp)
         return [
             *("--tokenizer-model", str(demo / "processor_of_likeness")),
             *("--train-data-path", str(rows), "--seq-length", str(length)),

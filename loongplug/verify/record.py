@@ -5,14 +5,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from loongplug.checkpoint.hf_gather import What, WholeTensors
 from loongplug.checkpoint.tensor_files import PlannedFile, PlannedTensor, TensorFileWriter
+from loongplug.context.token_split import OwnPart
 from loongplug.data.microbatch import Microbatch
 from loongplug.models.hf_mapping import Bundle, Mapping
+from loongplug.platform import current_platform
+from loongplug.platform.transfers import to_device
 from loongplug.verify.ranks import OnEvent, join
 from loongplug.verify.recording import (
     FIRST_MOMENT,
@@ -93,6 +97,7 @@ class StepRecorder:
         self._replica = parallel_state.get_data_parallel_rank()
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._speaks = parallel_state.get_tensor_model_parallel_rank() == 0
+        self._row_group = parallel_state.get_context_parallel_group()
         for bundle in mapping.bundles():
             for source in bundle.sources:
                 self._tensors[source.name] = TensorNote(module_of(bundle), source.experts)
@@ -103,20 +108,33 @@ class StepRecorder:
         optimizer.step = lambda: self._step(step)
 
     def loss(self, microbatch: Microbatch, report: tuple[Tensor, Tensor, Any]) -> None:
-        """Note one microbatch; they come in order."""
+        """Note one microbatch; they come in order. Collective: the context parallel group."""
         if not self._speaks:
             return
+        loss, tokens = (_summed(each, self._row_group) for each in report[:2])
+        text = (microbatch.labels, microbatch.loss_mask)
+        labels, loss_mask = (self._whole_rows(each, microbatch.own) for each in text)
+        if self._row_group.rank() > 0:
+            return
         number = len(self._losses) * self._replicas + self._replica
-        assert microbatch.labels is not None, "where there is a loss there are labels"
-        assert microbatch.loss_mask is not None
         self._losses.append(
             MicrobatchLoss(
                 first_sample=len(self._steps) * self._batch + number * self._micro,
-                samples=digest(microbatch.labels) ^ digest(microbatch.loss_mask),
-                loss=report[0].item(),
-                tokens=report[1].item(),
+                samples=digest(labels) ^ digest(loss_mask),
+                loss=loss,
+                tokens=tokens,
             )
         )
+
+    def _whole_rows(self, held: Tensor | None, own: OwnPart | None) -> Tensor:
+        """A microbatch's text [b, s] of all ranks that share its rows, in their order."""
+        assert held is not None, "where there is a loss there is its text"
+        if own is None:
+            return held
+        held = to_device(held, current_platform().device)
+        parts = [torch.empty_like(held) for _ in own.split.parts]
+        dist.all_gather(parts, held, group=self._row_group)
+        return torch.cat(parts, dim=1)[:, np.argsort(own.split.order)]
 
     def write(self) -> None:
         """Write what was noted, on rank 0."""
@@ -226,6 +244,14 @@ def module_of(bundle: Bundle) -> str:
     if ".layers." in name:
         return "text_decoder experts" if bundle.row.experts is not None else "text_decoder layers"
     return "text_decoder head"
+
+
+def _summed(value: Tensor, group: dist.ProcessGroup) -> float:
+    """Over the ranks that share a row. Collective: their ``group``."""
+    total = value.detach().clone()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total.item()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -39,6 +39,7 @@ def test_tokens_before_a_place_are_counted(
     part = data.draw(st.sampled_from(split.parts))
     places = np.arange(split.length + 1)
     assert (part.before(places) == (part.places < places[:, None]).sum(1)).all()
+    assert (part.holds(places) == np.isin(places, part.places)).all()
 
 
 @pytest.mark.parametrize(("tokens", "cp"), [(8, 1), (24, 2), (24, 3), (56, 7)])

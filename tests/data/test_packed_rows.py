@@ -14,6 +14,7 @@ from local_loader import local_loader
 from micro.packing import plan
 from numpy.typing import NDArray
 
+from loongplug.context.token_split import OwnPart, zigzag
 from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, collate
@@ -23,6 +24,7 @@ from loongplug.data.packing import Pack
 from loongplug.data.planned_packs import PlannedPacks, packs_of_epochs
 from loongplug.data.processor import Processor
 from loongplug.data.text_stream import START, PackedTexts, ResumePoint
+from loongplug.data.units import token_ids
 from loongplug.data.workers import IN_PROCESS, WorkerSettings
 
 pytestmark = pytest.mark.quick
@@ -81,6 +83,29 @@ def test_a_row_is_its_samples_one_behind_the_other(dataset: ChatDataset) -> None
             assert found[start : start + length].tolist() == expected.tolist()
             start += length
         assert (found[start:] == padding).all()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(
+    dataset: ChatDataset, packed: bool
+) -> None:
+    samples = [dataset[i] for i in (2, 0, 1)]
+    split = zigzag(84, cp=3)
+    ids = {"image_encoder": token_ids(dataset.processor, ("image",))}
+    how: Any = {"pad_token_id": 7, "seq_length": 84, "packed": packed, "token_ids": ids}
+    (whole,) = collate(samples, **how)
+    parts = [collate(samples, own=OwnPart(split, rank), **how)[0] for rank in range(3)]
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        held = torch.cat([getattr(part, name) for part in parts], dim=-1)
+        assert torch.equal(held, getattr(whole, name)[..., split.order])
+    for part in parts:
+        assert (part.segments, part.lengths, part.tokens) == (
+            whole.segments,
+            whole.lengths,
+            whole.tokens,
+        )
+        assert part.capacity == whole.capacity == (1 if packed else 3) * 84
+        assert part.units["image_encoder"].tokens == whole.units["image_encoder"].tokens > 0
 
 
 def test_a_pack_s_images_are_in_the_order_of_its_samples(dataset: ChatDataset) -> None:

@@ -123,6 +123,15 @@ def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
     assert len(placement.edges(NAME)) == decoder.dp
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parts_of_a_gradient_on_context_parallel_ranks_are_summed(tp: int) -> None:
+    """Each has what its own tokens give: of the copies that have the same, one counts."""
+    decoder = Layout(tp=2, cp=3, dp=2, pp=2)
+    placement = first_stage_tp(decoder, entry=ENCODER, tp=tp)
+    assert placement.gradient_factor(NAME) == tp / 2
+    assert all_ranks_dp(decoder, entry=ENCODER, tp=tp).gradient_factor(NAME) == 1.0
+
+
 @FEW
 @given(decoders())
 def test_only_all_ranks_are_on_every_stage(made):

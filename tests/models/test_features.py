@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from loongplug.context.token_split import Part
 from loongplug.models.features import Features, TokenPlaces, place, token_places
 
 pytestmark = pytest.mark.quick
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.quick
 def located(*rows: list[int], length: int, **part: int) -> TokenPlaces:
     """Of the tokens that lie there in each row."""
     places = [np.array(row, dtype=np.int64) for row in rows]
-    return token_places(places, length=length, device=torch.device("cpu"), **part)
+    return token_places(places, held=Part.whole(length), device=torch.device("cpu"), **part)
 
 
 def test_features_land_sample_by_sample():
@@ -20,6 +21,21 @@ def test_features_land_sample_by_sample():
     features = torch.arange(4.0)[:, None] + 1  # [tokens, hidden = 1]
     target = place(torch.zeros(4, 2, 1), features, places=places)  # [s, b, 1]
     assert target[:, :, 0].T.tolist() == [[0, 1, 2, 0], [3, 0, 0, 4]]
+
+
+def test_parts_of_a_row_take_the_features_of_their_own_tokens() -> None:
+    """Six tokens of a rank that has the row's first and last, split once more over two ranks."""
+    held = Part(np.array([0, 9]), np.array([3, 12]))
+    places = [np.array([1, 2, 3, 9, 11]), np.array([0, 8, 10])]
+    first, second = (
+        token_places(places, held=held, device=torch.device("cpu"), part=part, parts=2)
+        for part in range(2)
+    )
+    assert first.rows.tolist() == [0, 1, 5]
+    assert (first.sample.tolist(), first.position.tolist()) == ([0, 0, 1], [1, 2, 0])
+    assert second.rows.tolist() == [3, 4, 7]
+    assert (second.sample.tolist(), second.position.tolist()) == ([0, 0, 1], [0, 2, 1])
+    assert first.count == second.count == 8
 
 
 def test_gradients_return_to_the_features_and_leave_the_text():

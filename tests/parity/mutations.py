@@ -690,7 +690,7 @@ NOT_HERE: tuple[tuple[str, str, str], ...] = (
     (
         "documents of a row see each other through a mask word; counts of a context-parallel part",
         "context-parallel.md C1 to C3",
-        "There is no context parallelism today; its packs and shards are above.",
+        "There are no mask words; counts of a part: tests/verify/test_verify_context.py.",
     ),
     (
         "biases of audio, features of a layer that is not the last, generators",

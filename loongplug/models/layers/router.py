@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from loongplug.context.token_split import Part
 from loongplug.models.layers.packed import PackedSegments
 
 
@@ -37,20 +41,44 @@ def token_kinds(
 
     The first s columns mark padding, the others the tokens that count in the loss. As one tensor,
     it goes wherever upstream takes its ``padding_mask``: through activation checkpoints to each
-    router.
+    router. Of rows whose tokens lie on several ranks, these are of the tokens that are held here:
+    see :func:`of_whole_rows`.
 
     Args:
         position_ids: [axes, b, s] int64; 0 on all axes behind a row's first token is padding.
         loss_mask: [b, s].
-        packed: of a pack, where every sample begins at position 0, and which knows its padding.
+        packed: of a pack, where every sample begins at position 0, and which knows its padding; of
+            any row whose tokens lie on several ranks.
     """
-    if packed is None:
+    row = None if packed is None else packed.context
+    length = loss_mask.shape[1] if row is None else row.split.length
+    part = Part.whole(length) if row is None else row.split.parts[row.rank]
+    if packed is None or packed.qkv_format != "thd":
         padding = (position_ids == 0).all(dim=0)  # [b, s]
-        padding[:, 0] = False
+        padding[:, : _before(part, 1)] = False
     else:
         padding = torch.zeros_like(loss_mask, dtype=torch.bool)
-        padding[:, loss_mask.shape[1] - packed.padding :] = True
+        padding[:, _before(part, length - packed.padding) :] = True
     return torch.cat([padding, loss_mask != 0], dim=1)
+
+
+def _before(part: Part, place: int) -> int:
+    """How many tokens of the part lie before a place of the row."""
+    return int(part.before(np.array(place)))
+
+
+def of_whole_rows(kinds: Tensor, *, group: ProcessGroup) -> Tensor:
+    """:func:`token_kinds` of all ranks' tokens, [b, 2 * s * ranks] bool, rank after rank.
+
+    Collective: the context parallel ``group``.
+    """
+    if group.size() == 1:
+        return kinds
+    held = kinds.view(torch.uint8)
+    parts = held.new_empty(group.size(), *held.shape)
+    dist.all_gather_into_tensor(parts, held, group=group)
+    padding, counted = parts.view(torch.bool).permute(1, 0, 2).chunk(2, dim=2)  # [b, ranks, s]
+    return torch.cat([padding.flatten(1), counted.flatten(1)], dim=1)
 
 
 class BalancedRouter(TopKRouter):
@@ -59,8 +87,8 @@ class BalancedRouter(TopKRouter):
     Upstream weights a microbatch's balancing loss by its number of tokens, though the step then
     divides by the tokens *that count in the loss*: a coefficient would grow by the ratio of the
     two, tenfold where one token in ten is trained on. Here the weight is the number of tokens that
-    count. It is the same on all ranks of the tensor parallel group, whatever part of the padding
-    each of them has, and the global loss is not divided by the number of data parallel replicas.
+    count. It is the same on all ranks that share a row, whatever part of the padding each of them
+    has, and the global loss is not divided by the number of data parallel replicas.
     """
 
     # Of the microbatch that forward is at: tokens that count, tokens that are no padding.
@@ -71,15 +99,16 @@ class BalancedRouter(TopKRouter):
         """Probabilities and routing map, both [tokens, experts].
 
         Args:
-            input: [s / tp, b, hidden].
-            padding_mask: [2 * s, b] bool, :func:`token_kinds` turned; None where there is nothing
-                to balance.
+            input: [s / (tp * cp), b, hidden].
+            padding_mask: [2 * s, b] bool, :func:`token_kinds` of whole rows turned; None where
+                there is nothing to balance.
         """
         self._counted = self._valid = local = None
         if padding_mask is not None:
             padding, counted = padding_mask.chunk(2)  # [s, b] each
             self._counted, self._valid = counted.sum(), (~padding).sum()
-            local = padding.chunk(self.tp_group.size())[self.tp_group.rank()]  # [s / tp, b]
+            # Parts of a row follow each other by rank, and each is split over the TP ranks.
+            local = padding.chunk(self.tp_cp_group.size())[self.tp_cp_group.rank()]
             assert local.shape == input.shape[:2], (local.shape, input.shape)
         result: tuple[Tensor, Tensor] = super().forward(input, local)
         return result

@@ -9,6 +9,7 @@ from typing import Any
 
 from loongplug.training.rules import (
     batch,
+    context,
     data,
     decoder_memory,
     experts,
@@ -32,6 +33,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Numbers": rules_of(numbers),
     "Data": rules_of(data),
     "Layout": rules_of(layout),
+    "Context parallelism": rules_of(context),
     "Batch sizes": rules_of(batch),
     "Pipeline": rules_of(pipeline),
     "The encoder's own layout": rules_of(hetero),

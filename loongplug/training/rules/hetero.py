@@ -84,14 +84,14 @@ def _modes(args: Namespace, model: Any) -> list[Mode]:
 
 @rule(
     refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
-    "heterogeneous DP, full separation, ranks of its own): "
+    "heterogeneous DP, full separation, ranks of its own, context parallelism): "
     + ", ".join(f"`{flag}`" for flag in _ONE_LAYOUT),
     reason="these count parameters, or make groups, by one layout for all modules",
     cure="drop the flag",
 )
 def encoder_state(args: Namespace, model: Any) -> str | None:
     sizes = {encoder_tp(args, model.encoder(name)) for name in model.encoders}
-    as_decoder = sizes == {args.tensor_model_parallel_size}
+    as_decoder = sizes == {args.tensor_model_parallel_size} and args.context_parallel_size == 1
     if as_decoder and all(mode.encoder_tp is None for mode in _modes(args, model)):
         return None
     given = [flag for flag, usual in _ONE_LAYOUT.items() if value_of(args, flag) != usual]

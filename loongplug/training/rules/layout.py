@@ -37,16 +37,6 @@ def sequence_parallel(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="deepstack and images are not split along the sequence yet",
-    cure="use tensor and sequence parallelism for long sequences",
-)
-def context_parallel(args: Namespace, model: Any) -> str | None:
-    """`--context-parallel-size` above 1"""
-    size = args.context_parallel_size
-    return f"--context-parallel-size {size}" if size > 1 else None
-
-
-@rule(
     reason="each rank holds whole groups of heads",
     cure="choose another --tensor-model-parallel-size",
 )

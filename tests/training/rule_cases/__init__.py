@@ -2,6 +2,7 @@
 
 from rule_cases import (
     batch,
+    context,
     data,
     decoder_memory,
     experts,
@@ -25,6 +26,7 @@ CASES: Cases = {
     **numbers.CASES,
     **data.CASES,
     **layout.CASES,
+    **context.CASES,
     **batch.CASES,
     **pipeline.CASES,
     **hetero.CASES,

@@ -1,6 +1,6 @@
 """Cases of the rules in rules/layout.py."""
 
-from rule_cases.kinds import LAYOUT, PP, TP, Cases, OverrideCases
+from rule_cases.kinds import PP, TP, Cases, OverrideCases
 
 CASES: Cases = {
     "world-size": (
@@ -11,7 +11,6 @@ CASES: Cases = {
         [{**TP, "sequence_parallel": True, "seq_length": 63}],
         [{**TP, "sequence_parallel": True}, {**TP, "seq_length": 63}],
     ),
-    "context-parallel": ([{**LAYOUT, "context_parallel_size": 2}], []),
 }
 
 OVERRIDES: OverrideCases = {

@@ -1,0 +1,102 @@
+"""Rows whose tokens lie on several ranks."""
+
+from argparse import Namespace
+from math import lcm
+from typing import Any, get_args
+
+from loongplug.hetero.modes import UNIFORM, mode_of
+from loongplug.models.layers.context.attention import CommType
+from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
+
+_RANKS = Choice(
+    said=lambda args: (
+        f"--context-parallel-size {args.context_parallel_size}"
+        if args.context_parallel_size > 1
+        else ""
+    ),
+    in_docs="`--context-parallel-size` above 1",
+)
+
+
+@rule(
+    reason="features do not find their way there by parts of a row yet",
+    cure="drop the mode, so that encoders lie on the decoder's first stage and all ranks of it "
+    "encode the same, or use tensor and sequence parallelism for long sequences",
+)
+def context_parallel(args: Namespace, model: Any) -> str | None:
+    """`--context-parallel-size` above 1 with heterogeneous DP, full separation, or encoders on
+    ranks of their own
+    """
+    if not (given := _RANKS.said(args)):
+        return None
+    modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
+    other = next((mode.name for mode in modes if mode.name != UNIFORM.name), None)
+    return f"{given} in the mode {other}" if other else None
+
+
+context_parallel_parts = excludes(
+    _RANKS,
+    any_of(
+        flag("--overlap-moe-expert-parallel-comm"),
+        flag("--eval-generate"),
+        flag("--offload-tensors"),
+        flag("--hybrid-context-parallel"),
+        flag("--hierarchical-context-parallel-sizes"),
+        flag("--transformer-impl transformer_engine"),
+        in_docs="`--overlap-moe-expert-parallel-comm`, `--eval-generate`, `--offload-tensors`, "
+        "`--hybrid-context-parallel`, `--hierarchical-context-parallel-sizes`, TransformerEngine",
+    ),
+    reason="these do not take a part of a row yet",
+    cure="drop one of them; --transformer-impl local goes without TransformerEngine",
+)
+
+
+@rule(
+    reason="each rank holds equally many tokens of a row, half of them from its front, and with "
+    "sequence parallelism these are split once more",
+    cure="give a multiple",
+)
+def context_parallel_length(args: Namespace, model: Any) -> str | None:
+    """`--seq-length` that is no multiple of twice the context parallel ranks, or, with
+    `--sequence-parallel`, of these times tp
+    """
+    cp, length = args.context_parallel_size, args.seq_length
+    tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if cp < 2 or tp < 1 or length is None:
+        return None
+    of = lcm(2, tp) * cp
+    return f"--seq-length {length} is no multiple of {of} with cp {cp}" if length % of else None
+
+
+@rule(
+    reason="a part of a row has these ways to come by keys and values, and a2a gives each rank "
+    "whole key/value heads",
+    cure="drop --cp-comm-type, which means all_gather",
+)
+def context_parallel_communication(args: Namespace, model: Any) -> str | None:
+    """`--cp-comm-type` other than one of `all_gather`, `a2a` and `p2p`, or `a2a` where the context
+    parallel ranks do not divide the key/value heads of a tensor parallel rank
+    """
+    cp, tp, given = args.context_parallel_size, args.tensor_model_parallel_size, args.cp_comm_type
+    if cp < 2:
+        return None
+    if len(given) != 1 or given[0] not in get_args(CommType):
+        return f"--cp-comm-type {' '.join(given)}"
+    groups = args.num_query_groups
+    if given == ["a2a"] and tp > 0 and (groups // tp) % cp:
+        return f"--cp-comm-type a2a with cp {cp} and {groups // tp} key/value heads on a rank"
+    return None
+
+
+@rule(
+    reason="attention over parts of a row drops nothing",
+    cure="give 0, which is the default",
+)
+def context_parallel_dropout(args: Namespace, model: Any) -> str | None:
+    """`--attention-dropout` above 0 with `--context-parallel-size` above 1"""
+    given = _RANKS.said(args)
+    return (
+        f"--attention-dropout {args.attention_dropout} with {given}"
+        if (given and args.attention_dropout)
+        else None
+    )

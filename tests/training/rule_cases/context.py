@@ -1,0 +1,37 @@
+"""Cases of the rules in rules/context.py."""
+
+from rule_cases.kinds import LAYOUT, TP, Cases
+
+_CP = {**LAYOUT, "context_parallel_size": 2}
+_CP_TP = {**TP, "context_parallel_size": 2}
+
+CASES: Cases = {
+    "context-parallel": (
+        [{**_CP, "enable_full_hetero_dp": True}, {**_CP_TP, "enable_encoder_hetero_dp": True}],
+        [_CP, _CP_TP, {**TP, "enable_encoder_hetero_dp": True}],
+    ),
+    "context-parallel-parts": (
+        [{**_CP, "hybrid_context_parallel": True}],
+        [_CP],
+    ),
+    "context-parallel-length": (
+        [{**_CP, "seq_length": 66}, {**_CP_TP, "sequence_parallel": True, "seq_length": 66}],
+        [{**_CP, "seq_length": 68}, {**LAYOUT, "seq_length": 66}],
+    ),
+    "context-parallel-communication": (
+        [
+            {**_CP, "cp_comm_type": ["a2a+p2p"]},
+            {**_CP, "cp_comm_type": ["p2p", "a2a"]},
+            {**_CP_TP, "cp_comm_type": ["a2a"]},
+        ],
+        [
+            {**_CP, "cp_comm_type": ["a2a"]},
+            {**_CP_TP, "cp_comm_type": ["p2p"]},
+            {**TP, "cp_comm_type": ["a2a+p2p"]},
+        ],
+    ),
+    "context-parallel-dropout": (
+        [{**_CP, "attention_dropout": 0.1}],
+        [_CP, {**LAYOUT, "attention_dropout": 0.1}],
+    ),
+}

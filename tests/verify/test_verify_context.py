@@ -1,0 +1,98 @@
+"""Rows whose tokens lie on several ranks against a single rank, and what must not go unseen."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.mutations import around
+from verify_cases import Pair, failing, made_plan
+
+from loongplug.verify.report import report
+
+CP2 = ("--context-parallel-size", "2")
+CP3 = ("--context-parallel-size", "3")
+TP2 = ("--tensor-model-parallel-size", "2")
+SP = (*TP2, "--sequence-parallel")
+PP2 = ("--pipeline-model-parallel-size", "2")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+RECOMPUTED = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
+)
+ADAPTED = ("+model.image_encoder.lora.rank=4", "+model.foundation.lora.rank=4")
+EXPERTS = (
+    *("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
+    *("--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.1"),
+    "--moe-router-load-balancing-type",
+)
+ENCODER = "model.image_encoder"
+SEES = {"image_encoder", "image_projector"}
+
+# Ranks in all, and flags.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "cp3-mbs2": (3, (*CP3, "--micro-batch-size", "2")),
+    "cp2-tp2-encoder-tp1": (4, (*CP2, *TP2, f"{ENCODER}.tensor_model_parallel_size=1")),
+    "cp2-pp2-packed-p2p": (4, (*CP2, *PP2, "--packing", "--cp-comm-type", "p2p")),
+    "cp2-dp2-overlapped-a2a": (4, (*CP2, *OVERLAPPED, "--cp-comm-type", "a2a")),
+    "cp2-vpp2-recomputed": (4, (*CP2, *VPP2, *RECOMPUTED)),
+    "cp2-adapted": (2, (*CP2, *ADAPTED)),
+    "cp2-experts-packed": (2, (*CP2, *EXPERTS, "aux_loss", "--packing")),
+    "cp2-tp2-experts": (4, (*CP2, *SP, *EXPERTS, "seq_aux_loss", "--micro-batch-size", "2")),
+    "cp2-sees-and-hears": (2, (*CP2, "--model-name", "qwen2_5_omni_tiny")),
+}
+
+
+def pair_of(folder: Path, demo: Path, name: str) -> Pair:
+    ranks, flags = CASES[name]
+    return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
+    pair = pair_of(tmp_path, demo, name)
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+
+
+@pytest.fixture(scope="module")
+def experts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_of(tmp_path_factory.mktemp("experts"), demo, "cp2-experts-packed")
+
+
+def average_parts(rank: int) -> None:
+    """An encoder's gradients on context parallel ranks as if each had the whole."""
+
+    def averaged(original: Any, self: Any, name: str) -> float:
+        factor: float = original(self, name)
+        return factor / self._consumer_of(name).layout.cp
+
+    around("loongplug.hetero.placement:Placement.gradient_factor", averaged)
+
+
+def count_own_part(rank: int) -> None:
+    """Routers weigh their balancing losses by the tokens of a rank's part."""
+
+    def counted(original: Any, kinds: Any, *, group: Any) -> Any:
+        padding, counts = original(kinds, group=group).chunk(2, dim=1)
+        for part, held in enumerate(counts.chunk(group.size(), dim=1)):
+            if part != group.rank():
+                held.fill_(False)
+        return torch.cat([padding, counts], dim=1)
+
+    around("loongplug.models.decoder:of_whole_rows", counted)
+
+
+def test_parts_of_an_encoder_s_gradient_that_are_averaged(experts: Pair) -> None:
+    comparison = experts.compared(average_parts)
+    wrong = [each for each in comparison.tensors if each.what == "gradients" and each.fails]
+    assert {each.module for each in wrong} == SEES
+    assert all(each.ratio == pytest.approx(0.5, rel=1e-3) for each in wrong)
+    assert not any(each.fails for each in comparison.losses)
+
+
+def test_routers_that_weigh_by_their_part_of_a_row(experts: Pair) -> None:
+    comparison = experts.compared(count_own_part)
+    assert "text_decoder layers" in failing(comparison, "gradients")
+    assert not any(each.fails for each in comparison.losses)
