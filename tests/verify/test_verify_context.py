@@ -1,5 +1,7 @@
 """Rows whose tokens lie on several ranks against a single rank, and what must not go unseen."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,27 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2-adapted": (2, (*CP2, *ADAPTED)),
     "cp2-experts-packed": (2, (*CP2, *EXPERTS, "aux_loss", "--packing")),
     "cp2-tp2-experts": (4, (*CP2, *SP, *EXPERTS, "seq_aux_loss", "--micro-batch-size", "2")),
+    "cp2-text": (2, CP2),
     "cp2-sees-and-hears": (2, (*CP2, "--model-name", "qwen2_5_omni_tiny")),
 }
 
 
+def without_images(demo: Path, folder: Path) -> None:
+    """The demo's data in a folder, text alone."""
+    shutil.copytree(demo, folder)
+    rows = folder / "train.jsonl"
+    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    for message in (message for sample in samples for message in sample["messages"]):
+        if not isinstance(message["content"], str):
+            parts = message["content"]
+            message["content"] = [part for part in parts if part["type"] == "text"]
+    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+
+
 def pair_of(folder: Path, demo: Path, name: str) -> Pair:
     ranks, flags = CASES[name]
+    if "text" in name:
+        without_images(demo, folder / "demo")
     return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
 
 
