@@ -4,7 +4,7 @@ from argparse import Namespace
 from math import lcm
 from typing import Any, get_args
 
-from loongplug.hetero.modes import UNIFORM, mode_of
+from loongplug.hetero.modes import mode_of
 from loongplug.models.layers.context.attention import CommType
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
 
@@ -30,7 +30,7 @@ def context_parallel(args: Namespace, model: Any) -> str | None:
     if not (given := _RANKS.said(args)):
         return None
     modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
-    other = next((mode.name for mode in modes if mode.name != UNIFORM.name), None)
+    other = next((mode.name for mode in modes if mode.around_schedule), None)
     return f"{given} in the mode {other}" if other else None
 
 
