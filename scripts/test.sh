@@ -18,7 +18,8 @@ if (($#)) && [[ "$*" != "-m quick" ]]; then
 fi
 
 # One process more than there are cores: ranks wait for each other and for files much of the time.
-processes=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
+cores=$(env -u OMP_NUM_THREADS nproc)
+processes=$((cores < 8 ? cores + 1 : 8))
 LOONGPLUG_TEST_SHARES=$(mktemp -d)
 export LOONGPLUG_TEST_SHARES
 others=()

@@ -32,6 +32,7 @@ def loaded_here(planned: PlannedMicrobatch) -> tuple[Mapping[str, MediaInput], C
     for name, unit in planned.units.items():
         for share in unit.shares:
             if share.load is not None:
+                assert name not in media, "a rank has one share of a unit"
                 loaded = share.load()
                 media[name] = share.media.input(loaded.rows)
                 bad |= loaded.bad.keys()

@@ -303,7 +303,7 @@ class EncoderEngine:
             decoders = ProcessGroupCollection.use_mpu_process_groups()
             together = next(
                 each
-                for each in (decoders.tp_cp, state.groups.tp)
+                for each in (decoders.tp, decoders.tp_cp, state.groups.tp)
                 if tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
             )
         return EncoderPlace(

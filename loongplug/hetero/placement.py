@@ -175,7 +175,11 @@ class Placement:
         if not entry.same_units:
             return 1.0
         (together,) = self.edge(name, rank=entry.layout.first_rank).replicas
-        return entry.layout.tp * self._consumer_of(name).layout.cp / len(together)
+        consumer = self._consumer_of(name).layout
+        assert entry.layout.tp <= consumer.tp, (
+            "a replica over parts of a row has parts of gradients"
+        )
+        return entry.layout.tp * consumer.cp / len(together)
 
     def _consumer_of(self, name: str) -> PlacedEntry:
         into = self.entry(name).into

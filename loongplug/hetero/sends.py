@@ -78,3 +78,4 @@ def _wait(work: dist.Work) -> None:
     work.wait()
     while not work.is_completed():
         time.sleep(_LOOK_AGAIN)
+    work.wait()  # raises what ended it

@@ -124,10 +124,12 @@ class _PartDataParallel(DistributedDataParallel):
         """As Megatron's, which would also end one that it is within."""
         groups = bucket_groups_of(self)
         before = [each.is_last_microbatch for each in groups]
-        with super().no_sync():
-            yield
-        for each, last in zip(groups, before, strict=True):
-            each.is_last_microbatch = last
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            for each, last in zip(groups, before, strict=True):
+                each.is_last_microbatch = last
 
 
 def wrapper_of_nothing(chunk: ModuleDataParallel) -> DistributedDataParallel:

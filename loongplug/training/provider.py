@@ -25,7 +25,7 @@ from loongplug.models.decoder import DecoderConfig
 from loongplug.models.encoder_stages import payload_widths
 from loongplug.models.entries import Entry, encoders
 from loongplug.models.freezing import Freezing
-from loongplug.models.layers.specs import Backend, pick_backend
+from loongplug.models.layers.specs import Backend
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.models.registry import Family
@@ -40,7 +40,7 @@ from loongplug.training.freezing import apply_freezing
 
 def backend_of(args: Namespace) -> Backend:
     """The layers' backend that ``--transformer-impl`` asks for."""
-    return "te" if args.transformer_impl == "transformer_engine" else pick_backend()
+    return "te" if args.transformer_impl == "transformer_engine" else "local"
 
 
 def engine_of(args: Namespace, model: Any) -> Engine:

@@ -157,7 +157,7 @@ class SDPAttention(MegatronModule):
         if config.context_parallel_size != 1:
             raise ValueError(
                 f"context_parallel_size is {config.context_parallel_size}, and SDPAttention sees "
-                "only whole sequences: use 1, or install TransformerEngine."
+                "only whole sequences: use 1."
             )
 
 

@@ -35,7 +35,6 @@ from loongplug.models.layers.mlp import ExpertLayer, LocalExperts, LocalMLP, Loc
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.rope import RotarySelfAttention
 from loongplug.models.layers.router import BalancedRouter
-from loongplug.platform import current_platform
 
 Backend = Literal["te", "local"]
 
@@ -77,11 +76,6 @@ class SDPASpecProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         """The core attention class."""
         return ContextAttention if self._split_rows else SDPAttention
-
-
-def pick_backend() -> Backend:
-    """ "te" on CUDA where TransformerEngine can be imported, else "local"."""
-    return "te" if HAVE_TE and current_platform().name != "cpu" else "local"
 
 
 def decoder_layer_spec(
@@ -205,7 +199,7 @@ def _provider(
                 "(pip install --no-build-isolation '.[gpu]' in the checkout) or use 'local'."
             )
         return TESpecProvider()
-    raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local' (see pick_backend).")
+    raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local'.")
 
 
 def _is_rms(config: TransformerConfig) -> bool:

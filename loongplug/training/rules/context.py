@@ -89,14 +89,13 @@ def context_parallel_communication(args: Namespace, model: Any) -> str | None:
 
 
 @rule(
-    reason="attention over parts of a row drops nothing",
+    reason="attention over parts of a row drops nothing, and ranks of a row would drop the same "
+    "of their parts",
     cure="give 0, which is the default",
 )
 def context_parallel_dropout(args: Namespace, model: Any) -> str | None:
-    """`--attention-dropout` above 0 with `--context-parallel-size` above 1"""
+    """`--attention-dropout` or `--hidden-dropout` above 0 with `--context-parallel-size` above 1"""
     given = _RANKS.said(args)
-    return (
-        f"--attention-dropout {args.attention_dropout} with {given}"
-        if (given and args.attention_dropout)
-        else None
-    )
+    rates = {name: getattr(args, name) for name in ("attention_dropout", "hidden_dropout")}
+    above = [f"--{name.replace('_', '-')} {rate}" for name, rate in rates.items() if rate]
+    return f"{' and '.join(above)} with {given}" if given and above else None

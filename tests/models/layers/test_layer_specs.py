@@ -35,10 +35,8 @@ from loongplug.models.layers.rope import RotarySelfAttention, rope_table
 from loongplug.models.layers.specs import (
     decoder_layer_spec,
     final_norm,
-    pick_backend,
     vision_layer_spec,
 )
-from loongplug.platform import current_platform
 
 # Segments of a pack whose total divides by two, in an order that grouping has to undo.
 SEGMENTS = [4, 6, 4, 0, 2, 6]
@@ -317,22 +315,3 @@ def test_te_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(specs, "HAVE_TE", False)
     with pytest.raises(ValueError, match="transformer_engine cannot be imported"):
         final_norm(decoder_config(), "te")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("platform", "installed", "expected"),
-    [("cpu", True, "local"), ("cuda", False, "local"), ("cuda", True, "te")],
-)
-def test_the_backend_follows_the_platform_and_what_is_installed(
-    monkeypatch: pytest.MonkeyPatch, platform: str, installed: bool, expected: str
-) -> None:
-    monkeypatch.setattr(specs, "current_platform", lambda: SimpleNamespace(name=platform))
-    monkeypatch.setattr(specs, "HAVE_TE", installed)
-    assert pick_backend() == expected
-
-
-@pytest.mark.quick
-def test_the_cpu_platform_of_the_tests_gives_local() -> None:
-    assert current_platform().name == "cpu"
-    assert pick_backend() == "local"

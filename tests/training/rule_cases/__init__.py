@@ -40,6 +40,7 @@ CASES: Cases = {
 }
 WITH_EXPERTS: Cases = {
     **experts.WITH_EXPERTS,
+    **context.WITH_EXPERTS,
     **overlap.WITH_EXPERTS,
     **decoder_memory.WITH_EXPERTS,
 }

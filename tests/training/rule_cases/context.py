@@ -1,5 +1,6 @@
 """Cases of the rules in rules/context.py."""
 
+from rule_cases.decoder_memory import NAMED
 from rule_cases.kinds import LAYOUT, TP, Cases
 
 _CP = {**LAYOUT, "context_parallel_size": 2}
@@ -11,7 +12,12 @@ CASES: Cases = {
         [_CP, _CP_TP, {**TP, "enable_encoder_hetero_dp": True}],
     ),
     "context-parallel-parts": (
-        [{**_CP, "hybrid_context_parallel": True}],
+        [
+            {**_CP, "hybrid_context_parallel": True},
+            {**_CP, "hierarchical_context_parallel_sizes": [2, 1]},
+            {**_CP, "eval_generate": 1, "eval_iters": 3, "valid_data_path": [__file__]},
+            {**_CP, **NAMED},
+        ],
         [_CP],
     ),
     "context-parallel-length": (
@@ -31,7 +37,21 @@ CASES: Cases = {
         ],
     ),
     "context-parallel-dropout": (
-        [{**_CP, "attention_dropout": 0.1}],
+        [{**_CP, "attention_dropout": 0.1}, {**_CP, "hidden_dropout": 0.1}],
         [_CP, {**LAYOUT, "attention_dropout": 0.1}],
+    ),
+}
+
+WITH_EXPERTS: Cases = {
+    "context-parallel-parts": (
+        [
+            {
+                **_CP,
+                "expert_model_parallel_size": 2,
+                "overlap_moe_expert_parallel_comm": True,
+                "bf16": True,
+            }
+        ],
+        [{**_CP, "expert_model_parallel_size": 2}],
     ),
 }

@@ -129,8 +129,7 @@ class ContextAttention(SDPAttention):
             )
         if self.dropout:
             raise ValueError(
-                f"attention_dropout is {self.dropout}, and ContextAttention has none: use 0, or "
-                "install TransformerEngine."
+                f"attention_dropout is {self.dropout}, and ContextAttention has none: use 0."
             )
         ranks = self._group.size()
         if self._comm_type == "a2a" and self.num_groups % ranks:
