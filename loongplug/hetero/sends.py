@@ -76,6 +76,8 @@ class Sends:
 
 def _wait(work: dist.Work) -> None:
     work.wait()
+    if work.is_completed():
+        return  # so it is with gloo, whose second wait would be for a second message
     while not work.is_completed():
         time.sleep(_LOOK_AGAIN)
     work.wait()  # raises what ended it

@@ -36,6 +36,7 @@ class Work:
     def wait(self) -> None:
         self.waited += 1
         if self.backend == "gloo":
+            assert not self.gone, "gloo waits for another message, which does not come"
             self.gone = True
 
     def is_completed(self) -> bool:
