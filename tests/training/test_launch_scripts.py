@@ -274,9 +274,11 @@ def test_script_s_run_is_accepted_and_fits(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("qwen2_audio_7b", 32), ("qwen2_5_omni_7b", 28)], ids=str
+    ("name", "layers"),
+    [("llava_1_5_7b", 32), ("internvl3_8b", 28), ("qwen2_audio_7b", 32), ("qwen2_5_omni_7b", 28)],
+    ids=str,
 )
-def test_models_that_hear_are_taken_with_all_their_encoders(
+def test_a_folder_of_any_family_is_taken_with_all_its_encoders(
     name: str, layers: int, tmp_path: Path
 ) -> None:
     script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=layers)
