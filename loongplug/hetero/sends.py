@@ -33,10 +33,11 @@ class Sends:
     before, and of other ranks messages that these make without anything of a later one.
 
     The host itself waits, on every backend. gloo's ``wait`` lasts until the message has gone, and
-    before it ``is_completed`` is never true. NCCL's lets the current stream wait and gives the host
-    back at once, which would go on and take memory for one microbatch after the other; there
-    ``is_completed`` says what the device has done. So a wait is both, one behind the other. What
-    the current stream waits for has gone by then, so it holds up no later work.
+    before it ``is_completed`` is never true. A second ``wait`` of gloo's may never end: some
+    releases of torch wait for one more message there. NCCL's lets the current stream wait and gives
+    the host back at once, which would go on and take memory for one microbatch after the other;
+    there ``is_completed`` says what the device has done, and one more ``wait`` whether it failed.
+    What the current stream waits for has gone by then, so it holds up no later work.
     """
 
     def __init__(self, *, most: int, recorder: Recorder = NOTHING, name: str = "sends") -> None:
@@ -76,6 +77,8 @@ class Sends:
 
 def _wait(work: dist.Work) -> None:
     work.wait()
+    if work.is_completed():  # the host itself has waited
+        return
     while not work.is_completed():
         time.sleep(_LOOK_AGAIN)
     work.wait()  # raises what ended it

@@ -1,7 +1,9 @@
 """A checkpoint that an earlier LoongPlug has saved goes on, with the metrics that it had then.
 
 ``before/`` is of 2026-11-22, before models were lists of entries: ``checkpoint.tar.xz`` of two
-steps with ``FLAGS`` and ``SAVED`` on two ranks, ``metrics.json`` what ``GOES_ON`` then gave.
+steps with ``FLAGS`` and ``SAVED`` on two ranks, ``metrics.json`` what ``GOES_ON`` then gave. Its
+``.metadata`` was written by torch 2.15, and again as torch 2.14 writes it: older releases do not
+read the strides that newer ones note.
 """
 
 import json

@@ -36,6 +36,7 @@ class Work:
     def wait(self) -> None:
         self.waited += 1
         if self.backend == "gloo":
+            assert self.waited == 1, "gloo waits for one more message"
             self.gone = True
 
     def is_completed(self) -> bool:
