@@ -16,10 +16,12 @@ CASES: Cases = {
         [
             {**_CP, "hybrid_context_parallel": True},
             {**_CP, "hierarchical_context_parallel_sizes": [2, 1]},
+        ],
+        [
+            _CP,
             {**_CP, "eval_generate": 1, "eval_iters": 3, "valid_data_path": [__file__]},
             {**_CP, **NAMED},
         ],
-        [_CP],
     ),
     "context-parallel-length": (
         [{**_CP, "seq_length": 66}, {**_CP_TP, "sequence_parallel": True, "seq_length": 66}],
