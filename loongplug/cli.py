@@ -332,6 +332,18 @@ def bench_levels(
         run(rounds=rounds, json_path=json_path, pictures=pictures)
 
 
+@bench.command("context")
+def bench_context(
+    rounds: Annotated[int, typer.Option(help="How often each side is measured.")] = 3,
+    json_path: Json = None,
+) -> None:
+    """Measure context parallelism on two CPU ranks, a core each, beside what it is held against."""
+    with user_errors():
+        from loongplug.bench.context import bench_context as run
+
+        run(rounds=rounds, json_path=json_path)
+
+
 @bench.command("pipeline")
 def bench_pipeline(
     mode: Annotated[

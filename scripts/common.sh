@@ -72,6 +72,14 @@ add_mode() {
     esac
 }
 
+# Adds what CP asks for: over how many GPUs each row's tokens are spread (1 unless given). Attention
+# over parts of rows is LoongPlug's own, without TransformerEngine.
+add_context() {
+    if ((${CP:-1} != 1)); then
+        FLAGS+=(--context-parallel-size "$CP" --transformer-impl local)
+    fi
+}
+
 # Adds where the encoder with the YAML key $1 lies: on ranks of its own from ENCODER_RANK_OFFSET on, as
 # ENCODER_DP replicas of ENCODER_PP pipeline stages of ENCODER_TP ranks each.
 add_placement() {

@@ -15,7 +15,8 @@
 #
 # MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
 # MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
-# (docs/heterogeneous_parallelism.md).
+# (docs/heterogeneous_parallelism.md). CP=2 spreads each row's tokens over two GPUs, also without
+# TransformerEngine (docs/context_parallelism.md).
 set -euo pipefail
 MODEL=qwen3_vl_30b_a3b FOLDER=Qwen3-VL-30B-A3B PHASE=pretrain
 : "${SEQ_LENGTH:=8192}" "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=10000}" "${LR:=5e-5}"
@@ -36,5 +37,6 @@ FLAGS+=(
 )
 add_experts
 add_mode
+add_context
 add_placement image_encoder
 launch "$@"

@@ -16,7 +16,8 @@
 #
 # MODE=full-hetero-dp has all GPUs encode images before the decoder's pipeline starts,
 # MODE=encoder-hetero-dp those of each tensor parallel group, a microbatch each
-# (docs/heterogeneous_parallelism.md).
+# (docs/heterogeneous_parallelism.md). CP=2 spreads each row's tokens over two GPUs, also without
+# TransformerEngine (docs/context_parallelism.md).
 #
 # ENCODER_RANK_OFFSET=6 gives the encoder the ranks from 6 on, ENCODER_DP replicas of ENCODER_PP
 # pipeline stages of ENCODER_TP ranks (1 each unless given); the GPUs before them are the decoder's
@@ -40,5 +41,6 @@ FLAGS+=(
     --sequence-parallel
 )
 add_mode
+add_context
 add_placement "${ENCODERS[0]:-image_encoder}"
 launch "$@"

@@ -91,6 +91,11 @@ class OwnPart:
         """Its stretches of the row."""
         return self.split.parts[self.rank]
 
+    def column(self, place: int) -> int | None:
+        """Where among the rank's tokens a place of the row is; None if another rank holds it."""
+        places = np.array([place])
+        return int(self.part.before(places)[0]) if self.part.holds(places)[0] else None
+
 
 def tokens_of_each(tokens: int, *, cp: int) -> int:
     """How many tokens each of ``cp`` ranks holds of a row of ``tokens``, padding included.

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loongplug.context.token_split import OwnPart
+from loongplug.context.row_parts import RowParts
 from loongplug.data.dataset import Sample
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
@@ -65,11 +65,11 @@ class MicrobatchLoader(Iterator[Microbatch]):
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
         only: range | None = None,
-        own: OwnPart | None = None,
+        parts: RowParts | None = None,
     ) -> None:
         """``only``: microbatches are made of the samples at these places alone.
 
-        ``own``: this rank's part of each row of ``seq_length``, if it does not hold whole ones.
+        ``parts``: which part of each row this rank holds, if it does not hold whole ones.
 
         ``needs``: by chunk. ``pins``: text in page-locked memory, once for all chunks.
 
@@ -85,7 +85,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._pins = pins
         self._on_made = on_made
         self._only = only
-        self._own = own
+        self._parts = parts
         self._step: Iterator[PlannedMicrobatch] = iter(())
         self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
@@ -136,7 +136,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
             units=units,
             number=planned.number,
             pins=self._pins,
-            own=self._own,
+            parts=self._parts,
         )
         for waiting, microbatch in zip(self._waiting, made, strict=True):
             waiting.append(microbatch)
@@ -155,7 +155,7 @@ def collate(
     units: Mapping[str, Unit] = MappingProxyType({}),
     number: int = 0,
     pins: bool = False,
-    own: OwnPart | None = None,
+    parts: RowParts | None = None,
 ) -> tuple[Microbatch, ...]:
     """Samples into one microbatch for each chunk, of which ``needs`` says what text it consumes.
 
@@ -164,15 +164,17 @@ def collate(
     their media are for the first chunk.
 
     Each sample has a row of its own, or, where they are ``packed``, all follow each other in one.
-    Tokens with one of an encoder's ``token_ids`` hold the places of its features. The text is that
-    of the rank's ``own`` part of each row, where it does not hold whole ones.
+    Tokens with one of an encoder's ``token_ids`` hold the places of its features. Where a rank does
+    not hold whole rows, the text is that of its part of each, of which ``parts`` says which it is.
     """
-    assert own is None or own.split.length == seq_length, (own, seq_length)
     assert units.keys() <= token_ids.keys(), "an encoder's features have places"
     rows = [list(samples)] if packed else [[sample] for sample in samples]
     shape = (len(rows), seq_length)
     spans = list(_spans(rows, seq_length=seq_length))
 
+    segments = tuple(filter(None, map(len, samples))) if packed else None
+    own = None if parts is None else parts.of(seq_length, segments=segments)
+    assert own is None or own.split.length == seq_length, (own, seq_length)
     held = None if own is None else own.part.places
 
     def placed(values: NDArray[np.generic]) -> Tensor:
@@ -215,7 +217,7 @@ def collate(
             loss_mask=loss_mask if chunk.loss_mask else None,
             tokens=sum(lengths),
             units=later if index else first,
-            segments=tuple(length for length in lengths if length) if packed else None,
+            segments=segments,
             lengths=tuple(lengths),
             number=number,
             own=own,

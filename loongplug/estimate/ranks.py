@@ -51,6 +51,7 @@ def as_rank(parsed: ParsedArguments, rank: int) -> Iterator[EstimatedRank]:
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
                 pipeline_model_parallel_size=args.pipeline_model_parallel_size,
                 virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
                 expert_model_parallel_size=args.expert_model_parallel_size,
                 expert_tensor_parallel_size=args.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,

@@ -21,8 +21,10 @@ from loongplug.estimate.ledger import DECODER, ENCODER
 from loongplug.estimate.tape import Tape
 from loongplug.hetero.pass_order import Turn
 from loongplug.models.deepstack import features_behind
-from loongplug.models.layers.packed import pack_segments
+from loongplug.models.layers.context.row import context_row
+from loongplug.models.layers.packed import PackedSegments, pack_segments
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.training.decoder_data import row_parts
 from loongplug.training.forward_step import LossReport, token_loss
 
 _META = torch.device("meta")
@@ -173,7 +175,7 @@ class Stage:
         self, chunk: MultimodalModel, *, planned: bool = False
     ) -> tuple[Any, Callable[[Tensor], LossReport]]:
         """A microbatch's output, or the plan of how to come to it, and its loss."""
-        shape = (self._args.micro_batch_size, self._args.seq_length)
+        shape = (self._args.micro_batch_size, held_tokens(self._args))
         ids = torch.empty(shape, dtype=torch.int64, device=_META)
         mask = ids.float()
         output = (chunk.build_schedule_plan if planned else chunk)(
@@ -183,11 +185,19 @@ class Stage:
             number=0,
             labels=ids if chunk.post_process else None,
             loss_mask=mask,
-            packed_seq_params=(
-                None if self._segments is None else pack_segments(self._segments, device=_META)
-            ),
+            packed_seq_params=self._packed(),
         )
         return output, partial(token_loss, mask)
+
+    def _packed(self) -> PackedSegments | None:
+        """A pack's segments, or those of a row of which this rank holds a part."""
+        length, segments = self._args.seq_length, self._segments
+        parts = row_parts(self._args)
+        if parts is None:
+            return None if segments is None else pack_segments(segments, device=_META)
+        own = parts.of(length, segments=segments)
+        row = context_row(own.split, segments or (length,), rank=own.rank, device=_META)
+        return PackedSegments(qkv_format="sbhd" if segments is None else "thd", context=row)
 
     def _free_output(self) -> None:
         """The next stage has it."""
@@ -196,6 +206,12 @@ class Stage:
                 self._output, self._chunks[0].config.deallocate_pipeline_outputs
             )
             self._output = None
+
+
+def held_tokens(args: Namespace) -> int:
+    """Of a row, by a rank."""
+    held: int = args.seq_length // args.context_parallel_size
+    return held
 
 
 def region_of(encoder: str) -> str:
@@ -235,7 +251,7 @@ def _hidden(chunk: MultimodalModel, args: Namespace, *, layers: int) -> Tensor:
     """Hidden states behind so many of all layers, with the deepstack streams that are left."""
     config = chunk.text_decoder.config
     streams = 1 + features_behind(layer=layers, deepstack=config.deepstack_features)
-    length = args.seq_length
+    length = held_tokens(args)
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
     shape = (streams * length, args.micro_batch_size, config.hidden_size)

@@ -91,7 +91,9 @@ class Tracer:
         self._segments = like.segments
         self._features_train = features_train
         # Parts of the sequence, over which tokens of media are spread evenly.
-        self._parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        self._parts = args.context_parallel_size * (
+            args.tensor_model_parallel_size if args.sequence_parallel else 1
+        )
         self._units = {
             name: Unit(
                 grids=unit.grids,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import collate
 from loongplug.data.microbatch import Microbatch, Share
 from loongplug.data.source import EncoderUnits, LocalSource, PlannedMicrobatch
@@ -143,6 +144,9 @@ class _Data:
     def microbatches(self, replica: int) -> list[tuple[PlannedMicrobatch, Microbatch]]:
         """Those of a decoder replica."""
         args, dataset = self._args, self._provider.train
+        cp = args.context_parallel_size
+        # The first rank's: of its text only what is the whole row's is looked at.
+        parts = RowParts(cp=cp, rank=0, balance=args.cp_balance) if cp > 1 else None
         processor, entries = dataset.processor, encoders(self._model.entries())
         source = LocalSource(
             dataset,
@@ -164,6 +168,7 @@ class _Data:
                 seq_length=args.seq_length,
                 token_ids={entry.name: token_ids(processor, entry.media) for entry in entries},
                 packed=args.packing,
+                parts=parts,
             )
             found.append((planned, microbatch))
         return found

@@ -26,7 +26,10 @@ class TraceEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What one rank wrote. ``place`` holds its ranks by kind (``tp``, ``pp``, ``dp``)."""
+    """What one rank wrote.
+
+    ``place`` holds its ranks by kind: ``tp``, ``pp``, ``dp``, and ``cp`` where rows are shared.
+    """
 
     rank: int
     world_size: int

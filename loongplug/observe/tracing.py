@@ -90,8 +90,11 @@ def _wrappers(hooks: StepHooks) -> Mapping[str, Callable[[Any], Any]]:
 
 def _place(module: str | None) -> dict[str, int]:
     """This rank's coordinates in the decoder's layout, or in that of its own ``module``."""
+    cp = {"cp": parallel_state.get_context_parallel_rank()}
+    shared = parallel_state.get_context_parallel_world_size() > 1
     return {
         "tp" if module is None else f"{module} tp": parallel_state.get_tensor_model_parallel_rank(),
+        **(cp if shared else {}),  # of ranks that share rows
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
         "dp": parallel_state.get_data_parallel_rank(),
     }

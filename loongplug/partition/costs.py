@@ -199,7 +199,8 @@ def _ranks_of_a_unit(parsed: ParsedArguments, entry: Entry, *, apart: bool) -> i
     if apart:
         return own or tp
     mode = mode_of(args, encoder)
-    decoder = Layout(tp=tp, pp=args.pipeline_model_parallel_size)
+    cp, pp = args.context_parallel_size, args.pipeline_model_parallel_size
+    decoder = Layout(tp=tp, cp=cp, pp=pp)
     placement = mode.place(decoder, entry=entry, tp=own or mode.encoder_tp or tp)
     return placement.entry(entry.name).layout.tp * len(placement.edge(entry.name, rank=0).replicas)
 
@@ -211,7 +212,8 @@ def _of_decoder(
     args, text = parsed.args, parsed.model.foundation
     rows = [each.segments or (args.seq_length,) * args.micro_batch_size for each in microbatches]
     counted = _Counted(
-        tokens=sum(map(sum, rows)), share=len(rows) * args.tensor_model_parallel_size
+        tokens=sum(map(sum, rows)),
+        share=len(rows) * args.tensor_model_parallel_size * args.context_parallel_size,
     )
     pairs = sum(length * (length + 1) // 2 for lengths in rows for length in lengths)
     recomputed = _recomputed(args)

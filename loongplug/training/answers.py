@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from loongplug.context.token_split import OwnPart
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import Processor
 from loongplug.evaluate.metrics import is_match
@@ -121,7 +122,9 @@ class Answers:
             microbatch = next(data_iterator)
             output, _ = self._forward_step(iter((microbatch,)), model, return_schedule_plan)
             first = microbatch.number * rows
-            return output, partial(_followed, microbatch.number, last[first : first + rows])
+            return output, partial(
+                _followed, microbatch.number, last[first : first + rows], own=microbatch.own
+            )
 
         iterators = [iter(each) for each in microbatches]
         found: list[_Followed] = training.get_forward_backward_func()(
@@ -139,6 +142,8 @@ class Answers:
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             for number, of_rows in found:
                 tokens[number] = of_rows
+            # Each row's last token lies on one of the ranks that share it; the others have 0.
+            dist.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.broadcast(
                 tokens,
@@ -167,32 +172,47 @@ def _microbatches(asked: Asked, *, chunks: int) -> list[list[Microbatch]]:
 def _write(
     microbatches: Sequence[Sequence[Microbatch]], row: int, place: int, token: int, *, rows: int
 ) -> None:
-    """Put a token where the next forward finds it, on the stage that embeds."""
-    ids = microbatches[0][row // rows].input_ids
-    if ids is not None:
-        ids[row % rows, place] = token
+    """Put a token where the next forward finds it, on the rank that embeds its place."""
+    microbatch = microbatches[0][row // rows]
+    ids, column = microbatch.input_ids, _column(microbatch.own, place)
+    if ids is not None and column is not None:
+        ids[row % rows, column] = token
+
+
+def _column(own: OwnPart | None, place: int) -> int | None:
+    """Of a place of the row in what this rank holds; None where another rank holds it."""
+    return place if own is None else own.column(place)
 
 
 def _followed(
-    number: int, last: Sequence[int], logits: Tensor, *, non_loss_data: bool
+    number: int,
+    last: Sequence[int],
+    logits: Tensor,
+    *,
+    own: OwnPart | None,
+    non_loss_data: bool,
 ) -> _Followed:
     """The likeliest token behind places ``last`` of ``logits`` [b, s, vocabulary / tp].
 
-    Rows behind those of ``last`` ask nothing. Collective: the tensor parallel group.
+    0 for a place that is not in this rank's ``own`` part of the row. Rows behind those of ``last``
+    ask nothing. Collective: the tensor parallel group.
     """
     assert non_loss_data, "there are no labels to make a loss of"
-    places = [*last, *[0] * (logits.shape[0] - len(last))]
-    here = logits[torch.arange(logits.shape[0], device=logits.device), places].float()
+    columns = [_column(own, place) for place in (*last, *[0] * (logits.shape[0] - len(last)))]
+    here = logits[
+        torch.arange(logits.shape[0], device=logits.device), [each or 0 for each in columns]
+    ].float()
     value, token = here.max(dim=-1)
+    held = torch.tensor([each is not None for each in columns], device=logits.device)
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
-        return number, token
+        return number, token * held
     mine = torch.stack([value.double(), (token + group.rank() * here.shape[-1]).double()])
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group=group)
     values, tokens = torch.stack(every).unbind(dim=1)  # [tp, b] each
     best = values.argmax(dim=0, keepdim=True)
-    return number, tokens.gather(0, best).squeeze(0).long()
+    return number, tokens.gather(0, best).squeeze(0).long() * held
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from functools import partial
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from loongplug.context.token_split import OwnPart, zigzag
+from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import TextNeeds
 from loongplug.data.source import Assignment, EncoderUnits, StepSource
@@ -57,7 +57,7 @@ class DecoderData(RankData):
             seq_length=seq_length,
             packed=packed,
             on_made=None if on_made is None else partial(on_made, source),
-            own=own_part(seq_length or self.args.seq_length),
+            parts=row_parts(self.args),
         )
 
     def _encoder_units(self) -> dict[str, EncoderUnits]:
@@ -133,12 +133,13 @@ def first_of_stage() -> bool:
     )
 
 
-def own_part(length: int) -> OwnPart | None:
-    """What this rank holds of each row of ``length`` tokens; None where that is all of it."""
+def row_parts(args: Namespace) -> RowParts | None:
+    """Which part of each row this rank holds; None where it holds whole ones."""
     cp = parallel_state.get_context_parallel_world_size()
     if cp == 1:
         return None
-    return OwnPart(zigzag(length, cp=cp), parallel_state.get_context_parallel_rank())
+    rank = parallel_state.get_context_parallel_rank()
+    return RowParts(cp=cp, rank=rank, balance=args.cp_balance)
 
 
 def text_needs(args: Namespace) -> list[TextNeeds]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
+from loongplug.context.row_parts import BALANCES
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.data.packing import LOOK_AHEAD
 from loongplug.data.rows import MAX_ROW_MIB
@@ -263,6 +264,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "X",
         "do so only if the slowest replica would have 1 + X times the mean cost (default: 0.2)",
         type=float,
+    )
+    subject("rows on several ranks")
+    group.add_argument(
+        "--cp-balance",
+        choices=BALANCES,
+        default="zigzag",
+        help="with --context-parallel-size and --packing, lpt: each pack is split by its samples,"
+        " so that ranks have equal work in attention; zigzag (default): all rows alike",
     )
     subject("memory of the host")
     away = "in host memory while the decoder works"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from loongplug.context.token_split import OwnPart
+from loongplug.context.row_parts import RowParts
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
@@ -89,7 +89,7 @@ class RankData(ABC):
         packed: bool | None,
         on_made: Callable[[], None] | None = None,
         only: range | None = None,
-        own: OwnPart | None = None,
+        parts: RowParts | None = None,
     ) -> MicrobatchLoader:
         return MicrobatchLoader(
             source,
@@ -105,7 +105,7 @@ class RankData(ABC):
             pins=current_platform().name == "cuda",
             on_made=on_made,
             only=only,
-            own=own,
+            parts=parts,
         )
 
     def _news(self, name: str, *, hearer: int, channel: int) -> News | None:

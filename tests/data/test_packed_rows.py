@@ -14,7 +14,8 @@ from local_loader import local_loader
 from micro.packing import plan
 from numpy.typing import NDArray
 
-from loongplug.context.token_split import OwnPart, zigzag
+from loongplug.context.row_parts import Balance, RowParts
+from loongplug.context.token_split import zigzag
 from loongplug.data.bad_samples import BadSampleError, BadSamples
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader, collate
@@ -85,20 +86,25 @@ def test_a_row_is_its_samples_one_behind_the_other(dataset: ChatDataset) -> None
         assert (found[start:] == padding).all()
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("packed", "balance"), [(True, "zigzag"), (False, "zigzag"), (True, "lpt")]
+)
 def test_parts_of_rows_have_each_token_once_and_know_the_whole_row(
-    dataset: ChatDataset, packed: bool
+    dataset: ChatDataset, packed: bool, balance: Balance
 ) -> None:
     samples = [dataset[i] for i in (2, 0, 1)]
-    split = zigzag(84, cp=3)
     ids = {"image_encoder": token_ids(dataset.processor, ("image",))}
     how: Any = {"pad_token_id": 7, "seq_length": 84, "packed": packed, "token_ids": ids}
     (whole,) = collate(samples, **how)
-    parts = [collate(samples, own=OwnPart(split, rank), **how)[0] for rank in range(3)]
+    ranks = [RowParts(cp=3, rank=rank, balance=balance) for rank in range(3)]
+    parts = [collate(samples, parts=each, **how)[0] for each in ranks]
+    split = parts[0].own.split
     for name in ("input_ids", "labels", "loss_mask", "position_ids"):
         held = torch.cat([getattr(part, name) for part in parts], dim=-1)
         assert torch.equal(held, getattr(whole, name)[..., split.order])
+    assert (split.order.tolist() == zigzag(84, cp=3).order.tolist()) == (balance == "zigzag")
     for part in parts:
+        assert part.own.split.order.tolist() == split.order.tolist()
         assert (part.segments, part.lengths, part.tokens) == (
             whole.segments,
             whole.lengths,

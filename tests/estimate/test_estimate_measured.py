@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
+CP, LONG = "--context-parallel-size", ("--seq-length", "128")
 EP, EXPERTS = "--expert-model-parallel-size", ("--model-name", "qwen3_vl_moe_tiny")
 # Every token goes to all ranks, and experts get about equally many, which the estimate supposes.
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather", "--moe-router-force-load-balancing")
@@ -82,6 +83,9 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "uniform-pp2-offload": (2, (PP, "2", *DENSE_AWAY)),
     "uniform-pp2-vpp2-recompute": (2, (PP, "2", *VPP, *RECOMPUTE, "--bf16")),
     "uniform-experts": (2, (*EXPERTS, EP, "2", SHARDED)),
+    "uniform-cp2-tp2-sp": (4, (CP, "2", TP, "2", SP, SHARDED, *LONG)),
+    "uniform-cp3-recompute": (3, (CP, "3", *RECOMPUTE, "--seq-length", "96")),
+    "uniform-cp2-pp2-packed": (4, (CP, "2", PP, "2", *PACKED, "--cp-balance", "lpt")),
     "hetero-dp-tp2-frozen": (2, (DP, TP, "2", SHARDED, FROZEN)),
     "hetero-dp-tp2-sp": (2, (DP, TP, "2", SP)),
     "full-tp2-pp2-sp": (4, (FULL, TP, "2", PP, "2", SP, SHARDED)),

@@ -25,6 +25,7 @@ class Layout:
     ranks: int = 1
     own: str = ""
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
@@ -45,6 +46,8 @@ class Layout:
         flags = []
         if self.tp > 1:
             flags += ["--tensor-model-parallel-size", str(self.tp)]
+        if self.cp > 1:
+            flags += ["--context-parallel-size", str(self.cp)]
         if self.pp > 1:
             flags += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.vpp > 1:
@@ -63,6 +66,7 @@ LAYOUTS = {
         Layout(ranks=2),
         Layout(ranks=2, tp=2),
         Layout(ranks=2, tp=2),  # it has the most modes
+        Layout(ranks=2, cp=2),
         Layout(ranks=2, pp=2),
         Layout(ranks=2, pp=2, vpp=2),
         Layout(ranks=2, ep=2),
@@ -71,6 +75,8 @@ LAYOUTS = {
     4: (
         Layout(ranks=4, tp=2),
         Layout(ranks=4, pp=2),
+        Layout(ranks=4, tp=2, cp=2),
+        Layout(ranks=4, cp=2, pp=2),
         Layout(ranks=4, tp=2, pp=2),
         Layout(ranks=4, tp=2, pp=2, vpp=2),
         Layout(ranks=4, tp=4),
@@ -148,11 +154,13 @@ def modes_of(layout: Layout) -> tuple[str, ...]:
     """Those that a layout can have."""
     if layout.own:
         return ("apart",)
-    needs = {
+    within = {"uniform", "hetero-tp"}  # the decoder's forward, which takes parts of rows
+    needs = dict.fromkeys(set(MODES) - within, False) if layout.cp > 1 else {}
+    needs |= {
         "apart": False,
         "hetero-tp": layout.tp > 1,
-        "hetero-dp": layout.tp > 1,
-        "full-wide": layout.pp > 1,
+        "hetero-dp": layout.tp > 1 and layout.cp == 1,
+        "full-wide": layout.pp > 1 and layout.cp == 1,
     }
     return tuple(mode for mode in MODES if needs.get(mode, True))
 

@@ -280,7 +280,7 @@ def ranks_at(place: str, layout: Layout, mode: str) -> tuple[int, ...]:
     on_first_stage = layout.ranks // layout.pp
     if place == "unit":
         # The first of each group that encodes together; those all have one on the first stage.
-        apart = 1 if mode == "hetero-dp" else layout.tp
+        apart = 1 if mode == "hetero-dp" else layout.tp * layout.cp
         everywhere = mode in ("full", "full-balanced")
         return tuple(range(layout.ranks) if everywhere else range(0, on_first_stage, apart))
     encodes = place == "encoder" or (place == "exchange" and mode == "hetero-dp")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from loongplug.context.row_parts import BALANCES, Balance, RowParts
 from loongplug.context.token_split import Part
 from loongplug.models.features import Features, TokenPlaces, place, token_places
 
@@ -36,6 +37,33 @@ def test_parts_of_a_row_take_the_features_of_their_own_tokens() -> None:
     assert second.rows.tolist() == [3, 4, 7]
     assert (second.sample.tolist(), second.position.tolist()) == ([0, 0, 1], [0, 2, 1])
     assert first.count == second.count == 8
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize(
+    "image", [range(24), range(3, 20), range(2), range(0)], ids=["all", "most", "two", "none"]
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_image_over_all_parts_or_in_few_of_them_is_placed_once(
+    image: range, balance: Balance, parts: int
+) -> None:
+    """A pack of a sample with the image, one of a token, and padding, on three ranks."""
+    row = torch.zeros(24, 1, 1)
+    features = torch.arange(1.0, len(image) + 1)[:, None]
+    for rank in range(3):
+        own = RowParts(cp=3, rank=rank, balance=balance).of(24, segments=(20, 1))
+        for part, held in enumerate(np.split(own.part.places, parts)):
+            places = token_places(
+                [np.array(image, dtype=np.int64)],
+                held=own.part,
+                device=torch.device("cpu"),
+                part=part,
+                parts=parts,
+            )
+            mine = torch.zeros(len(held), 1, 1)
+            row[held] += place(mine, features[places.rows], places=places)
+    assert row.flatten()[list(image)].tolist() == features.flatten().tolist()
+    assert row.count_nonzero() == len(image)
 
 
 def test_gradients_return_to_the_features_and_leave_the_text():

@@ -52,6 +52,11 @@ class Cell:
         return chunks * -(-4 // chunks)
 
     @property
+    def divides(self) -> int:
+        """What the tokens of a row have to be a multiple of."""
+        return max(SIZES)
+
+    @property
     def encoders(self) -> tuple[str, ...]:
         """Keys of the model's encoders, which all have the cell's mode and size."""
         if "omni" in self.model:
@@ -245,6 +250,21 @@ def one_of_each[CellT: Cell](everything: Sequence[list[CellT]], *, seed: str) ->
         cover.take_best(possible)
     while cover.wanted:
         cover.take_best([candidate for possible in lists for candidate in possible])
+    return sorted(cover.cells)
+
+
+def covering[CellT: Cell](
+    everything: Sequence[CellT], *, seed: str, candidates: int
+) -> list[CellT]:
+    """Few cells in which every two axis values meet: always the best of some candidates."""
+    cover = Cover[CellT]()
+    possible = [cover.candidate(cell) for cell in everything]
+    generator = random.Random(seed)
+    while cover.wanted:
+        drawn = generator.sample(possible, min(candidates, len(possible)))
+        if not any(found & cover.wanted for _, found in drawn):
+            drawn = possible
+        cover.take_best(drawn)
     return sorted(cover.cells)
 
 

@@ -26,8 +26,9 @@ from loongplug.verify.runs import preload, record
 from loongplug.verify.tiny import demo_length, up
 from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
+from parity.context_cells import context_cells
 from parity.overlap_cells import OverlapCell, overlap_cells
-from parity.parity_page import hearing_page, layouts_page, overlap_page, savings_page
+from parity.parity_page import context_page, hearing_page, layouts_page, overlap_page, savings_page
 from parity.placement_cells import PlacementCell, placement_cells
 from parity.placement_page import placements_page
 from parity.results import Result, as_result, outcome
@@ -55,6 +56,7 @@ PARTS = {
     "hearing": Part("parity_hearing.md", hearing_cells, hearing_page),
     "savings": Part("parity_savings.md", saving_cells, savings_page),
     "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
+    "context": Part("parity_context.md", context_cells, context_page),
     "placements": Part("parity_placements.md", placement_cells, placements_page),
 }
 
@@ -155,7 +157,8 @@ class Matrix:
             *("--tokenizer-model", str(prepared / "processor")),
             *("--train-data-path", (prepared / "rows").read_text(encoding="utf-8")),
             *("--load-hf", str(prepared / "weights"), "--training-phase", "sft"),
-            *("--seq-length", str(length_of(cell.model)), "--micro-batch-size", "1"),
+            *("--seq-length", str(length_of(cell.model, divides=cell.divides))),
+            *("--micro-batch-size", "1"),
             *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
             *("--lr", str(LEARNING_RATE), "--lr-decay-style", "constant", "--log-interval", "1"),
             *("--rerun-mode", "disabled", *shared),
@@ -172,11 +175,11 @@ class Matrix:
             (place / "made").rename(folder)
 
 
-def length_of(model: str) -> int:
-    """Tokens of the longest sample, and no more than what makes them divisible."""
+def length_of(model: str, *, divides: int = _LARGEST) -> int:
+    """Tokens of the longest sample, and no more than what makes them a multiple of ``divides``."""
     from loongplug.training.config import compose_model
 
-    return up(demo_length(compose_model(model_name=model).config), _LARGEST)
+    return up(demo_length(compose_model(model_name=model).config), divides)
 
 
 def _recorded(folder: Path, flags: Sequence[str], *, ranks: int) -> Path:

@@ -270,12 +270,10 @@ def bring_back_a_stale_state(original: Any, self: Any) -> Any:
 @fault("visual positions are off by one in a sequence shard", spec="gpu.md A9")
 @at(f"{DECODER}:token_places", where=lambda *_, **of: of.get("parts", 1) > 1)
 def shift_visual_positions(
-    original: Any, places: Any, *, length: int, parts: int = 1, **of: Any
+    original: Any, places: Any, *, held: Any, parts: int = 1, **of: Any
 ) -> Any:
-    found = original(places, length=length, parts=parts, **of)
-    if parts == 1:
-        return found
-    return replace(found, position=(found.position + 1) % (length // parts))
+    found = original(places, held=held, parts=parts, **of)
+    return replace(found, position=(found.position + 1) % (held.tokens // parts))
 
 
 @fault("deepstack's features are cut from the graph", spec="placement.md P2, payloads")

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
 from parity.cells import HEARING_MODELS, MODES, MORE_MODELS, MOST_RANKS, Cell
+from parity.context_cells import COMM_TYPES, CPS, ROWS, ContextCell
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
@@ -16,6 +17,7 @@ _MORE: dict[type[Cell], tuple[str, ...]] = {
     Cell: (),
     SavingCell: ("trains", "away in phase 2"),
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
+    ContextCell: ("CP", "rows", "keys come by", "trains"),
 }
 
 
@@ -116,6 +118,30 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def context_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of cells whose rows lie on several ranks."""
+    by_ranks = {f"CP {cp}": [each for each in results if _context(each).cp == cp] for cp in CPS}
+    rows = {name: [each for each in results if _context(each).rows == name] for name in ROWS}
+    ways = {name: [each for each in results if _context(each).comm == name] for name in COMM_TYPES}
+    lines = [
+        *page_head("Parity of context parallelism", results, whole=whole, code=code),
+        "Each row's tokens lie on CP ranks ([context_parallelism.md](context_parallelism.md)), "
+        "encoders work in the uniform mode. *Rows* are padded samples, or packs that are split "
+        "alike (zigzag) or each by its samples (lpt). *Keys come by* is `--cp-comm-type`. The "
+        f"other columns are those of [parity.md](parity.md), over layouts of up to {MOST_RANKS} "
+        "ranks with sizes of 1 and 2; every value of a column meets every value of every other "
+        "that it can be with.",
+        "",
+        *by_group("", by_ranks | {"all": list(results)}),
+        "",
+        *by_group("rows", rows),
+        "",
+        *by_group("keys come by", ways),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def page_head(title: str, results: Sequence[Result], *, whole: int, code: str) -> Iterable[str]:
     """How every page begins."""
     agree = sum(result.agrees for result in results)
@@ -207,6 +233,8 @@ def _columns(result: Result) -> Iterable[str]:
     yield "yes" if cell.balance else ""
     if isinstance(cell, SavingCell):
         yield from (cell.trained, cell.away)
+    if isinstance(cell, ContextCell):
+        yield from (str(cell.cp), cell.rows, cell.comm, cell.trained)
     if isinstance(cell, OverlapCell):
         yield from (cell.trained, cell.kept)
         yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
@@ -215,6 +243,11 @@ def _columns(result: Result) -> Iterable[str]:
 
 def _saving(result: Result) -> SavingCell:
     assert isinstance(result.cell, SavingCell), "the page of the savings is of such cells"
+    return result.cell
+
+
+def _context(result: Result) -> ContextCell:
+    assert isinstance(result.cell, ContextCell), "the page of parts of rows is of such cells"
     return result.cell
 
 

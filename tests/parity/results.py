@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.cells import Cell
+from parity.context_cells import ContextCell
 from parity.overlap_cells import OverlapCell
 from parity.placement_cells import PlacementCell
 from parity.saving_cells import SavingCell
@@ -39,6 +40,8 @@ def _kind(cell: Mapping[str, Any]) -> type[Cell]:
         return OverlapCell
     if "own" in cell:
         return PlacementCell
+    if "cp" in cell:
+        return ContextCell
     return SavingCell if "away" in cell else Cell
 
 

@@ -4,7 +4,6 @@ Pure and the same every time. Layouts are small ones, since every one of them is
 trained already; over all cells of a model, every two values of two axes meet somewhere.
 """
 
-import random
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -15,7 +14,7 @@ from parity.cells import (
     MODES,
     MOST_RANKS,
     Cell,
-    Cover,
+    covering,
     sequence_parallel_choices,
 )
 
@@ -99,7 +98,11 @@ def one_word(words: str) -> str:
 
 def saving_cells() -> list[SavingCell]:
     """All of them."""
-    return [cell for model in MODELS for cell in _covering(model)]
+    return [
+        cell
+        for model in MODELS
+        for cell in covering(possible_cells(model), seed=model, candidates=_CANDIDATES)
+    ]
 
 
 def possible_cells(model: str) -> list[SavingCell]:
@@ -142,16 +145,3 @@ def _layouts(model: str) -> list[SavingCell]:
         for encoder_tp in _ENCODER_SIZES
     )
     return [cell for cell in cells if cell.possible and 1 < cell.ranks <= MOST_RANKS]
-
-
-def _covering(model: str) -> list[SavingCell]:
-    """Few cells in which every two axis values meet: always the best of some candidates."""
-    cover = Cover[SavingCell]()
-    possible = [cover.candidate(cell) for cell in possible_cells(model)]
-    generator = random.Random(model)
-    while cover.wanted:
-        candidates = generator.sample(possible, _CANDIDATES)
-        if not any(found & cover.wanted for _, found in candidates):
-            candidates = possible
-        cover.take_best(candidates)
-    return sorted(cover.cells)

@@ -12,6 +12,7 @@ from loongplug.training.freezing import freezing_of
 LENGTH = 64
 ARGS = {
     "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "pipeline_model_parallel_size": 2,
     "micro_batch_size": 2,
     "seq_length": LENGTH,

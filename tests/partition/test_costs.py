@@ -147,6 +147,16 @@ def test_media_are_the_mean_and_ranks_share_them():
             assert 2 * shared[DECODER].layers[0].forward == LINEARS + ATTENTION
 
 
+@pytest.mark.parametrize(("flags", "ranks"), [({}, 1), ({"enable_full_hetero_dp": True}, 2 * 2)])
+def test_ranks_of_a_row_share_the_decoder_s_work_and_where_they_can_its_media(flags, ranks):
+    """In the uniform mode each of them encodes all; full separation has all ranks encode."""
+    whole, shared = (
+        costs(run, media(run, GRID)) for run in (parsed(), parsed(context_parallel_size=2, **flags))
+    )
+    assert 2 * shared[DECODER].layers[0].forward == whole[DECODER].layers[0].forward
+    assert ranks * shared[EYES].layers[0].forward == whole[EYES].layers[0].forward
+
+
 def test_layers_with_windows_cost_less():
     run = parsed(model="qwen2_5_vl_tiny")
     encoder = run.model.image_encoder

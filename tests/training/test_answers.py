@@ -89,6 +89,15 @@ def said_by_eval(folder, data):
         ),
         pytest.param(
             (
+                *("--context-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+                *("--packing", "--cp-balance", "lpt", "--micro-batch-size", "1"),
+            ),
+            4,
+            1,
+            id="parts-of-rows",
+        ),
+        pytest.param(
+            (
                 *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
                 *("--eval-micro-batch-size", "1", "model.image_encoder.rank_offset=2"),
                 "model.image_encoder.data_parallel_size=2",

@@ -371,6 +371,17 @@ def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> 
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("script", ALL, ids=str)
+def test_rows_are_shared_by_as_many_gpus_as_the_environment_says(
+    script: Script, tmp_path: Path
+) -> None:
+    args = parse(launch(script, tmp_path, CP="2")).args
+    assert args.context_parallel_size == 2
+    assert args.data_parallel_size == 8 // (2 * script.tp)
+    assert parse(launch(script, tmp_path)).args.context_parallel_size == 1
+
+
+@pytest.mark.quick
 def test_the_encoder_of_a_model_that_hears_is_placed(tmp_path: Path) -> None:
     name = "qwen2_audio_7b"
     script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=32)

@@ -29,8 +29,7 @@ def context_parallel(args: Namespace, model: Any) -> str | None:
     """
     if not (given := _RANKS.said(args)):
         return None
-    modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
-    other = next((mode.name for mode in modes if mode.around_schedule), None)
+    other = _other_mode(args, model)
     return f"{given} in the mode {other}" if other else None
 
 
@@ -38,17 +37,21 @@ context_parallel_parts = excludes(
     _RANKS,
     any_of(
         flag("--overlap-moe-expert-parallel-comm"),
-        flag("--eval-generate"),
-        flag("--offload-tensors"),
         flag("--hybrid-context-parallel"),
         flag("--hierarchical-context-parallel-sizes"),
         flag("--transformer-impl transformer_engine"),
-        in_docs="`--overlap-moe-expert-parallel-comm`, `--eval-generate`, `--offload-tensors`, "
-        "`--hybrid-context-parallel`, `--hierarchical-context-parallel-sizes`, TransformerEngine",
+        in_docs="`--overlap-moe-expert-parallel-comm`, `--hybrid-context-parallel`, "
+        "`--hierarchical-context-parallel-sizes`, TransformerEngine",
     ),
     reason="these do not take a part of a row yet",
     cure="drop one of them; --transformer-impl local goes without TransformerEngine",
 )
+
+
+def _other_mode(args: Namespace, model: Any) -> str | None:
+    """The first mode of an encoder that works outside of the decoder's forward."""
+    modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
+    return next((mode.name for mode in modes if mode.around_schedule), None)
 
 
 @rule(
@@ -86,6 +89,26 @@ def context_parallel_communication(args: Namespace, model: Any) -> str | None:
     if given == ["a2a"] and tp > 0 and (groups // tp) % cp:
         return f"--cp-comm-type a2a with cp {cp} and {groups // tp} key/value heads on a rank"
     return None
+
+
+@rule(
+    reason="it goes by the samples of a pack, rows of one sample give zigzag's ranks equal work, "
+    "p2p takes steps in which each pair of ranks should have equal work, and features of other "
+    "modes come to the parts of a zigzag alone",
+    cure="drop --cp-balance",
+)
+def context_parallel_balance(args: Namespace, model: Any) -> str | None:
+    """`--cp-balance lpt` without `--packing`, with `--cp-comm-type p2p`, or with encoders in
+    another mode than uniform
+    """
+    if args.context_parallel_size < 2 or args.cp_balance != "lpt":
+        return None
+    if not args.packing:
+        return "--cp-balance lpt without --packing"
+    if args.cp_comm_type == ["p2p"]:
+        return "--cp-balance lpt with --cp-comm-type p2p"
+    other = _other_mode(args, model)
+    return f"--cp-balance lpt in the mode {other}" if other else None
 
 
 @rule(

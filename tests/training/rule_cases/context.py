@@ -4,6 +4,7 @@ from rule_cases.decoder_memory import NAMED
 from rule_cases.kinds import LAYOUT, TP, Cases
 
 _CP = {**LAYOUT, "context_parallel_size": 2}
+_PACKED = {**_CP, "packing": True, "micro_batch_size": 1}
 _CP_TP = {**TP, "context_parallel_size": 2}
 
 CASES: Cases = {
@@ -15,10 +16,12 @@ CASES: Cases = {
         [
             {**_CP, "hybrid_context_parallel": True},
             {**_CP, "hierarchical_context_parallel_sizes": [2, 1]},
+        ],
+        [
+            _CP,
             {**_CP, "eval_generate": 1, "eval_iters": 3, "valid_data_path": [__file__]},
             {**_CP, **NAMED},
         ],
-        [_CP],
     ),
     "context-parallel-length": (
         [{**_CP, "seq_length": 66}, {**_CP_TP, "sequence_parallel": True, "seq_length": 66}],
@@ -34,6 +37,16 @@ CASES: Cases = {
             {**_CP, "cp_comm_type": ["a2a"]},
             {**_CP_TP, "cp_comm_type": ["p2p"]},
             {**TP, "cp_comm_type": ["a2a+p2p"]},
+        ],
+    ),
+    "context-parallel-balance": (
+        [
+            {**_CP, "cp_balance": "lpt"},
+            {**_PACKED, "cp_balance": "lpt", "cp_comm_type": ["p2p"]},
+        ],
+        [
+            {**_PACKED, "cp_balance": "lpt"},
+            {**LAYOUT, "cp_balance": "lpt"},
         ],
     ),
     "context-parallel-dropout": (

@@ -1,0 +1,65 @@
+"""Which cells the parity matrix has of rows that lie on several ranks, and one run of it."""
+
+from itertools import product
+
+import pytest
+from rich.console import Console
+
+from loongplug.training.flags import read_command_line
+from loongplug.verify.flags import LAYOUT
+from parity.cells import BATCH, MODELS, MOST_RANKS, pairs
+from parity.context_cells import (
+    COMM_TYPES,
+    CPS,
+    ROWS,
+    ContextCell,
+    context_cells,
+    possible_cells,
+)
+from parity.matrix import run_cells
+from parity.parity_page import context_page
+from parity.results import Result, as_result
+
+CELL = ContextCell(
+    model="qwen3_vl_moe_tiny", cp=2, ep=2, rows="packs, lpt", trained="decoder's LoRA"
+)
+
+
+@pytest.mark.slow
+def test_a_cell_agrees_with_its_single_rank(tmp_path):
+    (result,) = run_cells([CELL], folder=tmp_path, console=Console(stderr=True), jobs=1)
+    assert result.agrees, result
+    assert result.gradients, "something was compared"
+    assert f"| 2 | {CELL.rows} | all_gather | {CELL.trained} |" in context_page([result], 1, "code")
+
+
+@pytest.mark.quick
+class TestWithoutRuns:
+    @pytest.mark.not_quick
+    @pytest.mark.parametrize("model", MODELS)
+    def test_every_two_values_of_two_axes_meet_where_they_can(self, model):
+        mine = [cell for cell in context_cells() if cell.model == model]
+        met = {pair for cell in mine for pair in pairs(cell)}
+        assert met == {pair for cell in possible_cells(model) for pair in pairs(cell)}
+        assert {(cell.cp, cell.rows) for cell in mine} == set(product(CPS, ROWS))
+        # There are four key/value heads.
+        possible = set(product(CPS, COMM_TYPES)) - {(3, "a2a")}
+        assert {(cell.cp, cell.comm) for cell in mine} == possible
+
+    @pytest.mark.not_quick
+    def test_they_are_the_same_every_time_and_fit(self):
+        cells = context_cells()
+        assert cells == context_cells()
+        assert len({cell.name for cell in cells}) == len(cells) <= 90
+        assert all(cell.ranks <= MOST_RANKS for cell in cells)
+        assert all(cell.vpp == 1 or BATCH // cell.dp % cell.pp == 0 for cell in cells)
+
+    def test_the_single_rank_packs_and_has_whole_rows(self):
+        shared, args = (read_command_line(each) for each in (CELL.shared_flags(), CELL.flags()))
+        assert shared.args.packing
+        assert (args.args.context_parallel_size, args.args.cp_balance) == (2, "lpt")
+        assert not {"context_parallel_size", "cp_balance", "cp_comm_type"} & shared.flags.keys()
+        assert {"context_parallel_size", "cp_balance", "cp_comm_type"} <= LAYOUT
+        assert CELL.divides % (2 * CELL.cp) == 0
+        line = {"cell": {**vars(CELL)}, "failed": "so"}
+        assert as_result(line) == Result(cell=CELL, failed="so")

@@ -1,0 +1,56 @@
+"""Packs that are split by their own samples, against a single rank that holds them whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.mutations import around
+from verify_cases import Pair, failing, made_plan
+
+from loongplug.context.token_split import zigzag
+from loongplug.verify.report import report
+
+BALANCED = ("--packing", "--cp-balance", "lpt")
+STAGES_AND_EXPERTS = (
+    *("--context-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+    *("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
+    *("--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "aux_loss"),
+)
+
+
+def test_stages_and_experts_with_balanced_packs_agree_with_a_single_rank(
+    demo: Path, tmp_path: Path
+) -> None:
+    """Each stage comes to the split by itself: labels on one, features on another."""
+    plan = made_plan(tmp_path, demo, *STAGES_AND_EXPERTS, *BALANCED, ranks=4, steps=1)
+    pair = Pair(plan, tmp_path)
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+
+
+@pytest.fixture(scope="module")
+def three(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("three")
+    flags = ("--context-parallel-size", "3", *BALANCED)
+    return Pair(made_plan(folder, demo, *flags, ranks=3, steps=1), folder)
+
+
+def test_balanced_packs_on_three_ranks_agree_with_a_single_rank(three: Pair) -> None:
+    comparison = three.compared()
+    assert comparison.agrees, report(three.plan, comparison)
+
+
+def features_of_a_zigzag(rank: int) -> None:
+    """Features go where their tokens would lie if all rows were split alike."""
+
+    def placed(original: Any, places: Any, *, held: Any, **options: Any) -> Any:
+        part = zigzag(3 * held.tokens, cp=3).parts[rank]
+        return original(places, held=part, **options)
+
+    around("loongplug.models.decoder:token_places", placed)
+
+
+def test_features_of_another_part_of_the_row(three: Pair) -> None:
+    comparison = three.compared(features_of_a_zigzag)
+    assert any(each.fails for each in comparison.losses)
+    assert "image_projector" in failing(comparison, "gradients")
