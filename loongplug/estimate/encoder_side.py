@@ -110,7 +110,9 @@ class EncoderSide:
             return 0
         if shards is None:
             return self.exchanged.tokens[unit] * self.encoded.payload
-        return size(shards[unit][self.edge.consumers.index(self.rank)]) * self.encoded.payload
+        parts = enumerate(self.edge.parts(self.exchanged.parts))
+        (mine,) = (number for number, ranks in parts if self.rank in ranks)
+        return size(shards[unit][mine]) * self.encoded.payload
 
     def _mine(self, members: range) -> list[int]:
         """Those of these units of which this rank encodes a share."""
@@ -150,7 +152,7 @@ class EncoderSide:
         whole: set[int] = set()  # units of which one transfer brings all that is needed
         parts: dict[int, int] = {}  # what is needed of others
         sharded = units.shards is not None
-        for each in transfers(self.edge, units.encoder_replicas, sharded=sharded):
+        for each in transfers(self.edge, units.encoder_replicas, parts=units.parts):
             rows = units.rows(each)
             count = size(rows)
             here, there = each.source == self.rank, each.target == self.rank

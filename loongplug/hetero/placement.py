@@ -7,7 +7,7 @@ that it leads into, has replicas in any number, and a :class:`Piece` for each pa
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import batched, chain, combinations
 
 from loongplug.hetero.intervals import overlaps
 from loongplug.models.entries import Entry
@@ -38,7 +38,7 @@ class Edge:
 
     The ranks of each tuple of ``replicas`` encode the same units together, and different ones
     encode different units. ``consumers`` are the ranks that the features go to: those of the
-    decoder's first stage, by their coordinates.
+    decoder's first stage, ascending, so that the ranks of one context parallel part are neighbours.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -48,6 +48,12 @@ class Edge:
     def ranks(self) -> tuple[int, ...]:
         """All that take part in an exchange, ascending."""
         return tuple(sorted({*chain(*self.replicas), *self.consumers}))
+
+    def parts(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """The consumers that need the same rows of a sequence in so many parts, part by part."""
+        each, left = divmod(len(self.consumers), number)
+        assert not left, (self.consumers, number)
+        return tuple(batched(self.consumers, each))
 
     def replica_of(self, rank: int) -> int | None:
         """Which replica ``rank`` encodes with; None where it does not encode."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parity.mutations import around
+from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
 from loongplug.verify.report import report
@@ -30,6 +31,14 @@ EXPERTS = (
     "--moe-router-load-balancing-type",
 )
 ENCODER = "model.image_encoder"
+FULL = ("--enable-full-hetero-dp",)
+ENCODER_DP = ("--enable-encoder-hetero-dp",)
+OFFLOADED = (
+    "--full-hetero-dp-cpu-offload",
+    "--offload-encoder-activations",
+    "--offload-encoder-state",
+)
+QWEN2_5 = ("--model-name", "qwen2_5_vl_tiny")
 SEES = {"image_encoder", "image_projector"}
 
 # Ranks in all, and flags.
@@ -44,6 +53,20 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2-tp2-experts": (4, (*CP2, *SP, *EXPERTS, "seq_aux_loss", "--micro-batch-size", "2")),
     "cp2-text": (2, CP2),
     "cp2-sees-and-hears": (2, (*CP2, "--model-name", "qwen2_5_omni_tiny")),
+    "cp3-separated-balanced-packed": (3, (*CP3, *FULL, "--use-vit-dp-balance", "--packing")),
+    "cp2-separated-no-deepstack": (2, (*CP2, *FULL, *QWEN2_5)),
+    "cp2-separated-frozen": (2, (*CP2, *FULL, "model.image_encoder.freeze=true")),
+    "cp2-separated-sees-and-hears": (2, (*CP2, *FULL, "--model-name", "qwen2_5_omni_tiny")),
+    "cp2-tp2-shards-separated": (4, (*CP2, *SP, *FULL, "--micro-batch-size", "2")),
+    "cp2-separated-offload": (2, (*CP2, *FULL, *OFFLOADED)),
+    "cp2-pp2-separated": (4, (*CP2, *PP2, *FULL)),
+    "cp2-pp2-separated-encoder-tp2": (
+        4,
+        (*CP2, *PP2, *FULL, f"{ENCODER}.tensor_model_parallel_size=2"),
+    ),
+    "cp2-vpp2-separated": (4, (*CP2, *VPP2, *FULL)),
+    "cp2-encoder-dp": (2, (*CP2, *ENCODER_DP)),
+    "cp2-tp2-encoder-dp": (4, (*CP2, *TP2, *ENCODER_DP)),
 }
 
 
@@ -66,7 +89,16 @@ def pair_of(folder: Path, demo: Path, name: str) -> Pair:
     return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What every run of the tests sees of the modes that exchange features: each way of sharing a part.
+OF_MODES = {
+    "cp3-separated-balanced-packed",
+    "cp2-tp2-shards-separated",
+    "cp2-tp2-encoder-dp",
+}
+FEW = {name for name in CASES if "separated" not in name and "encoder-dp" not in name} | OF_MODES
+
+
+@pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
     pair = pair_of(tmp_path, demo, name)
     comparison = pair.compared()

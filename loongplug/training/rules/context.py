@@ -20,17 +20,14 @@ _RANKS = Choice(
 
 @rule(
     reason="features do not find their way there by parts of a row yet",
-    cure="drop the mode, so that encoders lie on the decoder's first stage and all ranks of it "
-    "encode the same, or use tensor and sequence parallelism for long sequences",
+    cure="leave rank_offset away, so that encoders lie on the decoder's ranks",
 )
 def context_parallel(args: Namespace, model: Any) -> str | None:
-    """`--context-parallel-size` above 1 with heterogeneous DP, full separation, or encoders on
-    ranks of their own
-    """
+    """`--context-parallel-size` above 1 with encoders on ranks of their own"""
     if not (given := _RANKS.said(args)):
         return None
     modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
-    other = next((mode.name for mode in modes if mode.around_schedule), None)
+    other = next((mode.name for mode in modes if mode.apart), None)
     return f"{given} in the mode {other}" if other else None
 
 
