@@ -110,9 +110,8 @@ class EncoderSide:
             return 0
         if shards is None:
             return self.exchanged.tokens[unit] * self.encoded.payload
-        parts = enumerate(self.edge.parts(self.exchanged.parts))
-        (mine,) = (number for number, ranks in parts if self.rank in ranks)
-        return size(shards[unit][mine]) * self.encoded.payload
+        part = self.edge.part_of(self.rank, parts=self.exchanged.parts)
+        return size(shards[unit][part]) * self.encoded.payload
 
     def _mine(self, members: range) -> list[int]:
         """Those of these units of which this rank encodes a share."""

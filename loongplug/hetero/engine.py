@@ -359,12 +359,14 @@ class EncoderEngine:
             )
             for direction in ("features", "gradients")
         ]
+        decoder = decoder_layout()
+        parts = decoder.cp * (decoder.tp if self._sequence_parallel else 1)
         pairs = sorted(
             {
                 (sender, receiver)
                 for each in chain(*pieces.values())
                 for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(sharded=self._sequence_parallel)
+                for receiver in each.edge.feature_receivers(parts=parts)
             }
         )
         self._connect(groups, pairs)

@@ -54,7 +54,7 @@ class ExchangeSpec:
 
     @property
     def parts(self) -> int:
-        """How many the sequences have."""
+        """How many there are of each sequence."""
         return len(self.shards[0]) if self.shards else 1
 
     @property

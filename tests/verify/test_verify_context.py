@@ -33,6 +33,17 @@ EXPERTS = (
 ENCODER = "model.image_encoder"
 FULL = ("--enable-full-hetero-dp",)
 ENCODER_DP = ("--enable-encoder-hetero-dp",)
+
+
+def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
+    """The encoder's own ranks, which begin behind the decoder's."""
+    return (
+        f"{ENCODER}.rank_offset={offset}",
+        f"{ENCODER}.data_parallel_size={dp}",
+        f"{ENCODER}.tensor_model_parallel_size={tp}",
+    )
+
+
 OFFLOADED = (
     "--full-hetero-dp-cpu-offload",
     "--offload-encoder-activations",
@@ -65,6 +76,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         (*CP2, *PP2, *FULL, f"{ENCODER}.tensor_model_parallel_size=2"),
     ),
     "cp2-vpp2-separated": (4, (*CP2, *VPP2, *FULL)),
+    "cp2-apart": (3, (*CP2, *lies(2), "--micro-batch-size", "2")),
+    "cp2-tp2-apart-packed": (5, (*CP2, *TP2, *lies(4), "--packing")),
+    "cp2-tp2-shards-apart": (6, (*CP2, *SP, *lies(4, dp=2), "--micro-batch-size", "2")),
+    "cp2-vpp2-apart-tp2": (6, (*CP2, *VPP2, *lies(4, tp=2))),
     "cp2-encoder-dp": (2, (*CP2, *ENCODER_DP)),
     "cp2-tp2-encoder-dp": (4, (*CP2, *TP2, *ENCODER_DP)),
 }
@@ -94,8 +109,10 @@ OF_MODES = {
     "cp3-separated-balanced-packed",
     "cp2-tp2-shards-separated",
     "cp2-tp2-encoder-dp",
+    "cp2-apart",
 }
-FEW = {name for name in CASES if "separated" not in name and "encoder-dp" not in name} | OF_MODES
+EXCHANGES = "separated", "encoder-dp", "apart"
+FEW = {name for name in CASES if not any(each in name for each in EXCHANGES)} | OF_MODES
 
 
 @pytest.mark.parametrize("name", sweep(CASES, but=FEW))

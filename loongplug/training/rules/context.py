@@ -4,7 +4,6 @@ from argparse import Namespace
 from math import lcm
 from typing import Any, get_args
 
-from loongplug.hetero.modes import mode_of
 from loongplug.models.layers.context.attention import CommType
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
 
@@ -16,19 +15,6 @@ _RANKS = Choice(
     ),
     in_docs="`--context-parallel-size` above 1",
 )
-
-
-@rule(
-    reason="features do not find their way there by parts of a row yet",
-    cure="leave rank_offset away, so that encoders lie on the decoder's ranks",
-)
-def context_parallel(args: Namespace, model: Any) -> str | None:
-    """`--context-parallel-size` above 1 with encoders on ranks of their own"""
-    if not (given := _RANKS.said(args)):
-        return None
-    modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
-    other = next((mode.name for mode in modes if mode.apart), None)
-    return f"{given} in the mode {other}" if other else None
 
 
 context_parallel_parts = excludes(

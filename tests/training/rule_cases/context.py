@@ -7,10 +7,6 @@ _CP = {**LAYOUT, "context_parallel_size": 2}
 _CP_TP = {**TP, "context_parallel_size": 2}
 
 CASES: Cases = {
-    "context-parallel": (
-        [],  # of encoders on ranks of their own alone: see own_ranks.py
-        [{**_CP, "enable_full_hetero_dp": True}, {**_CP_TP, "enable_encoder_hetero_dp": True}],
-    ),
     "context-parallel-parts": (
         [
             {**_CP, "hybrid_context_parallel": True},
@@ -18,7 +14,11 @@ CASES: Cases = {
             {**_CP, "eval_generate": 1, "eval_iters": 3, "valid_data_path": [__file__]},
             {**_CP, **NAMED},
         ],
-        [_CP],
+        [
+            _CP,
+            {**_CP, "enable_full_hetero_dp": True},
+            {**_CP_TP, "enable_encoder_hetero_dp": True},
+        ],
     ),
     "context-parallel-length": (
         [{**_CP, "seq_length": 66}, {**_CP_TP, "sequence_parallel": True, "seq_length": 66}],
