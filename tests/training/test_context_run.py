@@ -31,7 +31,7 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(
     goes_on = ("--load", str(tmp_path / "moved"))
     found = run(1, "moved", ranks=3)
     found += run(2, "moved", *goes_on, ranks=1)
-    found += run(3, "moved", *goes_on, ranks=2)
+    found += run(3, "moved", *goes_on, "--enable-full-hetero-dp", ranks=2)
     assert same(found, expected)
     moved, alone = (
         json.loads((tmp_path / f"{name}.json").read_text())["valid_loss"]

@@ -30,6 +30,7 @@ EXPERTS = (
     *("--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.1"),
     "--moe-router-load-balancing-type",
 )
+OVERLAP = "--overlap-moe-expert-parallel-comm"
 ENCODER = "model.image_encoder"
 FULL = ("--enable-full-hetero-dp",)
 ENCODER_DP = ("--enable-encoder-hetero-dp",)
@@ -62,6 +63,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2-adapted": (2, (*CP2, *ADAPTED)),
     "cp2-experts-packed": (2, (*CP2, *EXPERTS, "aux_loss", "--packing")),
     "cp2-tp2-experts": (4, (*CP2, *SP, *EXPERTS, "seq_aux_loss", "--micro-batch-size", "2")),
+    "cp2-experts-overlapped": (2, (*CP2, *EXPERTS, "aux_loss", OVERLAP)),
+    "cp2-experts-overlapped-separated-packed": (
+        2,
+        (*CP2, *FULL, *EXPERTS, "aux_loss", OVERLAP, "--packing"),
+    ),
     "cp2-text": (2, CP2),
     "cp2-sees-and-hears": (2, (*CP2, "--model-name", "qwen2_5_omni_tiny")),
     "cp3-separated-balanced-packed": (3, (*CP3, *FULL, "--use-vit-dp-balance", "--packing")),

@@ -20,14 +20,13 @@ _RANKS = Choice(
 context_parallel_parts = excludes(
     _RANKS,
     any_of(
-        flag("--overlap-moe-expert-parallel-comm"),
         flag("--eval-generate"),
         flag("--offload-tensors"),
         flag("--hybrid-context-parallel"),
         flag("--hierarchical-context-parallel-sizes"),
         flag("--transformer-impl transformer_engine"),
-        in_docs="`--overlap-moe-expert-parallel-comm`, `--eval-generate`, `--offload-tensors`, "
-        "`--hybrid-context-parallel`, `--hierarchical-context-parallel-sizes`, TransformerEngine",
+        in_docs="`--eval-generate`, `--offload-tensors`, `--hybrid-context-parallel`, "
+        "`--hierarchical-context-parallel-sizes`, TransformerEngine",
     ),
     reason="these do not take a part of a row yet",
     cure="drop one of them; --transformer-impl local goes without TransformerEngine",

@@ -41,17 +41,3 @@ CASES: Cases = {
         [_CP, {**LAYOUT, "attention_dropout": 0.1}],
     ),
 }
-
-WITH_EXPERTS: Cases = {
-    "context-parallel-parts": (
-        [
-            {
-                **_CP,
-                "expert_model_parallel_size": 2,
-                "overlap_moe_expert_parallel_comm": True,
-                "bf16": True,
-            }
-        ],
-        [{**_CP, "expert_model_parallel_size": 2}],
-    ),
-}
