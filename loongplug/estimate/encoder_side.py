@@ -110,7 +110,8 @@ class EncoderSide:
             return 0
         if shards is None:
             return self.exchanged.tokens[unit] * self.encoded.payload
-        return size(shards[unit][self.edge.consumers.index(self.rank)]) * self.encoded.payload
+        part = self.edge.part_of(self.rank, parts=self.exchanged.parts)
+        return size(shards[unit][part]) * self.encoded.payload
 
     def _mine(self, members: range) -> list[int]:
         """Those of these units of which this rank encodes a share."""
@@ -150,7 +151,7 @@ class EncoderSide:
         whole: set[int] = set()  # units of which one transfer brings all that is needed
         parts: dict[int, int] = {}  # what is needed of others
         sharded = units.shards is not None
-        for each in transfers(self.edge, units.encoder_replicas, sharded=sharded):
+        for each in transfers(self.edge, units.encoder_replicas, parts=units.parts):
             rows = units.rows(each)
             count = size(rows)
             here, there = each.source == self.rank, each.target == self.rank

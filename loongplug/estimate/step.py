@@ -249,18 +249,19 @@ class Step:
 
     def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
         """Of an encoder on ranks of its own."""
-        engine, args = self._rank.engine.encoders[encoder], self._args
+        engine = self._rank.engine.encoders[encoder]
         needed = engine.place.needed_by(rank, training=True)
         encoded, count = self._encoded(encoder), len(self._microbatches)
         consumed = received = [0] * count
         if needed:
             edge = needed[0].edge
-            number = edge.decoder_ranks.index(rank)
+            parts = next((len(each.shards) for each in encoded.units if each.shards), 1)
+            part = edge.part_of(rank, parts=parts)
             consumed = [
-                encoded.features(unit) if shards is None else size(shards[number]) * encoded.payload
+                encoded.features(unit) if shards is None else size(shards[part]) * encoded.payload
                 for unit, shards in enumerate(each.shards for each in encoded.units)
             ]
-            if rank in edge.feature_receivers(sharded=args.sequence_parallel):
+            if rank in edge.feature_receivers(parts=parts):
                 received = consumed
         return DecoderEnd(
             plan=engine.plan(

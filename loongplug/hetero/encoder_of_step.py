@@ -73,10 +73,10 @@ def units_of(
     config: Any = model.config  # the decoder's
     units = [each.units[entry.name] for each in microbatches]
     shards = None
-    if config.sequence_parallel:
-        tp = config.tensor_model_parallel_size
+    if config.sequence_parallel or config.context_parallel_size > 1:
+        tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shards = tuple(
-            sequence_shards(unit.places, length=each.position_ids.shape[-1], parts=tp)
+            sequence_shards(unit.places, split=each.split, tp=tp)
             for unit, each in zip(units, microbatches, strict=True)
         )
     return ExchangeSpec(

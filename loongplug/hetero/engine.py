@@ -284,11 +284,12 @@ class EncoderEngine:
         if placement.is_apart(name):
             return self._apart(placement, state)
         exchange_group = None
+        of_stage = "tp" if decoder.cp == 1 else "tp_cp"
         if self._mode.around_schedule:
             exchange_group = create_exchange_group(
                 name,
                 placement.exchange_groups(name),
-                options_of="mp" if placement.on_every_stage(name) else "tp",
+                options_of="mp" if placement.on_every_stage(name) else of_stage,
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
@@ -358,12 +359,14 @@ class EncoderEngine:
             )
             for direction in ("features", "gradients")
         ]
+        decoder = decoder_layout()
+        parts = decoder.cp * (decoder.tp if self._sequence_parallel else 1)
         pairs = sorted(
             {
                 (sender, receiver)
                 for each in chain(*pieces.values())
                 for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(sharded=self._sequence_parallel)
+                for receiver in each.edge.feature_receivers(parts=parts)
             }
         )
         self._connect(groups, pairs)

@@ -140,19 +140,19 @@ class PieceEdges:
         each consumer needs.
         """
         assert self._features is None, "the last step has not ended"
-        owners, sharded = pieces.encoder_replicas, pieces.shards is not None
+        owners, parts = pieces.encoder_replicas, pieces.parts
         self._pieces = pieces
         # As many pieces as there are may be under way: nobody waits for a send.
         self._sends = Sends(most=len(pieces.tokens) + 1, recorder=self._recorder)
         self._features = self._direction(
             "features",
             self._groups.features,
-            feature_transfers(self._edge, owners, sharded=sharded),
+            feature_transfers(self._edge, owners, parts=parts),
         )
         self._gradients = self._direction(
             "gradients",
             self._groups.gradients,
-            gradient_transfers(self._edge, owners, sharded=sharded) if trains else [],
+            gradient_transfers(self._edge, owners, parts=parts) if trains else [],
         )
 
     def send_features(self, piece: int, payload: Tensor) -> None:

@@ -6,11 +6,13 @@ from itertools import cycle
 
 import torch.distributed as dist
 
+from loongplug.context.token_split import OwnPart, zigzag
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.source import EncoderUnits, StepSource
 from loongplug.hetero.placement import Piece
 from loongplug.models.entries import Entry, encoders
+from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
 from loongplug.training.rank_data import Microbatches, RankData, SourceOf
@@ -56,6 +58,7 @@ class EncoderData(RankData):
                 seq_length=seq_length,
                 packed=packed,
                 only=samples,
+                own=any_part(seq_length or self.args.seq_length),
             )
 
         return _InTurn([loader(each) for each in self._pieces(training=training)])
@@ -87,6 +90,12 @@ class EncoderData(RankData):
             device=current_platform().device,
             news=self._news(name, hearer=hearer, channel=channel) if tells else None,
         )
+
+
+def any_part(length: int) -> OwnPart | None:
+    """How the decoder's ranks share each row of ``length`` tokens, of which this rank has none."""
+    cp = decoder_layout().cp
+    return None if cp == 1 else OwnPart(zigzag(length, cp=cp), 0)
 
 
 def samples_of(piece: Piece, *, packed: bool) -> range | None:

@@ -164,6 +164,48 @@ def lose_the_other_shards_gradients(original: Any, payload: Tensor, **_: Any) ->
     return payload
 
 
+def _of_part(self: Any, units: Any, part: int) -> bool:
+    """Whether this rank consumes that part of the sequences."""
+    return self._rank in self._edge.parts(units.parts)[part]
+
+
+@fault("the gradient of one part of a row is lost", spec="context-parallel.md C1, lost part")
+@at(
+    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    where=lambda self, _, units: units.parts > 1 and _of_part(self, units, -1),
+)
+def lose_a_parts_gradient(original: Any, self: Any, gradients: Any, units: Any) -> Any:
+    return original(self, {unit: each * 0 for unit, each in gradients.items()}, units)
+
+
+@fault("features come of another part of the row", spec="context-parallel.md C1, parts")
+@at(
+    f"{EXCHANGE}:Exchange.gather_variable_shape_embeddings",
+    where=lambda self, _, units: units.parts > 1,
+)
+def take_another_parts_features(original: Any, self: Any, payloads: Any, units: Any) -> Any:
+    """Off by one row, over the part's end or its begin."""
+
+    def off(rows: Any, tokens: int) -> Any:
+        by = 0 if not rows else 1 if rows[-1].stop < tokens else -1 if rows[0].start else 0
+        return tuple(slice(each.start + by, each.stop + by) for each in rows)
+
+    shards = zip(units.shards, units.tokens, strict=True)
+    moved = tuple(tuple(off(rows, tokens) for rows in shard) for shard, tokens in shards)
+    return original(self, payloads, replace(units, shards=moved))
+
+
+@fault("a part's gradient is that of two of its ranks", spec="context-parallel.md C1, one of each")
+@at(
+    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    where=lambda self, _, units: (
+        1 < units.parts < len(self._edge.consumers) and _of_part(self, units, 0)
+    ),
+)
+def take_a_parts_gradient_twice(original: Any, self: Any, gradients: Any, units: Any) -> Any:
+    return original(self, {unit: each + each for unit, each in gradients.items()}, units)
+
+
 # Encoders on ranks of their own.
 
 

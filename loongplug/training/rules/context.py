@@ -18,29 +18,13 @@ _RANKS = Choice(
 )
 
 
-@rule(
-    reason="features do not find their way there by parts of a row yet",
-    cure="drop the mode, so that encoders lie on the decoder's first stage and all ranks of it "
-    "encode the same, or use tensor and sequence parallelism for long sequences",
-)
-def context_parallel(args: Namespace, model: Any) -> str | None:
-    """`--context-parallel-size` above 1 with heterogeneous DP, full separation, or encoders on
-    ranks of their own
-    """
-    if not (given := _RANKS.said(args)):
-        return None
-    other = _other_mode(args, model)
-    return f"{given} in the mode {other}" if other else None
-
-
 context_parallel_parts = excludes(
     _RANKS,
     any_of(
-        flag("--overlap-moe-expert-parallel-comm"),
         flag("--hybrid-context-parallel"),
         flag("--hierarchical-context-parallel-sizes"),
         flag("--transformer-impl transformer_engine"),
-        in_docs="`--overlap-moe-expert-parallel-comm`, `--hybrid-context-parallel`, "
+        in_docs="`--hybrid-context-parallel`, "
         "`--hierarchical-context-parallel-sizes`, TransformerEngine",
     ),
     reason="these do not take a part of a row yet",

@@ -55,8 +55,12 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
         encoder = model.encoder(name)
         if encoder.rank_offset is not None:  # no tensor parallel group of the decoder is filled
             continue
-        tp, everywhere = encoder_tp(args, encoder), mode_of(args, encoder).on_every_stage
-        sizes = encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere)
+        tp, mode = encoder_tp(args, encoder), mode_of(args, encoder)
+        everywhere = mode.on_every_stage
+        # Where the decoder's forward encodes, a replica's ranks have one part of each row.
+        cp = args.context_parallel_size if mode.around_schedule else 1
+        beside = Layout(tp=decoder, cp=cp, pp=stages)
+        sizes = encoder_sizes_of(beside, on_first_stage=not everywhere)
         if tp not in sizes:
             return (
                 f"model.{model.keys[name]}.tensor_model_parallel_size {tp} does not divide "

@@ -40,7 +40,6 @@ CASES: Cases = {
 }
 WITH_EXPERTS: Cases = {
     **experts.WITH_EXPERTS,
-    **context.WITH_EXPERTS,
     **overlap.WITH_EXPERTS,
     **decoder_memory.WITH_EXPERTS,
 }
