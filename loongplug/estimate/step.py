@@ -219,6 +219,10 @@ class Step:
         assignment = assignment_of(self._args, architecture, replicas=len(edge.replicas))
         shares = assignment.of(range(len(units)), [unit.grids for unit in units], step=len(units))
         encoded = self._encoded(encoder)
+        own = [
+            unit.share(each, replica=edge.replica_of(rank))
+            for unit, each in zip(units, shares, strict=True)
+        ]
         exchanged = ExchangeSpec(
             tokens=tuple(unit.tokens for unit in units),
             shares=tuple(shares),
@@ -230,6 +234,7 @@ class Step:
             encoder_replicas=exchanged.encoder_replicas,
             training=True,
             trains=self._trains.get(encoder, False),
+            rows=tuple(unit.rows for unit in own),
             rank=rank,
         )
         return EncoderSide(
@@ -238,13 +243,7 @@ class Step:
             edge=edge,
             rank=rank,
             exchanged=exchanged,
-            encoded=replace(
-                encoded,
-                units=[
-                    unit.share(each, replica=edge.replica_of(rank))
-                    for unit, each in zip(units, shares, strict=True)
-                ],
-            ),
+            encoded=replace(encoded, units=own),
         )
 
     def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
 from loongplug.models.architecture import EncoderArchitecture
@@ -32,20 +32,34 @@ class EncoderOfStep:
         """How many of them the encoder's layers have for a unit."""
         return sum(map(self._architecture.states, unit.grids))
 
-    def payload(self, unit: Unit | None, *, states: Tensor | None = None) -> Tensor:
+    def payload(
+        self, unit: Unit | None, *, joined: Sequence[Unit] = (), states: Tensor | None = None
+    ) -> Tensor:
         """What this rank makes of a unit as it travels, [rows, width]; None stands for no media.
 
         That is features, but in a stage before the last one. ``states`` [rows, width] are what the
-        stage before this one has handed on, in the place of media.
+        stage before this one has handed on, in the place of media. Features of units ``joined`` to
+        it stand behind its own, as many as :meth:`tokens` of each.
         """
         with torch.set_grad_enabled(self.trains):
-            given = None if unit is None else self._given(unit, states)
+            given = None if unit is None else self._given([unit, *joined], states)
             return self._model.payload(self._entry, given)
 
-    def _given(self, unit: Unit, states: Tensor | None) -> EncoderInput:
+    def tokens(self, unit: Unit) -> int:
+        """How many features this rank makes of a unit."""
+        grids = _media(unit).grids.tolist()
+        return sum(self._architecture.tokens((time, high, wide)) for time, high, wide in grids)
+
+    def _given(self, units: Sequence[Unit], states: Tensor | None) -> EncoderInput:
+        unit, *joined = units
+        if states is None and not joined:
+            return _media(unit)
         if states is None:
-            assert unit.media is not None, "the unit was loaded somewhere else"
-            return unit.media
+            media = [_media(each) for each in units]
+            return MediaInput(
+                rows=torch.cat([each.rows for each in media]),
+                grids=torch.cat([each.grids for each in media]),
+            )
         grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
         states.requires_grad_(self.trains_before)
         return HandedOn.unpacked(states, grids=grids, hidden=self._architecture.hidden_size)
@@ -60,6 +74,11 @@ class EncoderOfStep:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
         with self._chunk.parts[self._entry.name].no_sync() if more else nullcontext():
             torch.autograd.backward(payload, gradient)
+
+
+def _media(unit: Unit) -> MediaInput:
+    assert unit.media is not None, "the unit was loaded somewhere else"
+    return unit.media
 
 
 def units_of(

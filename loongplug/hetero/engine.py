@@ -96,6 +96,7 @@ class EncoderEngine:
         encoder_tp: int | None,
         taps: int,
         handed_on: tuple[int, ...] = (),
+        joined_rows: int = 0,
         seed: int,
         micro_batch_sizes: Mapping[bool, int],
         ahead: int,
@@ -106,8 +107,9 @@ class EncoderEngine:
         """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
 
         ``taps`` are how many features of a token it has for the decoder's first layers.
-        ``handed_on`` are the widths of what each of its stages but the last hands on. ``ahead``
-        are the forwards of the decoder's first chunk before its first backward.
+        ``handed_on`` are the widths of what each of its stages but the last hands on. Units go
+        through it together up to ``joined_rows`` of input. ``ahead`` are the forwards of the
+        decoder's first chunk before its first backward.
         ``micro_batch_sizes``: of a step of training (True) and of evaluation.
         """
         self._mode = mode
@@ -115,6 +117,7 @@ class EncoderEngine:
         self._encoder_tp = encoder_tp or mode.encoder_tp
         self._taps = taps
         self._handed_on = handed_on
+        self._joined_rows = joined_rows
         self._seed = seed
         self._micro_batch_sizes = micro_batch_sizes
         self._ahead = ahead
@@ -175,13 +178,15 @@ class EncoderEngine:
         encoder_replicas: tuple[tuple[int, ...], ...],
         training: bool,
         trains: bool,
+        rows: tuple[int, ...] = (),
         trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
         rank: int | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
         ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
-        encoder has gradients in this step, which is one of ``training``.
+        encoder has gradients in this step, which is one of ``training``. ``rows``: of the encoder's
+        input, what that rank encodes of each unit; none where all units go by themselves.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
@@ -199,6 +204,8 @@ class EncoderEngine:
                 trains=trains,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
                 on_host=self._mode.on_host,
+                rows=rows,
+                joined_rows=self._joined_rows,
                 pieces=pieces,
                 warmup=warmup(
                     microbatches=len(encoder_replicas) // pieces,

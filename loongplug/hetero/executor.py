@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
@@ -188,6 +188,7 @@ class Executor:
             ),
             training=training,
             trains=encoder.trains,
+            rows=tuple(_rows(each.units[self._entry.name]) for each in microbatches),
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
@@ -269,8 +270,8 @@ class Executor:
     def _operate(self, operation: Operation) -> None:
         step = self._now
         match operation:
-            case Encode(unit=unit, movable=movable):
-                self._encode(unit, movable=movable)
+            case Encode(unit=unit, movable=movable, joined=joined):
+                self._encode(unit, movable=movable, joined=joined)
             case GatherFeatures(units=units, to_host=to_host):
                 self._gather(units, to_host=to_host)
             case TakeFeatures(unit=unit):
@@ -282,9 +283,11 @@ class Executor:
                 self._scatter(units)
             case TakeStates() | HandOn() | TakeBack() | GiveBack():
                 self._exchange_with_stage(operation)
-            case EncoderBackward(unit=unit, more=more):
-                own = step.own.pop(unit)
-                step.encoder.backward(own, step.own_gradients.pop(unit), more=more)
+            case EncoderBackward(unit=unit, more=more, joined=joined):
+                own, came = step.own.pop(unit), step.own_gradients.pop(unit)
+                if joined:
+                    came = torch.cat([came, *map(step.own_gradients.pop, joined)])
+                step.encoder.backward(own, came, more=more)
             case Offload(what=what, units=units):
                 self._queue.leave(self._leaving(what, units))
             case Release(what=what, units=units):
@@ -296,22 +299,27 @@ class Executor:
             case EncodeInForward():
                 raise AssertionError("the decoder's forward does it without this executor")
 
-    def _encode(self, unit: int | None, *, movable: bool) -> None:
+    def _encode(self, unit: int | None, *, movable: bool, joined: tuple[int, ...]) -> None:
         step = self._now
         encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
+        behind = [step.microbatches[each].units[self._entry.name] for each in joined]
         if movable:
             assert encoded is not None
             assert encoded.media is not None
             stays = step.weights | addresses([encoded.media.rows])
             saves = movable_saves(device=self._platform.device, stays=stays)
         with saves if movable else nullcontext() as saved:
-            payload = step.encoder.payload(encoded, states=self._handed_on(unit))
+            states = self._handed_on(unit)
+            payload = step.encoder.payload(encoded, joined=behind, states=states)
         if saved is not None:
             step.saved[unit] = list(saved.values())
         if step.encoder.trains:
             step.own[unit] = get_gradient_edge(payload)
         if unit is None:
             step.own_gradients[None] = torch.zeros_like(payload)  # [0, width]
+        elif encoded is not None and joined:
+            parts = payload.detach().split(list(map(step.encoder.tokens, [encoded, *behind])))
+            step.payloads |= zip([unit, *joined], parts, strict=True)
         else:
             step.payloads[unit] = payload
 
@@ -462,6 +470,11 @@ def unwrapped(chunk: Any) -> MultimodalModel:
     """Megatron hands chunks on with or without its wrappers."""
     model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
     return model
+
+
+def _rows(unit: Unit) -> int:
+    """Of the encoder's input, what this rank encodes of it."""
+    return 0 if unit.media is None else len(unit.media.rows)
 
 
 def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:

@@ -68,11 +68,13 @@ class EncodeInForward:
 class Encode:
     """Make a unit's features here. ``unit`` None: of no media, so that parameters get gradients.
 
-    With ``movable``, what its backward needs can leave for the host.
+    With ``movable``, what its backward needs can leave for the host. The units ``joined`` to it are
+    made in the same pass through the encoder.
     """
 
     unit: int | None
     movable: bool = False
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +142,14 @@ class GiveBack:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBackward:
-    """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet."""
+    """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet.
+
+    With it go those of the units that were ``joined`` to it.
+    """
 
     unit: int | None
     more: bool
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

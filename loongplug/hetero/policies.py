@@ -41,7 +41,9 @@ class EncoderStep:
     to do with a unit it does with its share. ``consumes``: the rank's
     decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
     which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
-    there while the decoder works.
+    there while the decoder works. ``rows`` are those of the encoder's input that this rank
+    has of each unit; neighbours that have ``joined_rows`` at most go through it in one pass, where
+    the policy has them do so. Without ``rows`` each goes by itself.
 
     Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
     replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
@@ -58,6 +60,8 @@ class EncoderStep:
     trains: bool
     last_stage: bool
     on_host: frozenset[Kept] = frozenset()
+    rows: tuple[int, ...] = ()
+    joined_rows: int = 0
     pieces: int = 1
     warmup: int = 0
     stage: int = 0
@@ -72,6 +76,23 @@ class EncoderStep:
     def mine(self, units: range) -> list[int]:
         """Those of ``units`` of which this rank encodes a share."""
         return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
+
+    def passes(self) -> list[tuple[int, ...]]:
+        """Those of all units that this rank encodes, by the pass that they go in.
+
+        A unit without rows goes with any other.
+        """
+        found: list[tuple[int, ...]] = []
+        taken = 0  # rows of the last pass
+        for unit in self.mine(self.units):
+            rows = self.rows[unit] if self.rows else self.joined_rows
+            if found and (0 in (rows, taken) or taken + rows <= self.joined_rows):
+                found[-1] = (*found[-1], unit)
+                taken += rows
+            else:
+                found.append((unit,))
+                taken = rows
+        return found
 
 
 Policy = Callable[[EncoderStep], StepPlan]
@@ -118,15 +139,19 @@ def group_ahead(step: EncoderStep) -> StepPlan:
 def separated(step: EncoderStep) -> StepPlan:
     """Phase 1 encodes, phase 2 is the decoder's own schedule, phase 3 is the encoder's backward.
 
-    Section 3.3 of the LoongForge paper. All ranks of a model replica encode. What is on the host
-    leaves in phase 1, or at the start of phase 2.
+    Section 3.3 of the LoongForge paper. All ranks of a model replica encode, several small units in
+    one pass. What is on the host leaves in phase 1, or at the start of phase 2; activations do so
+    unit by unit, which are few on the device only if no pass has several.
     """
     plan = _Draft()
     mine = step.mine(step.units)
     on_host = Kept.FEATURES in step.on_host
     moves = Kept.ACTIVATIONS in step.on_host and step.trains
-    for before, unit in zip([None, *mine], mine, strict=False):
-        plan.at(BEGIN, Encode(unit=unit, movable=moves))
+    passes = step.passes()
+    if moves:
+        passes = [(unit,) for unit in mine]
+    for before, (unit, *joined) in zip([None, *mine], passes, strict=False):
+        plan.at(BEGIN, Encode(unit=unit, movable=moves, joined=tuple(joined)))
         if moves and before is not None:
             plan.at(BEGIN, Release(what=Kept.ACTIVATIONS, units=(before,)))
         if moves:
@@ -146,7 +171,7 @@ def separated(step: EncoderStep) -> StepPlan:
         _decode(plan, step, on_host=on_host)
     if step.trains:
         plan.at(END, ScatterGradients(units=step.units))
-        _encoders_backward(plan, mine, moves=moves)
+        _encoders_backward(plan, passes, moves=moves)
         if blank:
             plan.at(END, EncoderBackward(unit=None, more=False))
     return plan.done()
@@ -252,14 +277,14 @@ def _decode(plan: _Draft, step: EncoderStep, *, on_host: bool) -> None:
         plan.at(END, Await(what=Kept.GRADIENTS, units=everything))
 
 
-def _encoders_backward(plan: _Draft, mine: list[int], *, moves: bool) -> None:
+def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool) -> None:
     """Phase 3 of a rank; with ``moves``, the next unit's activations come beside a backward."""
-    if moves and mine:
-        plan.at(END, Reload(what=Kept.ACTIVATIONS, units=(mine[0],)))
-    for number, unit in enumerate(mine):
-        behind = mine[number + 1 : number + 2]
+    if moves and passes:
+        plan.at(END, Reload(what=Kept.ACTIVATIONS, units=passes[0]))
+    for number, (unit, *joined) in enumerate(passes):
+        behind = passes[number + 1 : number + 2]
         if moves:
             plan.at(END, Await(what=Kept.ACTIVATIONS, units=(unit,)))
         if moves and behind:
-            plan.at(END, Reload(what=Kept.ACTIVATIONS, units=tuple(behind)))
-        plan.at(END, EncoderBackward(unit=unit, more=bool(behind)))
+            plan.at(END, Reload(what=Kept.ACTIVATIONS, units=behind[0]))
+        plan.at(END, EncoderBackward(unit=unit, more=bool(behind), joined=tuple(joined)))

@@ -54,6 +54,7 @@ def engine_of(args: Namespace, model: Any) -> Engine:
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
             handed_on=payload_widths(encoder),
+            joined_rows=encoder.joined_rows,
             seed=args.seed,
             micro_batch_sizes={
                 True: args.micro_batch_size,
