@@ -27,11 +27,18 @@ from loongplug.verify.tiny import demo_length, up
 from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
 from parity.overlap_cells import OverlapCell, overlap_cells
-from parity.parity_page import hearing_page, layouts_page, overlap_page, savings_page
+from parity.parity_page import (
+    hearing_page,
+    layouts_page,
+    overlap_page,
+    savings_page,
+    streamed_page,
+)
 from parity.placement_cells import PlacementCell, placement_cells
 from parity.placement_page import placements_page
 from parity.results import Result, as_result, outcome
 from parity.saving_cells import one_word, saving_cells
+from parity.streamed_cells import streamed_cells
 
 STEPS = 2
 _BIT_STEPS = 3
@@ -55,6 +62,7 @@ PARTS = {
     "hearing": Part("parity_hearing.md", hearing_cells, hearing_page),
     "savings": Part("parity_savings.md", saving_cells, savings_page),
     "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
+    "streamed": Part("parity_streamed.md", streamed_cells, streamed_page),
     "placements": Part("parity_placements.md", placement_cells, placements_page),
 }
 

@@ -8,6 +8,7 @@ from parity.cells import Cell
 from parity.overlap_cells import OverlapCell
 from parity.placement_cells import PlacementCell
 from parity.saving_cells import SavingCell
+from parity.streamed_cells import StreamedCell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ def _kind(cell: Mapping[str, Any]) -> type[Cell]:
         return OverlapCell
     if "own" in cell:
         return PlacementCell
+    if "schedule" in cell:
+        return StreamedCell
     return SavingCell if "away" in cell else Cell
 
 
