@@ -55,7 +55,8 @@ def test_replicas_share_the_first_rows_and_are_asked_equally_often(demo):
             assert (steps == 1).all()  # text goes on behind the question
             assert not sample.loss_mask.any()
         unit = unit_of(first[0])
-        assert unit.load().rows.shape[0] == unit.media.rows > 0
+        (share,) = unit.shares
+        assert share.load().rows.shape[0] == unit.media.rows > 0
         asked.append([question.where for question in source.questions])
     assert [len(each) for each in asked] == [3, 2]
     assert sorted(asked[0] + asked[1]) == sorted(question.where for question in questions)

@@ -282,7 +282,20 @@ class Call {
     const auto found = kinds.find(name_);
     if (found != kinds.end()) kind_ = found->second;
     if (name_ == "aten::repeat_interleave" && stack_.back().isInt()) kind_.clear();  // told how many
+    if (kind_ == "boolean index" && fills()) kind_.clear();
     return !kind_.empty();
+  }
+
+  // One number wherever a mask is set (x[mask] = 0): on CUDA, torch fills by the mask and counts
+  // nothing. Some releases do so here, too; 2.14 makes the number a tensor of this device instead.
+  bool fills() const {
+    if (name_ != "aten::index_put_" && name_ != "aten::_index_put_impl_") return false;
+    const auto base = stack_.end() - static_cast<std::ptrdiff_t>(schema_.arguments().size());
+    const at::Tensor& value = base[2].toTensor();
+    if (value.dim() != 0 || base[3].toBool()) return false;
+    for (const auto& each : base[1].toOptionalTensorVector())
+      if (each.has_value() && each->defined() && each->scalar_type() != at::kBool) return false;
+    return true;
   }
 
   void look(const c10::IValue& value, bool written) {
