@@ -61,10 +61,10 @@ class Streaming:
 
         ``spec`` is what all know of the whole units. The same on every rank of a model replica.
         """
-        assert encoder.trains == self._planner.trains, "counted from the flags that freeze"
         planned = self._planner.plan([each.grids for each in units])
         if planned is None:
             return None
+        assert encoder.trains == planned.trains, "counted from the flags that freeze"
         return PiecesOfStep(self, planned, units, spec=spec, encoder=encoder)
 
 

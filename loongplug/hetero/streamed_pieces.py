@@ -64,13 +64,14 @@ class Piece:
 class StreamedStep:
     """The ``pieces`` of a step, in order, and what each replica does with its own, by replica.
 
-    ``passes`` are those of each stage.
+    ``passes`` are those of each stage; ``trains``: pieces have a backward.
     """
 
     pieces: tuple[Piece, ...]
     work: tuple[tuple[PieceWork, ...], ...]
     passes: tuple[tuple[DecoderPass, ...], ...]
     microbatches: int
+    trains: bool
 
     def stream(self, replica: int | None) -> Stream:
         """As one replica's ranks see it; None for ranks of none."""
@@ -106,11 +107,6 @@ class Planner:
         self._costs = costs
         self._stages = stages
         self._kept: OrderedDict[tuple[tuple[Grid, ...], ...], StreamedStep | None] = OrderedDict()
-
-    @property
-    def trains(self) -> bool:
-        """Whether pieces have a backward."""
-        return self._costs.trains
 
     def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
         """Of each unit of a step, given as the grids of its media; None as :meth:`plan`."""
@@ -184,6 +180,7 @@ class Planner:
             ),
             passes=step.passes,
             microbatches=len(units),
+            trains=costs.trains,
         )
 
     def _cut(self, grids: Sequence[Grid], count: int) -> tuple[range, ...]:

@@ -48,7 +48,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-mbs2-recomputed": (2, (*PP2, *RECOMPUTED, "--micro-batch-size", "2")),
     "pp2-adapted": (2, (*PP2, f"+{ENCODER}.lora.rank=4", "+model.foundation.lora.rank=4")),
     "pp2-dp2-overlapped": (4, (*PP2, *OVERLAPPED)),
-    "pp4-two-microbatches": (4, (*PP4, "--global-batch-size", "2")),
+    "pp4-two-microbatches": (
+        4,
+        (*PP4, "--micro-batch-size", "2", "--global-batch-size", "4"),
+    ),
     "pp4": (4, PP4),
     "pp2-experts": (
         4,
