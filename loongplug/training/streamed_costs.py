@@ -99,9 +99,20 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
 def _layers_by_place(args: Namespace) -> list[int]:
     """How many of the decoder's layers are in each stage or virtual chunk, in their order."""
     config = core_transformer_config_from_args(args, DecoderConfig)
-    chunks = args.virtual_pipeline_model_parallel_size
+    chunks, layout = (
+        args.virtual_pipeline_model_parallel_size,
+        config.pipeline_model_parallel_layout,
+    )
+
+    def count(chunk: int | None, stage: int) -> int:
+        if layout is None:
+            found: int = get_num_layers_to_build(config, chunk, stage)
+        else:  # the function above would give this rank's own number
+            found = layout.get_num_layers_to_build(vp_stage=chunk or 0, pp_rank=stage)
+        return found
+
     return [
-        get_num_layers_to_build(config, chunk, stage)
+        count(chunk, stage)
         for chunk in ([None] if chunks is None else range(chunks))
         for stage in range(args.pipeline_model_parallel_size)
     ]
