@@ -99,10 +99,8 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
 def _layers_by_place(args: Namespace) -> list[int]:
     """How many of the decoder's layers are in each stage or virtual chunk, in their order."""
     config = core_transformer_config_from_args(args, DecoderConfig)
-    chunks, layout = (
-        args.virtual_pipeline_model_parallel_size,
-        config.pipeline_model_parallel_layout,
-    )
+    chunks = args.virtual_pipeline_model_parallel_size
+    layout = config.pipeline_model_parallel_layout
 
     def count(chunk: int | None, stage: int) -> int:
         if layout is None:

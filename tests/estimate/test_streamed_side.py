@@ -1,4 +1,4 @@
-"""What the estimate enters of a step that streams: all that comes goes, and less is there at once."""
+"""What the estimate enters of a step that streams: all that comes goes, less is there at once."""
 
 import pytest
 
