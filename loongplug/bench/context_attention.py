@@ -90,7 +90,11 @@ class _Bench:
         """Of all ways of communication, over a row of one sample and over a pack."""
         length = self._work.exact_length
         worst = 0.0
-        for lengths, balance in (([length], "zigzag"), (document_lengths(length, seed=0), "lpt")):
+        rows: tuple[tuple[list[int], Balance], ...] = (
+            ([length], "zigzag"),
+            (document_lengths(length, seed=0), "lpt"),
+        )
+        for lengths, balance in rows:
             given = self._drawn(length)
             exact = _exact(*(each.double() for each in given), lengths=lengths)
             split = self._split(lengths, balance)
@@ -233,12 +237,11 @@ def _exact(
 ) -> list[Tensor]:
     """Output and gradients of a whole row, segment by segment, by torch's own attention."""
     leaves = [each.requires_grad_() for each in (query, key, value)]
-    outs = [
-        F.scaled_dot_product_attention(
-            *(each.permute(1, 2, 0, 3) for each in pieces), is_causal=True, enable_gqa=True
-        ).permute(2, 0, 1, 3)
-        for pieces in zip(*(each.split(list(lengths)) for each in leaves), strict=True)
-    ]
+    outs = []
+    for pieces in zip(*(each.split(list(lengths)) for each in leaves), strict=True):
+        q, k, v = (each.permute(1, 2, 0, 3) for each in pieces)  # [b, heads, s, d]
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        outs.append(found.permute(2, 0, 1, 3))
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 

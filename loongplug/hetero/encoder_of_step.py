@@ -15,6 +15,7 @@ from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.module_ddp import bucket_groups_of
 
 
 class EncoderOfStep:
@@ -74,6 +75,31 @@ class EncoderOfStep:
         """Add to the encoder's gradients. With ``more`` to come they are not reduced yet."""
         with self._chunk.parts[self._entry.name].no_sync() if more else nullcontext():
             torch.autograd.backward(payload, gradient)
+
+    def gather_weights(self) -> None:
+        """Whole weights, of all modules at once, where the optimizer gathers in the forward.
+
+        Collective: the encoder's data parallel group.
+        """
+        part = self._chunk.parts[self._entry.name]
+        if not part.ddp_config.overlap_param_gather:
+            return
+        groups = bucket_groups_of(part)
+        for each in groups:
+            if not each.param_gather_dispatched:
+                each.start_param_sync()
+        for each in groups:
+            each.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def reduce_gradients(self) -> None:
+        """Start the reductions; where they do not overlap, whoever finalises gradients does them.
+
+        Collective: the encoder's data parallel group.
+        """
+        part = self._chunk.parts[self._entry.name]
+        if part.ddp_config.overlap_grad_reduce:
+            for each in bucket_groups_of(part):
+                each.start_grad_sync(force_all_reduce=part.force_all_reduce)
 
 
 def _media(unit: Unit) -> MediaInput:

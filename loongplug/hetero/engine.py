@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -16,10 +17,14 @@ from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
+from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight, warmup
+from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import Edge, Piece, Placement
-from loongplug.hetero.policies import EncoderStep
+from loongplug.hetero.policies import EncoderStep, Stream
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
+from loongplug.hetero.streamed_pieces import Planner, StreamedCosts
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -52,6 +57,9 @@ class EncoderPlace:
     replicas is made of, in training and in evaluation, and ``transport`` are the groups of its
     edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
     rank's links to others.
+
+    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over, and
+    ``pipeline_groups`` what goes between the decoder's stages meanwhile.
     """
 
     state: ModuleState | None
@@ -63,6 +71,8 @@ class EncoderPlace:
     transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
+    piece_groups: PieceGroups | None = None
+    pipeline_groups: PipelineGroups | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -103,6 +113,7 @@ class EncoderEngine:
         sequence_parallel: bool,
         timeout_minutes: float,
         nccl_config_path: str | None = None,
+        costs: StreamedCosts | None = None,
     ) -> None:
         """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
 
@@ -110,8 +121,10 @@ class EncoderEngine:
         ``handed_on`` are the widths of what each of its stages but the last hands on. Units go
         through it together up to ``joined_rows`` of input. ``ahead`` are the forwards of the
         decoder's first chunk before its first backward.
-        ``micro_batch_sizes``: of a step of training (True) and of evaluation.
+        ``micro_batch_sizes``: of a step of training (True) and of evaluation. ``costs`` are a
+        step's, where the mode fills bubbles.
         """
+        assert mode.fills_bubbles == (costs is not None), mode.name
         self._mode = mode
         self._entry = entry
         self._encoder_tp = encoder_tp or mode.encoder_tp
@@ -124,6 +137,7 @@ class EncoderEngine:
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout_minutes
         self._nccl_config_path = nccl_config_path
+        self._costs = costs
         self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
         self._place: EncoderPlace | None = None
@@ -135,6 +149,16 @@ class EncoderEngine:
         if self._place is None:
             self._place = self._build_groups()
         return self._place
+
+    @cached_property
+    def planner(self) -> Planner | None:
+        """Plans steps that stream, in training; None in modes without. Collective as `place`."""
+        edge = self.place.edge
+        if self._costs is None or edge is None:
+            return None
+        decoder = decoder_layout()
+        stages = tuple(decoder.coordinates(ranks[0]).pp for ranks in edge.replicas)
+        return Planner(self._costs, stages=stages)
 
     @property
     def steps(self) -> bool:
@@ -181,12 +205,14 @@ class EncoderEngine:
         rows: tuple[int, ...] = (),
         trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
         rank: int | None = None,
+        stream: Stream | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
         ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
         encoder has gradients in this step, which is one of ``training``. ``rows``: of the encoder's
         input, what that rank encodes of each unit; none where all units go by themselves.
+        ``stream``: the rank's, of a step that streams.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
@@ -217,6 +243,7 @@ class EncoderEngine:
                 stages=self._stages,
                 trains_before=training
                 and (self._trains_before if trains_before is None else trains_before),
+                stream=stream,
             )
         )
 
@@ -233,6 +260,7 @@ class EncoderEngine:
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 links=self._links(),
+                streaming=self._streaming(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -270,6 +298,30 @@ class EncoderEngine:
             recorder=self.recorder,
         )
 
+    def _streaming(self) -> Streaming | None:
+        place, planner, rank = self.place, self.planner, dist.get_rank()
+        if planner is None:
+            return None
+        assert place.edge is not None
+        assert place.piece_groups is not None
+        assert place.pipeline_groups is not None
+        replica = place.edge.replica_of(rank)
+        assert replica is not None, "the encoder lies on all ranks"
+        return Streaming(
+            planner,
+            PieceEdges(
+                place.edge,
+                place.piece_groups,
+                window=WINDOW,
+                device=current_platform().device,
+                recorder=self.recorder,
+            ),
+            groups=place.pipeline_groups,
+            replica=replica,
+            stage=decoder_layout().coordinates(rank).pp,
+            recorder=self.recorder,
+        )
+
     def _exchange(self, *, training: bool) -> Exchange | Edges:
         place, device = self.place, current_platform().device
         if place.pieces is not None:
@@ -300,6 +352,19 @@ class EncoderEngine:
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
             )
+        piece_groups = pipeline_groups = None
+        if self._costs is not None:
+            options: dict[str, Any] = {
+                "device": current_platform().device,
+                "timeout_minutes": self._timeout,
+                "nccl_config_path": self._nccl_config_path,
+            }
+            piece_groups = create_piece_groups(name, placement.edges(name), **options)
+            pipeline_groups = create_pipeline_groups(
+                decoder.groups("pp"),
+                virtual=len(self._costs.forward) > decoder.pp,
+                **options,
+            )
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
         edge = placement.edge(name, rank=rank)
@@ -319,6 +384,8 @@ class EncoderEngine:
             state=state,
             replica_group=together,
             exchange_group=exchange_group,
+            piece_groups=piece_groups,
+            pipeline_groups=pipeline_groups,
         )
 
     def _build_state(self, placement: Placement, decoder: Layout) -> ModuleState | None:

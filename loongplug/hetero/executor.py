@@ -23,26 +23,36 @@ from loongplug.hetero.operations import (
     Await,
     Encode,
     EncodeInForward,
+    EncodePiece,
     EncoderBackward,
     GatherFeatures,
+    GatherWeights,
     GiveBack,
     HandOn,
     KeepGradient,
     Kept,
     Offload,
     Operation,
+    PieceBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    ReduceGradients,
     Release,
     Reload,
     ScatterGradients,
+    SendFeatures,
+    SendGradients,
     StepPlan,
     TakeBack,
     TakeFeatures,
     TakeStates,
     When,
     backward,
+    before_pass,
     forward,
     gradient,
 )
+from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageLinks, StageUnit
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
@@ -74,6 +84,7 @@ class Executor:
         platform: Platform,
         evaluating: Exchange | Edges | None = None,
         links: StageLinks | None = None,
+        streaming: Streaming | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -82,7 +93,7 @@ class Executor:
         ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: it works before and behind the schedule
         alone, in every step and on every rank. ``links`` are to the encoder's other stages, None
-        where it has one.
+        where it has one. ``streaming``: where steps of training may stream.
         """
         self._planned = planned
         self._exchange = exchange
@@ -92,6 +103,7 @@ class Executor:
         self._outside_schedule = outside_schedule
         self._platform = platform
         self._links = links
+        self._streaming = streaming
         self._recorder = recorder
         self._queue = PrefetchQueue(platform.copies())
         self.state: EncoderState | None = None  # where it leaves for the host
@@ -127,6 +139,7 @@ class Executor:
             config = get_model_config(chunk)
             finalize, waiting = config.finalize_model_grads_func, _Waiting()
             config.finalize_model_grads_func = None if finalize is None else waiting
+            pieces = self._now.pieces
             try:
                 result = schedule(
                     forward_step_func=self.watched(forward_step_func),
@@ -134,8 +147,10 @@ class Executor:
                     model=model,
                     num_microbatches=num_microbatches,
                     forward_only=forward_only,
-                    **options,
+                    **(options if pieces is None else options | pieces.within(config, self)),
                 )
+                if pieces is not None:
+                    pieces.finish()
             finally:
                 config.finalize_model_grads_func = finalize
             self.end()
@@ -182,17 +197,20 @@ class Executor:
         if self.encoder_trains is not None:
             encoder.trains = training and self.encoder_trains
             encoder.trains_before = training and self.trains_before
+        units = [each.units[self._entry.name] for each in microbatches]
+        spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
+        pieces = None
+        if self._streaming is not None and training:
+            pieces = self._streaming.pieces(units, spec=spec, encoder=encoder)
         plan = self._planned(
-            encoder_replicas=tuple(
-                each.units[self._entry.name].encoder_replicas for each in microbatches
-            ),
+            encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
-            rows=tuple(_rows(each.units[self._entry.name]) for each in microbatches),
+            rows=tuple(_rows(unit) for unit in units),
+            **({} if pieces is None else {"stream": pieces.stream}),
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
         exchange = self._exchange if training or self._evaluating is None else self._evaluating
         self._step = _Step(
             plan=plan,
@@ -201,14 +219,15 @@ class Executor:
             model=model,
             microbatches=microbatches,
             spec=spec,
+            pieces=pieces,
         )
         exchange.begin(spec, trains=encoder.trains)
         if self._links is not None:
-            units = [
-                StageUnit(rows=encoder.states(each.units[self._entry.name]), microbatch=each.number)
-                for each in microbatches
+            stage_units = [
+                StageUnit(rows=encoder.states(unit), microbatch=each.number)
+                for unit, each in zip(units, microbatches, strict=True)
             ]
-            self._links.begin(units, dtype=spec.dtype, comes_back=encoder.trains)
+            self._links.begin(stage_units, dtype=spec.dtype, comes_back=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,6 +247,10 @@ class Executor:
 
         return watching
 
+    def before_pass(self, number: int) -> None:
+        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
+        self._do(before_pass(number))
+
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""
         step = self._now
@@ -238,6 +261,8 @@ class Executor:
         """The schedule has ended, without an error."""
         self._do(END)
         self._now.exchange.drain()
+        if self._now.pieces is not None:
+            self._now.pieces.end()
         if self._links is not None:
             self._links.drain()
         self._now.assert_done()
@@ -296,6 +321,16 @@ class Executor:
                 self._queue.send_for(*_names(what, units))
             case Await(what=what, units=units):
                 self._arrives(what, units)
+            case ReceiveFeatures(unit=unit, pieces=pieces):
+                step.features[unit] = step.of_pieces.receive(pieces)
+            case SendGradients(unit=unit, pieces=pieces):
+                step.of_pieces.give_back(pieces, step.gradients.pop(unit))
+            case EncodePiece() | SendFeatures() | ReceiveGradient() | PieceBackward():
+                step.of_pieces.operate(operation)
+            case GatherWeights():
+                step.encoder.gather_weights()
+            case ReduceGradients():
+                step.encoder.reduce_gradients()
             case EncodeInForward():
                 raise AssertionError("the decoder's forward does it without this executor")
 
@@ -412,6 +447,7 @@ class _Step:
     model: MultimodalModel
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all units
+    pieces: PiecesOfStep | None  # where it streams
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
@@ -422,6 +458,11 @@ class _Step:
     own: dict[int | None, GradientEdge] = field(default_factory=dict)
     own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # of payloads
     saved: dict[int | None, list[Movable]] = field(default_factory=dict)  # that may leave
+
+    @property
+    def of_pieces(self) -> PiecesOfStep:
+        assert self.pieces is not None, "the step does not stream"
+        return self.pieces
 
     @cached_property
     def weights(self) -> set[int]:

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from loongplug.hetero.operations import (
     BEGIN,
@@ -10,26 +11,55 @@ from loongplug.hetero.operations import (
     Await,
     Encode,
     EncodeInForward,
+    EncodePiece,
     EncoderBackward,
     GatherFeatures,
+    GatherWeights,
     GiveBack,
     HandOn,
     KeepGradient,
     Kept,
     Offload,
     Operation,
+    PieceBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    ReduceGradients,
     Release,
     Reload,
     ScatterGradients,
+    SendFeatures,
+    SendGradients,
     StepPlan,
     TakeBack,
     TakeFeatures,
     TakeStates,
     When,
     backward,
+    before_pass,
     forward,
     gradient,
 )
+
+
+class PieceWork(NamedTuple):
+    """A piece's forward or backward through the encoder, before a pass of this rank's stage."""
+
+    before: int
+    forward: bool
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Pieces that are encoded between the decoder's passes.
+
+    ``work`` is what this rank does with those that it has, in its order. ``pieces`` are the numbers
+    of each microbatch's, of all of the step.
+    """
+
+    work: tuple[PieceWork, ...]
+    pieces: tuple[range, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +80,9 @@ class EncoderStep:
     does so before it takes the first gradients (:mod:`~loongplug.hetero.pipeline_graph`). This is
     ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or before it,
     ``trains_before`` whether anything has before it.
+
+    ``stream`` is what a policy that fills the pipeline's bubbles fills them with, None where units
+    are encoded whole.
     """
 
     encoder_replicas: tuple[tuple[int, ...], ...]
@@ -67,6 +100,7 @@ class EncoderStep:
     stage: int = 0
     stages: int = 1
     trains_before: bool = False
+    stream: Stream | None = None
 
     @property
     def units(self) -> range:
@@ -177,6 +211,25 @@ def separated(step: EncoderStep) -> StepPlan:
     return plan.done()
 
 
+def streamed(step: EncoderStep) -> StepPlan:
+    """Pieces are encoded, and gone backward through, where the pipeline would wait.
+
+    What is done before which pass is :mod:`~loongplug.hetero.streaming`'s; without a ``stream``
+    it is what is :func:`separated`. Replicas end at times of their own, and reduce together.
+    """
+    plan = _Draft()
+    if step.trains:
+        plan.at(BEGIN, GatherWeights())
+    if step.stream is None:
+        for when, operations in separated(step).items():
+            plan.at(when, *(_reduced_later(each) for each in operations))
+    else:
+        _bubbles(plan, step, step.stream)
+    if step.trains:
+        plan.at(END, ReduceGradients())
+    return plan.done()
+
+
 def apart(step: EncoderStep) -> StepPlan:
     """The encoder has ranks of its own: 1F1B from microbatch to microbatch, across modules.
 
@@ -220,6 +273,29 @@ class _Draft:
 
     def done(self) -> StepPlan:
         return {when: tuple(operations) for when, operations in self._plan.items() if operations}
+
+
+def _reduced_later(operation: Operation) -> Operation:
+    """As it is where all replicas' reductions come behind the plan."""
+    if isinstance(operation, EncoderBackward):
+        return replace(operation, more=True)
+    return operation
+
+
+def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
+    """Encoder work before passes; features and gradients when the decoder's passes need them."""
+    for before, forwards, piece in stream.work:
+        when = before_pass(before)
+        if forwards:
+            plan.at(when, EncodePiece(piece=piece), SendFeatures(piece=piece))
+        else:
+            plan.at(when, ReceiveGradient(piece=piece), PieceBackward(piece=piece))
+    for unit in step.units if step.consumes else ():
+        pieces = stream.pieces[unit]
+        plan.at(forward(unit), ReceiveFeatures(unit=unit, pieces=pieces), TakeFeatures(unit=unit))
+        if step.trains:
+            given = SendGradients(unit=unit, pieces=pieces)
+            plan.at(gradient(unit), KeepGradient(unit=unit), given)
 
 
 def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:

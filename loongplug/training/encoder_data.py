@@ -1,12 +1,13 @@
 """The data of a rank that encodes and does not decode: pieces of the decoder's microbatches."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import cycle
 
 import torch.distributed as dist
 
-from loongplug.context.token_split import OwnPart, zigzag
+from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.source import EncoderUnits, StepSource
@@ -58,7 +59,7 @@ class EncoderData(RankData):
                 seq_length=seq_length,
                 packed=packed,
                 only=samples,
-                own=any_part(seq_length or self.args.seq_length),
+                parts=any_part(self.args),
             )
 
         return _InTurn([loader(each) for each in self._pieces(training=training)])
@@ -93,10 +94,10 @@ class EncoderData(RankData):
         )
 
 
-def any_part(length: int) -> OwnPart | None:
-    """How the decoder's ranks share each row of ``length`` tokens, of which this rank has none."""
+def any_part(args: Namespace) -> RowParts | None:
+    """How the decoder's ranks share each row, of which this rank has none."""
     cp = decoder_layout().cp
-    return None if cp == 1 else OwnPart(zigzag(length, cp=cp), 0)
+    return None if cp == 1 else RowParts(cp=cp, rank=0, balance=args.cp_balance)
 
 
 def samples_of(piece: Piece, *, packed: bool) -> range | None:

@@ -94,6 +94,7 @@ def _several(size: str) -> Callable[..., bool]:
 
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
+PIECES = "loongplug.hetero.piece_work"
 EDGE, PLACEMENT = "loongplug.hetero.edge", "loongplug.hetero.placement"
 DECODER, ROUTER = "loongplug.models.decoder", "loongplug.models.layers.router"
 PROVIDER, OPTIMIZER = "loongplug.training.provider", "loongplug.parallel.optimizer_per_module"
@@ -116,6 +117,57 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
                 arrived[one], arrived[other] = arrived[other], arrived[one]
                 return arrived
     return arrived
+
+
+@fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
+def swap_two_microbatches_gradients(rank: int) -> None:
+    """Of pieces of one size that one replica has: the earlier backward waits for the later."""
+    from loongplug.hetero.operations import PieceBackward
+
+    waits: list[int] = []
+
+    def behind(self: Any, piece: int) -> list[int]:
+        pieces, work = self._planned.pieces, [x.piece for x in self.stream.work if not x.forward]
+        first = pieces[piece]
+        return [
+            each
+            for each in work[work.index(piece) + 1 :]
+            if pieces[each].tokens == first.tokens and pieces[each].microbatch != first.microbatch
+        ]
+
+    def swapped(original: Any, self: Any, operation: Any) -> None:
+        if not isinstance(operation, PieceBackward):
+            original(self, operation)
+            return
+        if not waits and behind(self, operation.piece):
+            waits[:] = [operation.piece, behind(self, operation.piece)[0]]
+            return
+        if waits and waits[1] == operation.piece:
+            one, other = waits
+            waits.clear()
+            found = self._gradients
+            found[one], found[other] = found[other], found[one]
+            original(self, PieceBackward(piece=one))
+        original(self, operation)
+
+    around(f"{PIECES}:PiecesOfStep.operate", swapped)
+
+
+@fault("a piece's gradient goes to the owner of another", spec="placement.md P2, payloads")
+@at(f"{PIECES}:PiecesOfStep.give_back")
+def give_a_gradient_to_the_wrong_owner(
+    original: Any, self: Any, pieces: range, gradient: Tensor
+) -> None:
+    rows = [self._received[each] for each in pieces]
+    parts = list(gradient.split(rows)) if rows else []
+    owners = [self._planned.pieces[each].replica for each in pieces]
+    for one in range(len(parts)):
+        for other in range(one):
+            if owners[one] != owners[other] and 0 < rows[one] == rows[other]:
+                parts[one], parts[other] = parts[other], parts[one]
+                original(self, pieces, torch.cat(parts))
+                return
+    original(self, pieces, gradient)
 
 
 @fault("the features of the microbatch before are taken", spec="gpu.md A8, A12")

@@ -86,6 +86,11 @@ def _modes(args: Namespace, model: Any) -> list[Mode]:
     return [mode_of(args, model.encoder(name)) for name in model.encoders]
 
 
+def full_separation(args: Namespace, model: Any) -> bool:
+    """Whether the decoder's ranks all encode, for some encoder."""
+    return any(mode.on_every_stage for mode in _modes(args, model))
+
+
 @rule(
     refuses="with an encoder layout of its own (its `tensor_model_parallel_size`, "
     "heterogeneous DP, full separation, ranks of its own, context parallelism): "
@@ -171,7 +176,7 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 def offload(args: Namespace, model: Any) -> str | None:
     given = _OFFLOAD.said(args)
     modes = _modes(args, model)
-    if not given or any(mode.on_every_stage or mode.apart for mode in modes):
+    if not given or full_separation(args, model) or any(mode.apart for mode in modes):
         return None
     return f"{given} in the mode {modes[0].name}"
 
