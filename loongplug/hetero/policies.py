@@ -116,10 +116,13 @@ class EncoderStep:
 
         A unit without rows goes with any other.
         """
+        mine = self.mine(self.units)
+        if not self.rows:
+            return [(unit,) for unit in mine]
         found: list[tuple[int, ...]] = []
         taken = 0  # rows of the last pass
-        for unit in self.mine(self.units):
-            rows = self.rows[unit] if self.rows else self.joined_rows
+        for unit in mine:
+            rows = self.rows[unit]
             if found and (0 in (rows, taken) or taken + rows <= self.joined_rows):
                 found[-1] = (*found[-1], unit)
                 taken += rows
