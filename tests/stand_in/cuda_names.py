@@ -158,9 +158,11 @@ def cuda_table(extension: ModuleType) -> ReplacementTable:
         if value.device.type == self.device.type:
             data.__set__(self, value)
             return
-        attributes = dict(vars(self))
+        attributes, hooks = dict(vars(self)), self._backward_hooks
         torch.utils.swap_tensors(self, type(self)(value, requires_grad=self.requires_grad))
         vars(self).update(attributes)
+        if hooks is not None:  # of the gradient: what calls them stayed with the other tensor
+            self._backward_hooks = hooks
 
     data = torch.Tensor.data
 

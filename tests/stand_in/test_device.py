@@ -114,6 +114,22 @@ def test_a_wait_in_a_backward_of_torch_s_own_is_counted() -> None:
     assert {wait.kind for wait in on_device(check)} == {"boolean index"}
 
 
+def test_a_parameter_that_moves_is_the_same_one_and_keeps_what_its_gradient_goes_through() -> None:
+    """As on CUDA; so a bias of keys, whose gradient is held at zero, stays where it is."""
+
+    def check(platform: Any) -> tuple[str, list[float]]:
+        layer = torch.nn.Linear(2, 2)
+        bias = layer.bias
+        bias.register_hook(lambda gradient: gradient * torch.tensor([0.0, 1.0]).cuda())
+        layer.cuda()
+        assert layer.bias is bias
+        layer(torch.ones(1, 2).cuda()).sum().backward()
+        assert bias.grad is not None
+        return bias.device.type, bias.grad.cpu().tolist()
+
+    assert on_device(check) == ("stand_in", [0.0, 1.0])
+
+
 def test_waits_of_the_host_are_counted() -> None:
     def check(platform: Any) -> dict[str, int]:
         x = torch.arange(4.0, device="cuda")

@@ -12,7 +12,7 @@ import torch
 from parity.cells import Cell, layout_cells
 from parity.matrix import Matrix
 from parity.overlap_cells import overlap_cells
-from parity.placement_cells import placed, placement_cells
+from parity.placement_cells import TWO, placed, placement_cells
 from parity.saving_cells import saving_cells
 
 from loongplug.verify.recording import FINAL, gradients_of, read_recording
@@ -45,6 +45,7 @@ OWN_RANKS = (
     placed("2/1/1|1/1/2", micro_batch=2, sequence_parallel=True),
     placed("1/1/2|2/1/1", optimizer="overlapped"),
     placed("1/2/1|1/2/1", optimizer="distributed"),
+    placed("1/2/1|1/1/1|1/1/1", model=TWO, vpp=2),
 )
 FEW = (OVERLAP, BY_NAME[ALL_OFFLOADS], STAGES)
 MOST_RANKS = 4
