@@ -103,6 +103,7 @@ class _Place:
         *,
         encoder_replicas: tuple[tuple[int, ...], ...],
         training: bool,
+        rows: tuple[int, ...],
         in_front: int,
         consumes: bool,
     ) -> StepPlan:
@@ -111,6 +112,7 @@ class _Place:
         return apart(
             EncoderStep(
                 encoder_replicas=encoder_replicas,
+                rows=rows,
                 replicas=1,
                 replica=0 if self.here else None,
                 consumes=consumes,
