@@ -61,6 +61,7 @@ class Model(nn.Module):
         self.config = SimpleNamespace(
             finalize_model_grads_func=None,
             sequence_parallel=False,
+            context_parallel_size=1,
             params_dtype=torch.float32,
             hidden_size=WIDTH,
         )
