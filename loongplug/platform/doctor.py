@@ -87,8 +87,9 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         "device": f"cuda ({len(facts.gpus)} GPU)" if on_gpu else f"cpu ({facts.cores} cores)",
         "backend": "nccl" if on_gpu else "gloo",
         "layers": "LoongPlug's own, on torch",
-        "attention": "torch scaled_dot_product_attention",
+        "attention": _attention(facts, on_gpu=on_gpu),
         "experts": _experts(facts, on_gpu=on_gpu),
+        "optimizer": "torch's Adam, fused",
         "precision": "fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
     }
     if on_gpu and works("transformer-engine"):
@@ -96,9 +97,20 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         use |= {
             "layers": "TransformerEngine",
             "attention": f"TransformerEngine {by}",
+            "optimizer": "TransformerEngine's Adam",
             "experts": "TransformerEngine's grouped linears",
         }
     return use
+
+
+def _attention(facts: MachineFacts, *, on_gpu: bool) -> str:
+    """What this package's own layers compute attention by."""
+    plain = "torch scaled_dot_product_attention"
+    if not on_gpu:
+        return plain
+    if _old_gpus(facts) or not facts.has_varlen:
+        return f"{plain}, a call for each length of a pack's samples or an image's frames"
+    return f"{plain}, with --bf16 torch varlen_attn for packs and images"
 
 
 def _experts(facts: MachineFacts, *, on_gpu: bool) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 import loongplug
+from loongplug.platform.varlen import varlen_attention
 
 # What is shown whether or not it is there.
 SHOWN_PACKAGES = frozenset(
@@ -56,6 +57,7 @@ class MachineFacts:
     gpus: tuple[GpuFacts, ...] = ()
     nccl: str | None = None
     has_gloo: bool = False
+    has_varlen: bool = False  # attention within segments of any lengths
 
 
 def collect() -> MachineFacts:
@@ -100,6 +102,7 @@ def _seen_by_torch() -> dict[str, Any]:
         ),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "has_gloo": dist.is_available() and dist.is_gloo_available(),
+        "has_varlen": varlen_attention() is not None,
     }
 
 

@@ -176,6 +176,18 @@ def test_gpu_without_transformer_engine() -> None:
     assert "LoongPlug's own" in diagnose(facts, device="auto").use["layers"]
 
 
+def test_attention_without_transformer_engine() -> None:
+    def attention(facts: MachineFacts, **changes: Any) -> str:
+        facts = _with(facts, packages={"transformer-engine": None}, **changes)
+        return diagnose(facts, device="auto").use["attention"]
+
+    assert attention(CPU, has_varlen=True) == "torch scaled_dot_product_attention"
+    assert "varlen_attn for packs" in attention(GPU, has_varlen=True)
+    loop = "a call for each length"
+    assert loop in attention(GPU, has_varlen=False)
+    assert loop in attention(GPU, gpus=(H100, V100), has_varlen=True)
+
+
 def test_experts_without_transformer_engine() -> None:
     def experts(facts: MachineFacts, **changes: Any) -> str:
         changes.setdefault("packages", {})["transformer-engine"] = None

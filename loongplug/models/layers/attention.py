@@ -15,9 +15,14 @@ from torch import Tensor
 from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.packed import PackedLayout, layout_of
 from loongplug.models.layers.recompute import own_draws
+from loongplug.platform.active import is_host
+from loongplug.platform.varlen import varlen_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
+# What torch's kernel for segments of any lengths takes: dtypes, and channels of a head.
+_HALF = (torch.bfloat16, torch.float16)
+_ALIGNMENT, _WIDEST = 8, 256
 
 
 class SDPAttention(MegatronModule):
@@ -26,7 +31,8 @@ class SDPAttention(MegatronModule):
     The mask is causal or full by ``attn_mask_type`` (the one given to ``forward``, else the
     constructor's); padding types are taken as "no padding here", since no mask tensor is
     accepted. Grouped-query attention reads each key/value head in place. With packed ``thd``
-    parameters every segment attends to itself only.
+    parameters every segment attends to itself only: in half precision on CUDA by torch's kernel for
+    segments of any lengths, elsewhere by one call for each length that there is.
 
     No collectives: each tensor-parallel rank computes its own heads. The softmax runs in at
     least float32 inside the kernel, which makes ``apply_query_key_layer_scaling`` (divide by the
@@ -61,6 +67,7 @@ class SDPAttention(MegatronModule):
         self.num_groups = divide(config.num_query_groups, tp)
         self.softmax_scale = softmax_scale  # None: SDPA's 1 / sqrt(head dim), Megatron's too
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._varlen = None if is_host() else varlen_attention()
 
     def forward(
         self,
@@ -92,7 +99,10 @@ class SDPAttention(MegatronModule):
         check_no_masks(attention_mask, attention_bias)
         causal = is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         if packed_seq_params is not None:
-            return self._packed(query, key, value, layout_of(packed_seq_params), causal=causal)
+            layout = layout_of(packed_seq_params)
+            if self._by_kernel(query, layout):
+                return self._varlen_packed(query, key, value, packed_seq_params, causal=causal)
+            return self._packed(query, key, value, layout, causal=causal)
         s_q, s_k = query.size(0), key.size(0)
         if causal and s_q != s_k:
             if s_q != 1:
@@ -105,15 +115,55 @@ class SDPAttention(MegatronModule):
         out = self._attend(q, k, v, causal=causal)
         return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)  # [s, b, heads * dim]
 
-    def _packed(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, causal: bool
-    ) -> Tensor:
-        """One SDPA call for all segments of a length; [t, heads, dim] -> [t, heads * dim]."""
+    def _by_kernel(self, query: Tensor, layout: PackedLayout) -> bool:
+        """Whether torch's kernel for segments of any lengths serves this batch.
+
+        Raises ValueError where ``layout`` is of another one.
+        """
         if query.size(0) != layout.tokens:
             raise ValueError(
                 f"Packed attention got {query.size(0)} tokens but segments of {layout.tokens} in "
                 "all; packed_seq_params must describe this very batch."
             )
+        return (
+            self._varlen is not None
+            and query.is_cuda
+            and query.dtype in _HALF
+            and query.size(-1) % _ALIGNMENT == 0
+            and query.size(-1) <= _WIDEST
+            and not (self.dropout and self.training)
+            and bool(layout.groups)
+        )
+
+    def _varlen_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: PackedSeqParams,
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """All segments in one call; [t, heads, dim] -> [t, heads * dim]."""
+        assert self._varlen is not None
+        out: Tensor = self._varlen(
+            query,
+            key,
+            value,
+            params.cu_seqlens_q,
+            params.cu_seqlens_kv,
+            params.max_seqlen_q,
+            params.max_seqlen_kv,
+            scale=self.softmax_scale,
+            window_size=(-1, 0) if causal else (-1, -1),
+            enable_gqa=self.num_groups != self.num_heads,
+        )
+        return out.flatten(1)
+
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, causal: bool
+    ) -> Tensor:
+        """One SDPA call for all segments of a length; [t, heads, dim] -> [t, heads * dim]."""
         if not layout.groups:
             # Zeros of no elements that still depend on all three inputs.
             return query.flatten(1) + 0 * (key.sum() + value.sum())
