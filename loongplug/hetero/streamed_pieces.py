@@ -4,16 +4,22 @@ The same on every rank of a model replica: it follows from the grids of the step
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import shares_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pieces import cut
-from loongplug.hetero.pipeline_clock import DecoderPass, PieceCost, Step, decoder_passes
+from loongplug.hetero.pipeline_clock import (
+    DecoderPass,
+    EncoderPlan,
+    PieceCost,
+    Step,
+    decoder_passes,
+)
 from loongplug.hetero.policies import PieceWork, Stream
 from loongplug.hetero.streaming import streamed
 
@@ -153,28 +159,28 @@ class Planner:
         plan = streamed(step)
         if not plan.streamed:
             return None
-        numbers = {name: number for number, name in enumerate(step.names)}
-        owners: Mapping[tuple[int, int], int] = {
+        joined = _joined(step, plan)
+        first = {names[0]: number for number, names in enumerate(joined)}
+        owners = {
             (one.microbatch, one.piece): replica
             for replica, work in enumerate(plan.work)
             for one in work
-            if one.forward
         }
         ends = [list(accumulate(map(costs.tokens, grids), initial=0)) for grids in units]
+        pieces = []
+        for names in joined:
+            (unit, begin), (_, end) = names[0], names[-1]
+            media = range(cuts[unit][begin].start, cuts[unit][end].stop)
+            rows = slice(ends[unit][media.start], ends[unit][media.stop])
+            owner = owners[unit, begin]
+            pieces.append(Piece(microbatch=unit, media=media, rows=rows, replica=owner))
         return StreamedStep(
-            pieces=tuple(
-                Piece(
-                    microbatch=unit,
-                    media=media,
-                    rows=slice(ends[unit][media.start], ends[unit][media.stop]),
-                    replica=owners[unit, piece],
-                )
-                for (unit, piece), media in zip(step.names, chain(*cuts), strict=True)
-            ),
+            pieces=tuple(pieces),
             work=tuple(
                 tuple(
-                    PieceWork(one.before, one.forward, numbers[one.microbatch, one.piece])
+                    PieceWork(one.before, one.forward, first[one.microbatch, one.piece])
                     for one in work
+                    if (one.microbatch, one.piece) in first
                 )
                 for work in plan.work
             ),
@@ -187,3 +193,33 @@ class Planner:
         """Media in pieces of about one cost."""
         of_media = [self._costs.of_media([grid]) for grid in grids]
         return cut([each.forward + each.backward for each in of_media], count)
+
+
+def _joined(step: Step, plan: EncoderPlan) -> list[list[tuple[int, int]]]:
+    """The names of pieces that are one launch forward and backward, together; all, in order.
+
+    Those are neighbours of a microbatch that one replica has, with nothing in between. A decoder's
+    pass takes all of a microbatch, and gives all of it back, so that no time is lost by that.
+    """
+    at = {
+        (one.forward, one.microbatch, one.piece): (replica, place, one.before)
+        for replica, work in enumerate(plan.work)
+        for place, one in enumerate(work)
+    }
+
+    def behind(name: tuple[int, int], last: tuple[int, int], *, forward: bool) -> bool:
+        replica, place, before = at[forward, *last]
+        return at[forward, *name] == (replica, place + 1, before)
+
+    found: list[list[tuple[int, int]]] = []
+    for name in step.names:
+        last = found[-1][-1] if found else None
+        if (
+            last is not None
+            and last[0] == name[0]
+            and all(behind(name, last, forward=each) for each in {True, not step.trains})
+        ):
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return found

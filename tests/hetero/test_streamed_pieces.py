@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -114,6 +114,26 @@ def test_few_microbatches_are_cut_finer() -> None:
     found = planner(4, lanes=2).plan([[(1, 4, 4)] * 32] * 2)
     assert found is not None
     assert {each.replica for each in found.pieces} == set(range(8))
+
+
+def test_neighbours_with_nothing_in_between_are_one_piece() -> None:
+    """As far as the clock is not slower for it: a pass takes all of a microbatch at once."""
+    found = planner(2).plan([[(1, 4, 4)] * 4] * 16)
+    assert found is not None
+    assert 16 < len(found.pieces) < 64
+    for replica, work in enumerate(found.work):
+        kinds = [[x for x in work if x.forward is forward] for forward in (True, False)]
+        assert [x.piece for x in kinds[0]] == [x.piece for x in kinds[1]]
+        order = [(x.before, x.forward) for x in work]
+        for one, other in pairwise(work):
+            pieces = [found.pieces[x.piece] for x in (one, other)]
+            if (one.before, one.forward) != (other.before, other.forward):
+                continue
+            if other.piece != one.piece + 1 or pieces[0].microbatch != pieces[1].microbatch:
+                continue
+            at = [n for n, x in enumerate(work) if x.piece == one.piece]
+            between = (order[n] != order[n + 1] or work[n + 1].piece != other.piece for n in at)
+            assert any(between), replica
 
 
 def plans(found: StreamedStep, *, stages: int, trains: bool) -> list[StepPlan]:
