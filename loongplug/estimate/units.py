@@ -76,13 +76,14 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
         ValueError: the data do not fit the model, or a row cannot be used.
     """
     data = _Data(args, model, step=step)
-    tp = args.tensor_model_parallel_size if args.sequence_parallel else None
+    tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    split = args.context_parallel_size * tp > 1
     found = []
     for planned, microbatch in data.microbatches(0):
         units = {}
         for name, unit in microbatch.units.items():
             shards = None
-            if tp is not None:
+            if split:
                 shards = sequence_shards(unit.places, split=microbatch.split, tp=tp)
             grids = planned.units[name].media.grids
             units[name] = UnitSize(grids=grids, tokens=unit.tokens, shards=shards)
@@ -196,11 +197,12 @@ def microbatches_of_size(
     tokens = visual_tokens * args.micro_batch_size
 
     def shards(count: int) -> tuple[Rows, ...] | None:
-        if not args.sequence_parallel:
+        tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        parts = args.context_parallel_size * tp
+        if parts == 1:
             return None
-        tp = args.tensor_model_parallel_size
-        each = -(-count // tp)
-        return tuple((slice(part * each, (part + 1) * each),) for part in range(tp))
+        each = -(-count // parts)
+        return tuple((slice(part * each, (part + 1) * each),) for part in range(parts))
 
     units = {first: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))}
     units |= {name: UnitSize(shards=shards(0)) for name in others}

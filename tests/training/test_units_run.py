@@ -19,6 +19,7 @@ from loongplug.training.run import run
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 VIRTUAL = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+CP2_SEPARATED = ("--context-parallel-size", "2", "--enable-full-hetero-dp")
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +159,14 @@ def left_out(flags, truncated) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [(TP2_PP2, 4), (VIRTUAL, 2), (("--tensor-model-parallel-size", "2"), 4), ((), 1)],
-    ids=["tp2-pp2", "pp2-vpp2", "tp2-dp2", "one-rank"],
+    [
+        (TP2_PP2, 4),
+        (VIRTUAL, 2),
+        (("--tensor-model-parallel-size", "2"), 4),
+        pytest.param(CP2_SEPARATED, 2, marks=pytest.mark.sweep),
+        ((), 1),
+    ],
+    ids=["tp2-pp2", "pp2-vpp2", "tp2-dp2", "cp2-separated", "one-rank"],
 )
 def test_a_truncated_image_leaves_its_sample_out_on_every_rank(
     flags, truncated, left_out, tmp_path, layout, ranks
@@ -169,7 +176,8 @@ def test_a_truncated_image_leaves_its_sample_out_on_every_rank(
     skip = ("--train-data-path", str(bad), "--bad-sample", "skip", "--metrics-json", str(metrics))
     found = observe(flags, *skip, *layout, ranks=ranks)
     torch.testing.assert_close(found[0]["losses"], left_out, rtol=2e-5, atol=0)
-    dp = {(TP2_PP2, 4): 1, (VIRTUAL, 2): 1}.get((layout, ranks), 2 if ranks > 1 else 1)
+    one_replica = layout in (TP2_PP2, VIRTUAL, CP2_SEPARATED, ())
+    dp = 1 if one_replica else 2
     # All ranks of a replica leave out the same, once in each of the four epochs.
     assert sum(len(each["untrained"]) for each in found) == 4 * ranks // dp
     assert json.loads(metrics.read_text())["bad_samples"] == {"pixels": 4}

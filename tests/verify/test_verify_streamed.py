@@ -21,6 +21,7 @@ from loongplug.verify.report import report
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
 PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
+CP2 = ("--context-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2")
 SP = (*TP2, "--sequence-parallel")
 VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
@@ -39,6 +40,8 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-vpp2-overlapped": (2, (*VPP2, *OVERLAPPED)),
     "pp2-tp2": (4, (*PP2, *TP2)),
     "pp2-tp2-encoder-tp2": (4, (*PP2, *SP, f"{ENCODER}.tensor_model_parallel_size=2")),
+    "pp2-cp2": (4, (*PP2, *CP2)),
+    "pp2-cp2-packed-by-cost": (4, (*PP2, *CP2, "--packing", "--cp-balance", "lpt")),
     "pp2-frozen": (2, (*PP2, f"{ENCODER}.freeze=true", *OVERLAPPED)),
     "pp2-nothing-to-learn": (
         2,
