@@ -67,6 +67,34 @@ def bench_attention(
         )
 
 
+@bench.command("pixels")
+def bench_pixels(
+    height: Annotated[int, typer.Option(help="Of an image.", min=32)] = 960,
+    width: Annotated[int, typer.Option(help="Of an image.", min=32)] = 1280,
+    rounds: Rounds = 15,
+    json_path: Json = None,
+) -> None:
+    """Measure an image's way to its values, by transformers alone and as bytes."""
+    with user_errors():
+        from micro.pixels import run
+
+        run(height=height, width=width, rounds=rounds, json_path=json_path)
+
+
+@bench.command("joined")
+def bench_joined(
+    units: Annotated[int, typer.Option(help="Microbatches with media.", min=1)] = 8,
+    side: Annotated[int, typer.Option(help="Patches along an image's side, even.", min=2)] = 8,
+    rounds: Rounds = 20,
+    json_path: Json = None,
+) -> None:
+    """Measure small units encoded one by one and joined to one pass, on one CPU rank."""
+    with user_errors():
+        from micro.joined import run
+
+        run(units=units, side=side, rounds=rounds, json_path=json_path)
+
+
 @bench.command("switch")
 def bench_switch(
     switches: Annotated[int, typer.Option(help="Measured calls.")] = 20_000,

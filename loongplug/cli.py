@@ -350,7 +350,7 @@ def bench_pipeline(
         list[str] | None,
         typer.Option(
             help="uniform, encoder_hetero_dp, full_hetero_dp or own_ranks. Default: all of these. "
-            "Also streamed, which no run has yet."
+            "Also streamed: full separation, encoders in the pipeline's bubbles."
         ),
     ] = None,
     decoder: Annotated[

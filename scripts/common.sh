@@ -53,6 +53,15 @@ FLAGS=(
     --tensorboard-dir "$OUTPUT_DIR/tensorboard"
     --log-interval 1
 )
+# Rows of 1,000 tokens padded to 4,096 would be three quarters padding, which is computed like text.
+case "${PACKING:-true}" in
+    true) FLAGS+=(--packing) ;;
+    false) ;;
+    *)
+        echo "PACKING is $PACKING: it has to be true or false" >&2
+        exit 1
+        ;;
+esac
 if [[ -n "$MODEL" ]]; then
     FLAGS+=(--model-name "$MODEL")
 fi
@@ -77,6 +86,15 @@ add_mode() {
 add_context() {
     if ((${CP:-1} != 1)); then
         FLAGS+=(--context-parallel-size "$CP" --transformer-impl local)
+    fi
+}
+
+# Adds whether the encoder with the YAML key $1 is frozen. One that trains keeps the inputs of its
+# layers alone, and computes them again: else a few units of 4,096 patches take gigabytes.
+add_freezing() {
+    FLAGS+=("model.$1.freeze=${FREEZE_ENCODER:-true}")
+    if [[ "${FREEZE_ENCODER:-true}" == false ]]; then
+        FLAGS+=("model.$1.recompute=${RECOMPUTE_ENCODER:-true}")
     fi
 }
 

@@ -7,7 +7,8 @@
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MODEL_DIR=... TRAIN_DATA=... scripts/pretrain_qwen3_vl_30b_a3b.sh
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
-# flags, and overrides such as model.image_projector.freeze=true.
+# flags, and overrides such as model.image_projector.freeze=true. Samples are packed into rows of
+# SEQ_LENGTH tokens, which GLOBAL_BATCH_SIZE counts; PACKING=false gives each a row of its own.
 #
 # Layout: the experts of a layer share out over the 8 GPUs of a node (EP), so that the exchange of
 # tokens stays within it; everything else is split over TP. More nodes mean more replicas, over

@@ -8,7 +8,8 @@
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
 # flags, and overrides such as model.image_projector.freeze=true.
-# Encoders are frozen; FREEZE_ENCODER=false trains all weights.
+# Encoders are frozen; FREEZE_ENCODER=false trains all weights. Samples are packed into rows of
+# SEQ_LENGTH tokens, which GLOBAL_BATCH_SIZE counts; PACKING=false gives each a row of its own.
 #
 # TP has to divide the model's key and value heads and the widths of its MLPs: 4 at most for
 # Qwen2.5-VL-7B, 8 for Qwen3-VL-8B. `loongplug estimate` tells the memory of any layout.
@@ -32,7 +33,11 @@ ENCODERS=()
 for encoder in image_encoder:vision_config audio_encoder:audio_config; do
     if grep -qs "\"${encoder#*:}\"" "$MODEL_DIR/config.json"; then
         ENCODERS+=("${encoder%:*}")
-        FLAGS+=("model.${encoder%:*}.freeze=${FREEZE_ENCODER:-true}")
+        add_freezing "${encoder%:*}"
+        # Over more ranks an encoder's matrices are small, and of widths that no kernel likes.
+        if ((${TP:-2} > 2)) && [[ "${MODE:-uniform}" == uniform && -z "${ENCODER_TP:-}${ENCODER_RANK_OFFSET:-}" ]]; then
+            FLAGS+=("model.${encoder%:*}.tensor_model_parallel_size=2")
+        fi
     fi
 done
 FLAGS+=(

@@ -8,7 +8,8 @@
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
 # flags, and overrides such as model.image_projector.freeze=true.
-# The encoder is frozen; FREEZE_ENCODER=false trains all weights.
+# The encoder is frozen; FREEZE_ENCODER=false trains all weights. Samples are packed into rows of
+# SEQ_LENGTH tokens, which GLOBAL_BATCH_SIZE counts; PACKING=false gives each a row of its own.
 #
 # Layout: the experts of a layer share out over the 8 GPUs of a node (EP), so that the exchange of
 # tokens stays within it; everything else is split over TP. More nodes mean more replicas, over
@@ -22,8 +23,8 @@ set -euo pipefail
 MODEL=qwen3_vl_30b_a3b FOLDER=Qwen3-VL-30B-A3B PHASE=sft
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+add_freezing image_encoder
 FLAGS+=(
-    "model.image_encoder.freeze=${FREEZE_ENCODER:-true}"
     --tensor-model-parallel-size "${TP:-2}"
     --pipeline-model-parallel-size "${PP:-1}"
     --sequence-parallel

@@ -9,7 +9,8 @@
 #
 # Started again, it goes on from the last checkpoint. Arguments go to the training run: further
 # flags, and overrides such as model.image_projector.freeze=true.
-# The encoder is frozen; FREEZE_ENCODER=false trains all weights.
+# The encoder is frozen; FREEZE_ENCODER=false trains all weights. Samples are packed into rows of
+# SEQ_LENGTH tokens, which GLOBAL_BATCH_SIZE counts; PACKING=false gives each a row of its own.
 #
 # Layout: two pipeline stages of two virtual chunks each, experts over 4 GPUs (EP), no TP. All GPUs
 # encode images before the decoder's pipeline starts. One microbatch's forward runs together with
@@ -21,8 +22,8 @@ MODEL=qwen3_vl_30b_a3b FOLDER=Qwen3-VL-30B-A3B PHASE=sft
 CONNECTIONS=32
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+add_freezing image_encoder
 FLAGS+=(
-    "model.image_encoder.freeze=${FREEZE_ENCODER:-true}"
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank "${VPP:-2}"

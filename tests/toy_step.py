@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,10 @@ class Model(nn.Module):
         torch.manual_seed(3)
         for entry in entries:
             layers = nn.Linear(PIXELS, 16), nn.Tanh(), nn.Linear(16, WIDTH)
-            self.add_module(entry.name, nn.Sequential(*layers).requires_grad_(trains))
+            encoder: Any = nn.Sequential(*layers).requires_grad_(trains)
+            encoder.architecture = SimpleNamespace(tokens=prod)
+            self.add_module(entry.name, encoder)
+        self.passes = 0  # through encoders
         self.encoders = tuple(entries)
         self.outside_schedule: set[str] = set()
         self.config = SimpleNamespace(
@@ -98,11 +102,15 @@ class Model(nn.Module):
     def gradients_of(self, entry: Entry) -> Tensor:
         return torch.cat([each.grad_data.flatten() for each in self.parts[entry.name].buffers])
 
+    def modules_of(self, entry: Entry) -> dict[str, nn.Module]:
+        return {entry.name: self.get_submodule(entry.name)}
+
     def trains(self, entry: Entry) -> bool:
         return any(each.requires_grad for each in self.parts[entry.name].module.parameters())
 
     def encode(self, entry: Entry, media: MediaInput | None) -> Features:
         rows = torch.zeros(0, PIXELS) if media is None else media.rows
+        self.passes += 1
         return Features(embeddings=self.get_submodule(entry.name)(rows), deepstack=())
 
     def payload(self, entry: Entry, media: MediaInput | None) -> Tensor:
@@ -171,11 +179,16 @@ def executor_of(
     last_stage: bool = True,
     device: Any = None,
     entry: Entry = ENTRY,
+    joined_rows: int = 0,
 ) -> Executor:
     """An executor of one replica that encodes all and consumes all."""
 
     def planned(
-        *, encoder_replicas: tuple[tuple[int, ...], ...], training: bool, trains: bool
+        *,
+        encoder_replicas: tuple[tuple[int, ...], ...],
+        training: bool,
+        trains: bool,
+        rows: tuple[int, ...],
     ) -> StepPlan:
         return policy(
             EncoderStep(
@@ -187,6 +200,8 @@ def executor_of(
                 trains=trains,
                 last_stage=last_stage,
                 on_host=on_host,
+                rows=rows,
+                joined_rows=joined_rows,
             )
         )
 

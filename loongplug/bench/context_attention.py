@@ -241,9 +241,9 @@ def _exact(
     leaves = [each.requires_grad_() for each in (query, key, value)]
     outs = []
     for pieces in zip(*(each.split(list(lengths)) for each in leaves), strict=True):
-        q, k, v = (each.permute(1, 2, 0, 3) for each in pieces)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        outs.append(attended.permute(2, 0, 1, 3))
+        q, k, v = (each.permute(1, 2, 0, 3) for each in pieces)  # [b, heads, s, d]
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        outs.append(found.permute(2, 0, 1, 3))
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 

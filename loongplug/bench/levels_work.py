@@ -18,7 +18,7 @@ from loongplug.data.demo_processor import write_processor
 
 UNIFORM, TUNED = "uniform", "uniform tuned"
 HETERO_TP, HETERO_DP, FULL = "heterogeneous TP", "heterogeneous DP", "full separation"
-APART = "ranks of its own"
+STREAMED, APART = "streamed full separation", "ranks of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,15 @@ class Setting:
     def levels(self) -> tuple[str, ...]:
         """The levels that differ from uniform here, and uniform, which comes first.
 
-        Without stages there is no split of layers to tune, and without tensor parallelism an
-        encoder of tensor parallel size 1 is what uniform has. Over two stages alone, the encoder
-        can have the second one's rank for itself.
+        Without stages there is no split of layers to tune and no bubble to fill, and without
+        tensor parallelism an encoder of tensor parallel size 1 is what uniform has. Over two stages
+        alone, the encoder can have the second one's rank for itself.
         """
         apart = (APART,) if (self.tp, self.pp, self.dp) == (1, 2, 1) else ()
         tuned = (TUNED,) if self.pp > 1 else ()
         within_tp = (HETERO_TP, HETERO_DP) if self.tp > 1 else ()
-        return (UNIFORM, *tuned, *within_tp, FULL, *apart)
+        streamed = (STREAMED,) if self.pp > 1 else ()
+        return (UNIFORM, *tuned, *within_tp, FULL, *streamed, *apart)
 
 
 SETTINGS: Final = (
@@ -140,6 +141,7 @@ def level_variants(level: str, work: Work, setting: Setting) -> tuple[tuple[str,
         HETERO_TP: ("model.image_encoder.tensor_model_parallel_size=1",),
         HETERO_DP: ("--enable-encoder-hetero-dp",),
         FULL: ("--enable-full-hetero-dp",),
+        STREAMED: ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),
         APART: ("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),
     }
     return (flags[level],)

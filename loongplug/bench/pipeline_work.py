@@ -17,7 +17,7 @@ from loongplug.partition.clock import StageTime
 
 OWN_RANKS: Final = "own_ranks"  # the mode that rank_offset asks for, which has no name in a YAML
 MODES: Final = (*NAMED, OWN_RANKS)
-# Full separation whose encoders fill the pipeline's bubbles. No run has it yet.
+# Full separation whose encoders fill the pipeline's bubbles, which a schedule's flag asks for.
 STREAMED: Final = "streamed"
 _PIECES: Final = 4  # that a microbatch's media are cut into there
 _MICROSECONDS: Final = 1000  # in a millisecond; plans want integers

@@ -1,7 +1,7 @@
 """A rank of ``streamed``: encoder work between sleeping stages' passes, pieces over edges.
 
-The plan, the communicator and the edges are the product's. No run uses them yet, so this is in the
-place of an executor.
+The plan, the communicator and the edges are the product's. This is in the place of an executor,
+which would want a model.
 """
 
 from collections import deque

@@ -22,6 +22,7 @@ _NOT_THE_WEIGHTS = (
     "dropout",
     "freeze",
     "initializer_range",
+    "joined_rows",
     "layer_scale",  # at the start
     "lr_mult",
     "max_position_embeddings",

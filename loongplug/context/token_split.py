@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,14 @@ class Part:
         shifts = np.repeat(self.starts - self.offsets[:-1], self.stops - self.starts)
         return shifts + np.arange(self.tokens)
 
+    def chunks(self, number: int) -> tuple["Part", ...]:
+        """The rank's tokens in so many equal chunks, as they follow each other on the rank."""
+        assert self.tokens % number == 0, (self.tokens, number)
+        size, before = self.tokens // number, self.offsets[:-1]
+        cuts = np.arange(number + 1)[:, None] * size - before  # [number + 1, stretches]
+        cuts = self.starts + np.clip(cuts, 0, self.stops - self.starts)
+        return tuple(Part.of(*pair) for pair in pairwise(cuts))
+
     def before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of the rank's tokens lie before each of these places of the row; same shape."""
         stretch = np.searchsorted(self.starts, places, side="right") - 1
@@ -67,6 +76,11 @@ class TokenSplit:
     """
 
     parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, length: int) -> "TokenSplit":
+        """A row of ``length`` that one rank holds."""
+        return cls((Part.whole(length),))
 
     @property
     def length(self) -> int:

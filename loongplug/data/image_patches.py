@@ -2,10 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import (
@@ -17,6 +21,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from loongplug.data.pixel_bytes import PixelBytes, cut
 from loongplug.data.pixel_limits import PixelLimits
 from loongplug.data.positions import Grid
 
@@ -86,11 +91,31 @@ class ImagePatches(ABC):
         """What becomes of an image of this size; ValueError for one that cannot be used."""
 
     @abstractmethod
+    def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
+        """Of each image in RGB its rows as bytes, for :attr:`pixel_bytes`, and their grid.
+
+        Raises ValueError for an image that cannot be used.
+        """
+
+    @cached_property
+    def pixel_bytes(self) -> PixelBytes:
+        """What becomes of rows of bytes."""
+        return PixelBytes.of(self.transform, frames=self.temporal_patch_size)
+
     def patches(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
         """Of each image in RGB its rows, [patches, patch_dim] float32, and their grid.
 
         Raises ValueError for an image that cannot be used.
         """
+        return [(self.pixel_bytes.decoded(rows), grid) for rows, grid in self.coded(images)]
+
+    def _transformed(self, transform: Any, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """What the processor makes of bytes, but for the scale of their values."""
+        made: dict[str, Tensor] = transform(
+            images=list(images), return_tensors="pt", do_rescale=False, do_normalize=False
+        )
+        assert made["pixel_values"].dtype == torch.uint8, made["pixel_values"].dtype
+        return made
 
     @abstractmethod
     def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
@@ -121,9 +146,11 @@ class QwenPatches(ImagePatches):
         )
         return 1, height // patch, width // patch
 
-    def patches(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-        """See :meth:`ImagePatches.patches`."""
-        features = self.transform(images=list(images), return_tensors="pt")
+    def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
+        """See :meth:`ImagePatches.coded`."""
+        transform = copy(self.transform)
+        transform.patchify = _cut_once  # transformers' repeats frames, in float32
+        features = self._transformed(transform, images)
         grids = features["image_grid_thw"]
         pixels = features["pixel_values"].split(grids.prod(dim=-1).tolist())
         # A view would keep the whole call's pixels alive.
@@ -188,15 +215,16 @@ class FixedPatches(ImagePatches):
             tiles = transform.get_number_of_image_patches(height, width)
         return tiles, self._rows, self._columns
 
-    def patches(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
-        """See :meth:`ImagePatches.patches`."""
+    def coded(self, images: Sequence[Image.Image]) -> list[tuple[Tensor, Grid]]:
+        """See :meth:`ImagePatches.coded`."""
         grids = [self.grid(image.height, image.width) for image in images]
-        frames = self.transform(images=list(images), return_tensors="pt")["pixel_values"]
-        frames = frames.to(torch.float32)  # [frames, channels, height, width]
+        # [frames, channels, height, width]
+        frames = self._transformed(self.transform, images)["pixel_values"]
         counts = [tiles for tiles, _, _ in grids]
         assert frames.shape == (sum(counts), _CHANNELS, *self.size), (frames.shape, grids)
         made = frames.split(counts)
-        return [(self._cut(part), grid) for part, grid in zip(made, grids, strict=True)]
+        size = {"patch": self.patch_size, "merge": self.spatial_merge_size}
+        return [(cut(part, **size), grid) for part, grid in zip(made, grids, strict=True)]
 
     def model_inputs(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Tensor]:
         """See :meth:`ImagePatches.model_inputs`."""
@@ -214,17 +242,13 @@ class FixedPatches(ImagePatches):
         frames[:, :, : whole.shape[2], : whole.shape[3]] = whole
         return frames
 
-    def _cut(self, frames: Tensor) -> Tensor:
-        """Rows [patches, patch_dim] of frames [frames, channels, height, width]."""
-        patch, merge = self.patch_size, self.spatial_merge_size
-        whole = frames[:, :, : self._rows * patch, : self._columns * patch]
-        pieces = whole.reshape(
-            len(frames),
-            *(_CHANNELS, self._rows // merge, merge, patch, self._columns // merge, merge, patch),
-        )
-        # [frames, block rows, block columns, merge, merge, channels, patch, patch]
-        rows = pieces.permute(0, 2, 5, 3, 6, 1, 4, 7)
-        return rows.reshape(-1, self.patch_dim)
+
+def _cut_once(
+    image: NDArray[np.uint8], *, patch_size: int, merge_size: int, temporal_patch_size: int
+) -> tuple[NDArray[np.uint8], int, int]:
+    """Qwen's rows of an image [channels, height, width], with its frame once, and their grid."""
+    rows = cut(torch.from_numpy(image)[None], patch=patch_size, merge=merge_size)
+    return rows.numpy(), image.shape[1] // patch_size, image.shape[2] // patch_size
 
 
 _FIXED: Mapping[str, Any] = {

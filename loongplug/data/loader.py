@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, repeat
 from types import MappingProxyType
 
@@ -25,7 +26,9 @@ Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, MediaInput], Contain
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-def loaded_here(planned: PlannedMicrobatch) -> tuple[Mapping[str, MediaInput], Container[int]]:
+def loaded_here(
+    planned: PlannedMicrobatch, *, processor: Processor
+) -> tuple[Mapping[str, MediaInput], Container[int]]:
     """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
     media: dict[str, MediaInput] = {}
     bad: set[int] = set()
@@ -34,7 +37,10 @@ def loaded_here(planned: PlannedMicrobatch) -> tuple[Mapping[str, MediaInput], C
             if share.load is not None:
                 assert name not in media, "a rank has one share of a unit"
                 loaded = share.load()
-                media[name] = share.media.input(loaded.rows)
+                rows = loaded.rows
+                if share.media.coded:
+                    rows = processor.vision.pixel_bytes.decoded(rows)
+                media[name] = share.media.input(rows)
                 bad |= loaded.bad.keys()
     return media, bad
 
@@ -60,14 +66,16 @@ class MicrobatchLoader(Iterator[Microbatch]):
         seq_length: int,
         token_ids: Mapping[str, Sequence[int]],
         packed: bool = False,
-        deliver: Delivery = loaded_here,
+        deliver: Delivery | None = None,
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
         pins: bool = False,
         on_made: Callable[[], None] | None = None,
         only: range | None = None,
         parts: RowParts | None = None,
     ) -> None:
-        """``only``: microbatches are made of the samples at these places alone.
+        """``deliver``: None for a rank that encodes what it loads.
+
+        ``only``: microbatches are made of the samples at these places alone.
 
         ``parts``: which part of each row this rank holds, if it does not hold whole ones.
 
@@ -80,7 +88,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._seq_length = seq_length
         self._token_ids = token_ids
         self._packed = packed
-        self._deliver = deliver
+        self._deliver = deliver or partial(loaded_here, processor=processor)
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made

@@ -136,6 +136,11 @@ def token_count(medium: Medium, grid: Grid, processor: Processor) -> int:
     return time * height * width // processor.spatial_merge_size**2
 
 
+def images_alone(media: Sequence[Medium]) -> bool:
+    """Whether these are images, so that their rows can be bytes: videos are scaled otherwise."""
+    return bool(media) and all(isinstance(medium, MediaFile) for medium in media)
+
+
 class MediaLoader:
     """Media to one microbatch's rows for an encoder, with a bounded cache of processed ones.
 
@@ -152,10 +157,13 @@ class MediaLoader:
         self._cache: ByteBoundedCache[_Version, _Rows] = ByteBoundedCache(cache_bytes)
         self.decoded = 0  # media so far; those found in the cache do not count
 
-    def load(self, media: Sequence[Medium], *, where: str, sounds: bool = False) -> MediaInput:
+    def load(
+        self, media: Sequence[Medium], *, where: str, sounds: bool = False, coded: bool = False
+    ) -> MediaInput:
         """Media of one encoder in order: images and videos, or sounds.
 
-        None give the zero-length unit, of frames with ``sounds``. Raises ValueError, with
+        None give the zero-length unit, of frames with ``sounds``. With ``coded``, for images alone,
+        rows are bytes (:class:`~loongplug.data.pixel_bytes.PixelBytes`). Raises ValueError, with
         ``where``, for a file that is missing, damaged or not of its kind.
         """
         if not media:
@@ -175,7 +183,15 @@ class MediaLoader:
             loaded[version] = made
             self._cache.put(version, made, size=made[0].nbytes)
         rows, grids = zip(*(loaded[version] for version in versions), strict=True)
+        if not coded:
+            rows = tuple(map(self._decoded, rows))
         return MediaInput(rows=torch.cat(rows), grids=torch.tensor(grids))
+
+    def _decoded(self, rows: Tensor) -> Tensor:
+        """Values of the rows of one medium."""
+        if rows.dtype != torch.uint8:
+            return rows
+        return self._processor.vision.pixel_bytes.decoded(rows)
 
     def _width(self, *, sounds: bool) -> int:
         """Values of a row."""
@@ -193,7 +209,7 @@ class MediaLoader:
         images = dict(zip(files, decoded, strict=True))
         processed: dict[_Version, _Rows] = {}
         if images:
-            made = self._processor.vision.patches(list(images.values()))
+            made = self._processor.vision.coded(list(images.values()))
             processed.update(zip(images, made, strict=True))
         for version, medium in media.items():
             if isinstance(medium, AudioClip):
@@ -212,7 +228,8 @@ class MediaLoader:
 _Version = FileVersion | tuple[FileVersion | int, ...] | tuple[FileVersion, str]
 
 
-_Rows = tuple[Tensor, Grid]  # [patches, patch_dim] or [frames, mel_bins] float32
+# Of an image as bytes; of others float32, [patches, patch_dim] or [frames, mel_bins].
+_Rows = tuple[Tensor, Grid]
 
 
 def _decoded(medium: Medium, *, where: str) -> Image.Image:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loongplug.context.token_split import OwnPart
+from loongplug.context.token_split import OwnPart, TokenSplit
 from loongplug.data.positions import Grid
 
 
@@ -141,7 +141,13 @@ class Microbatch:
             assert sum(self.segments) == self.tokens, (self.segments, self.tokens)
 
     @property
+    def split(self) -> TokenSplit:
+        """Which tokens of a row its ranks hold."""
+        if self.own is None:
+            return TokenSplit.whole(self.position_ids.shape[2])
+        return self.own.split
+
+    @property
     def capacity(self) -> int:
         """Tokens with padding, of whole rows."""
-        rows, held = self.position_ids.shape[1:]
-        return int(rows * (held if self.own is None else self.own.split.length))
+        return int(self.position_ids.shape[1]) * self.split.length

@@ -11,7 +11,7 @@ from torch import Tensor
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
 from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.dataset import Sample
-from loongplug.data.media import MediaLoader
+from loongplug.data.media import MediaLoader, images_alone
 from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.positions import Grid
@@ -92,6 +92,11 @@ class MediaBatch:
         """Of the encoder's input."""
         return sum(map(prod, self.grids))
 
+    @property
+    def coded(self) -> bool:
+        """Whether its rows come as bytes."""
+        return images_alone(self.media)
+
     def input(self, rows: Tensor) -> MediaInput:
         """What the encoder is given, of its ``rows``."""
         grids = torch.tensor(self.grids, dtype=torch.int64).reshape(-1, 3)
@@ -100,11 +105,16 @@ class MediaBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedUnit:
-    """The rows of a unit or of a share of it; those of media that cannot be decoded are zero."""
+    """The rows of a unit or of a share of it.
+
+    Those of media that cannot be decoded are zero, which is black for bytes. ``rows`` of images
+    alone are bytes (:class:`~loongplug.data.pixel_bytes.PixelBytes`), others are
+    [rows, values of a row] float32.
+    """
 
     index: int
     encoder: str
-    rows: Tensor  # [rows, values of a row] float32
+    rows: Tensor
     bad: dict[int, BadSample]  # by the number of the sample within the microbatch
     decoded: int  # media that were read for it, and not found in a cache
 
@@ -120,6 +130,9 @@ class UnitLoader:
         self, processor: Processor, *, videos: VideoProcessor, cache_bytes: int = 256 * 2**20
     ) -> None:
         self._media = MediaLoader(processor, videos=videos, cache_bytes=cache_bytes)
+        self._byte_width = 0
+        if processor.images is not None:
+            self._byte_width = processor.images.pixel_bytes.width(processor.patch_dim)
 
     def __call__(self, unit: MediaBatch) -> LoadedUnit:
         """Never raises for media that cannot be decoded, or not to the grids of the text."""
@@ -134,9 +147,7 @@ class UnitLoader:
                     parts.append(self._load(unit, (number,)))
                 except BadSampleError as error:
                     bad.setdefault(unit.samples[number], error.sample)
-                    sound = isinstance(unit.media[number], AudioClip)
-                    nothing = self._media.load((), where="", sounds=sound).rows
-                    parts.append(nothing.new_zeros(prod(grid), nothing.shape[1]))
+                    parts.append(self._zero(unit, prod(grid)))
             rows = torch.cat(parts)
         return LoadedUnit(
             index=unit.index,
@@ -146,12 +157,20 @@ class UnitLoader:
             decoded=self._media.decoded - before,
         )
 
+    def _zero(self, unit: MediaBatch, rows: int) -> Tensor:
+        """So many, of the kind that the unit's are."""
+        if unit.coded:
+            return torch.zeros(rows, self._byte_width, dtype=torch.uint8)
+        nothing = self._media.load((), where="", sounds=isinstance(unit.media[0], AudioClip)).rows
+        return nothing.new_zeros(rows, nothing.shape[1])
+
     def _load(self, unit: MediaBatch, numbers: Sequence[int]) -> Tensor:
-        """Rows [rows, values of a row] of these media of the unit."""
+        """Rows of these media of the unit."""
         where = ", ".join(dict.fromkeys(unit.where[number] for number in numbers))
         grids = [list(unit.grids[number]) for number in numbers]
         with bad_as("pixels"):
-            loaded = self._media.load([unit.media[number] for number in numbers], where=where)
+            media = [unit.media[number] for number in numbers]
+            loaded = self._media.load(media, where=where, coded=unit.coded)
             if loaded.grids.tolist() != grids:
                 raise ValueError(
                     f"{where}: the media have grids {loaded.grids.tolist()}, but the text was"

@@ -88,34 +88,47 @@ class EncodedUnits:
         """And what their gradients are."""
         return FEATURE_GRADIENTS if self.states is None else STATE_GRADIENTS
 
-    def cost(self, unit: int | None) -> Cost:
-        """In the encoder; without media that of the blank one, whose input is its own."""
-        rows = self._rows(unit)
+    def cost(self, unit: int | None, *, joined: Sequence[int] = ()) -> Cost:
+        """In the encoder; without media that of the blank one, whose input is its own.
+
+        That of units ``joined`` to it is a copy, which a backward keeps where it takes the input.
+        """
+        rows = sum(map(self._rows, [unit, *joined]))
         cost = self.costs.of(rows)
-        return cost if rows else replace(cost, kept=cost.kept + self.blank_input)
+        if not rows:
+            return replace(cost, kept=cost.kept + self.blank_input)
+        copy = rows * self.row if joined else 0
+        kept = copy if self.blank_input else 0
+        return replace(cost, kept=cost.kept + kept, forward=cost.forward + copy)
 
     def input(self, plan: StepPlan) -> int:
         """Bytes of the media of all units that are encoded here."""
         return self.row * sum(
-            self._rows(each.unit)
+            self._rows(unit)
             for operations in plan.values()
             for each in operations
             if isinstance(each, Encode)
+            for unit in (each.unit, *each.joined)
         )
 
-    def encode(self, ledger: Ledger, unit: int | None) -> None:
-        """Enter a unit's forward."""
-        cost = self.cost(unit)
+    def encode(self, ledger: Ledger, unit: int | None, *, joined: Sequence[int] = ()) -> None:
+        """Enter the forward of a unit and those in the same pass."""
+        cost = self.cost(unit, joined=joined)
         ledger.add(ENCODER, cost.kept)
         ledger.work("encoder's forward", cost.forward - cost.kept)
-        ledger.add(self.kind, self.features(unit))
+        ledger.add(self.kind, sum(map(self.features, [unit, *joined])))
 
-    def go_back(self, ledger: Ledger, unit: int | None, *, held: int = 0) -> None:
-        """Enter a unit's backward, while so much more is ``held``."""
-        cost = self.cost(unit)
+    def go_back(
+        self, ledger: Ledger, unit: int | None, *, joined: Sequence[int] = (), held: int = 0
+    ) -> None:
+        """Enter the backward of a unit and those in the same pass, while so much is ``held``."""
+        cost = self.cost(unit, joined=joined)
+        gradients = sum(map(self.features, [unit, *joined]))
+        if joined:
+            ledger.work("gradients put together", gradients)
         ledger.work("encoder's backward", held + cost.backward)
         ledger.take(ENCODER, cost.kept)
-        ledger.take(self.kind_of_gradients, self.features(unit))
+        ledger.take(self.kind_of_gradients, gradients)
 
     def _rows(self, unit: int | None) -> int:
         """Of all media of a unit; None stands for one without any."""

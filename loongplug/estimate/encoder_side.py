@@ -1,6 +1,6 @@
 """What the plan of a step has in memory for the encoder."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,8 +67,8 @@ class EncoderSide:
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:
-            case Encode(unit=unit):
-                self.encoded.encode(ledger, unit)
+            case Encode(unit=unit, joined=joined):
+                self.encoded.encode(ledger, unit, joined=joined)
             case GatherFeatures(units=units, to_host=to_host):
                 ledger.work("exchange of features", self._gathered(units, copied=not to_host))
                 ledger.take(FEATURES, sum(map(self.encoded.features, self._mine(units))))
@@ -83,8 +83,8 @@ class EncoderSide:
                 ledger.work("exchange of gradients", self._scattered(units))
                 ledger.take(FEATURE_GRADIENTS, sum(map(self._consumed, units)))
                 ledger.add(FEATURE_GRADIENTS, sum(map(self.encoded.features, self._mine(units))))
-            case EncoderBackward(unit=unit):
-                self.encoded.go_back(ledger, unit, held=held)
+            case EncoderBackward(unit=unit, joined=joined):
+                self.encoded.go_back(ledger, unit, joined=joined, held=held)
             case Release(what=what, units=units) | Reload(what=what, units=units):
                 enter = ledger.take if isinstance(operation, Release) else ledger.add
                 for name, nbytes in self._moved(what, units):
@@ -110,7 +110,17 @@ class EncoderSide:
             return 0
         if shards is None:
             return self.exchanged.tokens[unit] * self.encoded.payload
-        return size(shards[unit][self.edge.consumers.index(self.rank)]) * self.encoded.payload
+        part = self.edge.part_of(self.rank, parts=self.exchanged.parts)
+        return size(shards[unit][part]) * self.encoded.payload
+
+    @property
+    def _of_joined_passes(self) -> set[int]:
+        """Units whose features are made in one piece with those of others."""
+        found: set[int] = set()
+        for each in self.plan.get(BEGIN, ()):
+            if isinstance(each, Encode) and each.joined and each.unit is not None:
+                found |= {each.unit, *each.joined}
+        return found
 
     def _mine(self, members: range) -> list[int]:
         """Those of these units of which this rank encodes a share."""
@@ -124,7 +134,13 @@ class EncoderSide:
         features then get memory of their own, but for whole payloads.
         """
         units = self.exchanged.part(members)
-        found = self._exchanged(feature_transfers, units, has=units.encoded, needs=units.needed)
+        found = self._exchanged(
+            feature_transfers,
+            units,
+            has=units.encoded,
+            needs=units.needed,
+            views={unit - members.start for unit in self._of_joined_passes},
+        )
         return found.received + max(
             found.sent + found.taken,
             found.taken + found.joined,
@@ -134,7 +150,9 @@ class EncoderSide:
     def _scattered(self, members: range) -> int:
         """The most that it takes to bring these units' gradients to the ranks that encoded them."""
         units = self.exchanged.part(members)
-        found = self._exchanged(gradient_transfers, units, has=units.needed, needs=units.encoded)
+        found = self._exchanged(
+            gradient_transfers, units, has=units.needed, needs=units.encoded, views=()
+        )
         return found.received + found.taken + max(found.sent, found.joined)
 
     def _exchanged(
@@ -144,13 +162,17 @@ class EncoderSide:
         *,
         has: Callable[[Transfer], Rows],
         needs: Callable[[Transfer], Rows],
+        views: Container[int],
     ) -> "_Exchanged":
-        """Rows go from where they are part of those it ``has`` to be part of those it ``needs``."""
-        sent = received = taken = joined = views = 0
+        """Rows go from where they are part of those it ``has`` to be part of those it ``needs``.
+
+        Units in ``views`` lie in memory with others where they are made.
+        """
+        sent = received = taken = joined = viewed = 0
         whole: set[int] = set()  # units of which one transfer brings all that is needed
         parts: dict[int, int] = {}  # what is needed of others
         sharded = units.shards is not None
-        for each in transfers(self.edge, units.encoder_replicas, sharded=sharded):
+        for each in transfers(self.edge, units.encoder_replicas, parts=units.parts):
             rows = units.rows(each)
             count = size(rows)
             here, there = each.source == self.rank, each.target == self.rank
@@ -162,12 +184,12 @@ class EncoderSide:
                 received += count
             if there and count == size(needs(each)):
                 whole.add(each.unit)
-                views += count if sharded or not here else 0
+                viewed += count if sharded or not here or each.unit in views else 0
             elif there:
                 parts[each.unit] = size(needs(each))
         joined = sum(rows for unit, rows in parts.items() if unit not in whole)
         return _Exchanged(
-            *(rows * self.encoded.payload for rows in (sent, received, taken, joined, views))
+            *(rows * self.encoded.payload for rows in (sent, received, taken, joined, viewed))
         )
 
 

@@ -137,7 +137,8 @@ def stepping_of(flags: Sequence[str]) -> "Stepping":
 
     line = read_command_line(flags)
     args = line.args
-    if "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine":
+    engine = "transformer_impl" in line.flags and args.transformer_impl == "transformer_engine"
+    if engine or args.optimizer == "adam":
         return "fused"
     return "one by one" if args.device == "cpu" else "all at once"
 

@@ -21,9 +21,9 @@ from loongplug.models.multimodal import MultimodalModel
 
 _WIDE = torch.float32.itemsize
 
-# How an optimizer goes through its tensors: in place (TransformerEngine's, Apex's), with the roots
-# of all second moments at once (torch's on GPUs), or one by one where gradients are clipped (on the
-# CPU, which steps in place).
+# How an optimizer goes through its tensors: in place (Adam, TransformerEngine's, Apex's or torch's
+# fused one), or with decayed gradients of their own: of all at once (torch's SGD on GPUs), or of
+# one after the other (on the CPU).
 Stepping = Literal["fused", "all at once", "one by one"]
 
 
@@ -212,8 +212,8 @@ def _work(sizes: Sequence[int], args: Namespace, *, stepping: Stepping) -> int:
     if args.use_precision_aware_optimizer:
         kinds = (args.exp_avg_dtype, args.exp_avg_sq_dtype, args.main_params_dtype)
         return sum(sizes) * _WIDE * sum(dtype != torch.float32 for dtype in kinds)
-    if stepping == "fused":
+    if stepping == "fused" or not args.weight_decay:
         return 0
     if stepping == "all at once":
         return sum(sizes) * _WIDE
-    return _WIDE * max(sizes, default=0) if args.clip_grad > 0 else 0
+    return _WIDE * max(sizes, default=0)

@@ -18,12 +18,22 @@ from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
 from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
+from loongplug.estimate.streamed_side import StreamedSide
 from loongplug.estimate.trace import Cost, Tracer
 from loongplug.estimate.units import MicrobatchSize, UnitSize
 from loongplug.hetero.exchange import ExchangeSpec
-from loongplug.hetero.operations import BEGIN, END, When, backward, forward, gradient
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    When,
+    backward,
+    before_pass,
+    forward,
+    gradient,
+)
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
-from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.routes import Rows, common, size
+from loongplug.hetero.streamed_pieces import Piece
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -165,7 +175,9 @@ class Step:
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
         sides = [
-            self._decoder_end(name, rank) if engine.apart else self._side(name, rank)
+            self._decoder_end(name, rank)
+            if engine.apart
+            else self._streamed_side(name, rank) or self._side(name, rank)
             for name, engine in self._rank.engine.encoders.items()
         ]
 
@@ -175,7 +187,9 @@ class Step:
 
         at(BEGIN)
         ledger.add(PIPELINE, self._buffers)
-        for number, turn in enumerate(turns(self._pipeline, len(self._microbatches))):
+        passes = list(turns(self._pipeline, len(self._microbatches)))
+        for number, turn in enumerate(passes):
+            at(before_pass(number))  # where encoders work then, no two passes are one turn
             if turn.forward is not None and turn.forward.chunk == 0:
                 at(forward(turn.forward.microbatch))
             if turn.backward is not None and turn.backward.chunk == 0:
@@ -183,6 +197,7 @@ class Step:
             self._work(ledger, number, turn)
             if turn.backward is not None and turn.backward.chunk == 0:
                 at(gradient(turn.backward.microbatch))
+        at(before_pass(len(passes)))
         ledger.clear(PIPELINE)
         at(END)
 
@@ -211,6 +226,50 @@ class Step:
             if name not in self._apart and self._rank.chunks[0].pre_process
         )
 
+    def _streamed_side(self, encoder: str, rank: int) -> StreamedSide | None:
+        """Of a step that streams; None where it does not."""
+        engine = self._rank.engine.encoders[encoder]
+        edge, planner = engine.place.edge, engine.planner
+        units = [each.units[encoder] for each in self._microbatches]
+        planned = None if planner is None else planner.plan([each.grids for each in units])
+        if planned is None:
+            return None
+        assert edge is not None, "an encoder beside the decoder"
+        replica = edge.replica_of(rank)
+        assert replica is not None, "the encoder lies on all ranks"
+        encoded = self._encoded(encoder)
+        consumer = edge.consumers.index(rank) if rank in edge.consumers else None
+        sizes = [
+            UnitSize(grids=units[each.microbatch].grids[each.media.start : each.media.stop])
+            for each in planned.pieces
+        ]
+        mine = zip(planned.pieces, sizes, strict=True)
+        return StreamedSide(
+            plan=engine.plan(
+                encoder_replicas=((0,),) * len(units),
+                training=True,
+                trains=planned.trains,
+                rank=rank,
+                stream=planned.stream(replica),
+            ),
+            pieces=planned.pieces,
+            replica=replica,
+            consumed=[
+                encoded.payload * _needed(each, units[each.microbatch], consumer)
+                for each in planned.pieces
+            ],
+            encoded=replace(
+                encoded,
+                units=[
+                    replace(size_of, tokens=each.tokens)
+                    for each, size_of in zip(planned.pieces, sizes, strict=True)
+                ],
+            ),
+            media=encoded.row
+            * sum(size_of.rows for each, size_of in mine if each.replica == replica),
+            trains=planned.trains,
+        )
+
     def _side(self, encoder: str, rank: int) -> EncoderSide:
         architecture, engine = self._model.encoder(encoder), self._rank.engine.encoders[encoder]
         edge = engine.place.edge
@@ -219,6 +278,10 @@ class Step:
         assignment = assignment_of(self._args, architecture, replicas=len(edge.replicas))
         shares = assignment.of(range(len(units)), [unit.grids for unit in units], step=len(units))
         encoded = self._encoded(encoder)
+        own = [
+            unit.share(each, replica=edge.replica_of(rank))
+            for unit, each in zip(units, shares, strict=True)
+        ]
         exchanged = ExchangeSpec(
             tokens=tuple(unit.tokens for unit in units),
             shares=tuple(shares),
@@ -230,6 +293,7 @@ class Step:
             encoder_replicas=exchanged.encoder_replicas,
             training=True,
             trains=self._trains.get(encoder, False),
+            rows=tuple(unit.rows for unit in own),
             rank=rank,
         )
         return EncoderSide(
@@ -238,29 +302,24 @@ class Step:
             edge=edge,
             rank=rank,
             exchanged=exchanged,
-            encoded=replace(
-                encoded,
-                units=[
-                    unit.share(each, replica=edge.replica_of(rank))
-                    for unit, each in zip(units, shares, strict=True)
-                ],
-            ),
+            encoded=replace(encoded, units=own),
         )
 
     def _decoder_end(self, encoder: str, rank: int) -> DecoderEnd:
         """Of an encoder on ranks of its own."""
-        engine, args = self._rank.engine.encoders[encoder], self._args
+        engine = self._rank.engine.encoders[encoder]
         needed = engine.place.needed_by(rank, training=True)
         encoded, count = self._encoded(encoder), len(self._microbatches)
         consumed = received = [0] * count
         if needed:
             edge = needed[0].edge
-            number = edge.decoder_ranks.index(rank)
+            parts = next((len(each.shards) for each in encoded.units if each.shards), 1)
+            part = edge.part_of(rank, parts=parts)
             consumed = [
-                encoded.features(unit) if shards is None else size(shards[number]) * encoded.payload
+                encoded.features(unit) if shards is None else size(shards[part]) * encoded.payload
                 for unit, shards in enumerate(each.shards for each in encoded.units)
             ]
-            if rank in edge.feature_receivers(sharded=args.sequence_parallel):
+            if rank in edge.feature_receivers(parts=parts):
                 received = consumed
         return DecoderEnd(
             plan=engine.plan(
@@ -282,6 +341,15 @@ class Step:
             [each.units[encoder] for each in self._microbatches],
             costs=self._costs.get(encoder, _NO_COSTS),
         )
+
+
+def _needed(piece: Piece, unit: UnitSize, consumer: int | None) -> int:
+    """How many of a piece's features a consumer takes, by its place among them; None takes none."""
+    if consumer is None:
+        return 0
+    if unit.shards is None:
+        return piece.tokens
+    return size(common(unit.shards[consumer], (piece.rows,)))
 
 
 def _shards(units: Sequence[UnitSize]) -> tuple[tuple[Rows, ...], ...] | None:

@@ -83,7 +83,7 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
         for name, unit in microbatch.units.items():
             shards = None
             if tp is not None:
-                shards = sequence_shards(unit.places, length=args.seq_length, parts=tp)
+                shards = sequence_shards(unit.places, split=microbatch.split, tp=tp)
             grids = planned.units[name].media.grids
             units[name] = UnitSize(grids=grids, tokens=unit.tokens, shards=shards)
         segments = microbatch.segments

@@ -143,19 +143,20 @@ class Balance:
         for (unit, piece), owner in zip(pieces, owners, strict=True):
             held[unit][owner] += piece
         return tuple(
-            self._of_unit(grids, of_unit) for grids, of_unit in zip(units, held, strict=True)
+            shares_of(of_unit, tokens=list(map(self.tokens, grids)))
+            for grids, of_unit in zip(units, held, strict=True)
         )
 
-    def _of_unit(
-        self, grids: Sequence[Grid], held: Mapping[int, Sequence[int]]
-    ) -> tuple[Share, ...]:
-        if len(held) == 1:
-            return tuple(Share(encoder_replica=each) for each in held)
-        ends = list(accumulate(map(self.tokens, grids), initial=0))
-        return tuple(
-            Share(encoder_replica=each, media=tuple(media), rows=_rows(media, ends))
-            for each, media in held.items()
-        )
+
+def shares_of(held: Mapping[int, Sequence[int]], *, tokens: Sequence[int]) -> tuple[Share, ...]:
+    """Of a unit whose media have so many ``tokens``; ``held``: media of each replica, ascending."""
+    if len(held) == 1:
+        return tuple(Share(encoder_replica=each) for each in held)
+    ends = list(accumulate(tokens, initial=0))
+    return tuple(
+        Share(encoder_replica=each, media=tuple(media), rows=_rows(media, ends))
+        for each, media in held.items()
+    )
 
 
 def _pieces(media: Sequence[Sequence[int]], largest: int) -> list[tuple[int, range]]:

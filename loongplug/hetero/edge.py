@@ -25,8 +25,8 @@ class Transport:
     Each direction has a group of its own, with all ranks of all edges: with NCCL, what goes there
     and what comes back would wait for one another in one queue. ``together`` has the ranks that
     need the same rows as this one, of which the first sends and receives: the encoder replica's
-    or, without sequence parallelism, those of the decoder's tensor parallel group; None where
-    this rank is alone.
+    or, without sequence parallelism, those of the decoder's tensor parallel group, which
+    have one part of the rows; None where this rank is alone.
     """
 
     there: dist.ProcessGroup
@@ -149,7 +149,7 @@ class Edges:
         if unit + self._window < len(self._spec.tokens):
             self._post(unit + self._window)
         rows = self._cat([each.buffer for each in self._received(unit)], units)
-        return rows if units.shards is not None else self._shared(rows, units.tokens[0], units)
+        return self._shared(rows, self._consumed(units), units)
 
     def _give_back(self, gradient: Tensor, units: ExchangeSpec) -> None:
         start = 0
@@ -163,13 +163,20 @@ class Edges:
 
     def _take_gradient(self, units: ExchangeSpec) -> Tensor:
         tokens = units.tokens[0]
-        # Every row lies in one consumer's part of the sequence, and is placed there.
+        # Every row lies in one part of the sequence, and is placed there.
         whole = torch.empty(tokens, units.width, dtype=units.dtype, device=self._device)
         received = self._received(units.first)
         self._post_gradients()
         for each in received:
             put(each.buffer, each.message.rows, into=whole)
         return self._shared(whole, tokens, units)
+
+    def _consumed(self, unit: ExchangeSpec) -> int:
+        """How many rows of a unit this rank's part of the sequence has."""
+        if unit.shards is None:
+            return unit.tokens[0]
+        part = self._needed[0].edge.part_of(self._rank, parts=unit.parts)
+        return size(unit.shards[0][part])
 
     def _post_gradients(self) -> None:
         """Receive those of the next unit, where there is one."""
@@ -218,7 +225,7 @@ class Edges:
         if unit.shards is not None:
             parts = [_within(shard, first, behind) for shard in unit.shards[0]]
         parts = [tuple(slice(x.start - first, x.stop - first) for x in rows) for rows in parts]
-        receivers = edge.feature_receivers(sharded=unit.shards is not None)
+        receivers = edge.feature_receivers(parts=unit.parts)
         senders = edge.feature_senders
         pairs = list(zip(receivers, parts, strict=True))
         if self._rank in senders:

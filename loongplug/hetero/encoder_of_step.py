@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.data.microbatch import MediaInput, Microbatch, Unit
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.routes import sequence_shards
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.encoder_stages import EncoderInput, HandedOn
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
+from loongplug.parallel.module_ddp import bucket_groups_of
 
 
 class EncoderOfStep:
@@ -32,20 +33,34 @@ class EncoderOfStep:
         """How many of them the encoder's layers have for a unit."""
         return sum(map(self._architecture.states, unit.grids))
 
-    def payload(self, unit: Unit | None, *, states: Tensor | None = None) -> Tensor:
+    def payload(
+        self, unit: Unit | None, *, joined: Sequence[Unit] = (), states: Tensor | None = None
+    ) -> Tensor:
         """What this rank makes of a unit as it travels, [rows, width]; None stands for no media.
 
         That is features, but in a stage before the last one. ``states`` [rows, width] are what the
-        stage before this one has handed on, in the place of media.
+        stage before this one has handed on, in the place of media. Features of units ``joined`` to
+        it stand behind its own, as many as :meth:`tokens` of each.
         """
         with torch.set_grad_enabled(self.trains):
-            given = None if unit is None else self._given(unit, states)
+            given = None if unit is None else self._given([unit, *joined], states)
             return self._model.payload(self._entry, given)
 
-    def _given(self, unit: Unit, states: Tensor | None) -> EncoderInput:
+    def tokens(self, unit: Unit) -> int:
+        """How many features this rank makes of a unit."""
+        grids = _media(unit).grids.tolist()
+        return sum(self._architecture.tokens((time, high, wide)) for time, high, wide in grids)
+
+    def _given(self, units: Sequence[Unit], states: Tensor | None) -> EncoderInput:
+        unit, *joined = units
+        if states is None and not joined:
+            return _media(unit)
         if states is None:
-            assert unit.media is not None, "the unit was loaded somewhere else"
-            return unit.media
+            media = [_media(each) for each in units]
+            return MediaInput(
+                rows=torch.cat([each.rows for each in media]),
+                grids=torch.cat([each.grids for each in media]),
+            )
         grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
         states.requires_grad_(self.trains_before)
         return HandedOn.unpacked(states, grids=grids, hidden=self._architecture.hidden_size)
@@ -61,6 +76,36 @@ class EncoderOfStep:
         with self._chunk.parts[self._entry.name].no_sync() if more else nullcontext():
             torch.autograd.backward(payload, gradient)
 
+    def gather_weights(self) -> None:
+        """Whole weights, of all modules at once, where the optimizer gathers in the forward.
+
+        Collective: the encoder's data parallel group.
+        """
+        part = self._chunk.parts[self._entry.name]
+        if not part.ddp_config.overlap_param_gather:
+            return
+        groups = bucket_groups_of(part)
+        for each in groups:
+            if not each.param_gather_dispatched:
+                each.start_param_sync()
+        for each in groups:
+            each.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def reduce_gradients(self) -> None:
+        """Start the reductions; where they do not overlap, whoever finalises gradients does them.
+
+        Collective: the encoder's data parallel group.
+        """
+        part = self._chunk.parts[self._entry.name]
+        if part.ddp_config.overlap_grad_reduce:
+            for each in bucket_groups_of(part):
+                each.start_grad_sync(force_all_reduce=part.force_all_reduce)
+
+
+def _media(unit: Unit) -> MediaInput:
+    assert unit.media is not None, "the unit was loaded somewhere else"
+    return unit.media
+
 
 def units_of(
     microbatches: Sequence[Microbatch],
@@ -73,10 +118,10 @@ def units_of(
     config: Any = model.config  # the decoder's
     units = [each.units[entry.name] for each in microbatches]
     shards = None
-    if config.sequence_parallel:
-        tp = config.tensor_model_parallel_size
+    if config.sequence_parallel or config.context_parallel_size > 1:
+        tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shards = tuple(
-            sequence_shards(unit.places, length=each.position_ids.shape[-1], parts=tp)
+            sequence_shards(unit.places, split=each.split, tp=tp)
             for unit, each in zip(units, microbatches, strict=True)
         )
     return ExchangeSpec(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -16,10 +17,14 @@ from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
+from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight, warmup
+from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
 from loongplug.hetero.placement import Edge, Piece, Placement
-from loongplug.hetero.policies import EncoderStep
+from loongplug.hetero.policies import EncoderStep, Stream
 from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
+from loongplug.hetero.streamed_pieces import Planner, StreamedCosts
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -52,6 +57,9 @@ class EncoderPlace:
     replicas is made of, in training and in evaluation, and ``transport`` are the groups of its
     edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
     rank's links to others.
+
+    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over, and
+    ``pipeline_groups`` what goes between the decoder's stages meanwhile.
     """
 
     state: ModuleState | None
@@ -63,6 +71,8 @@ class EncoderPlace:
     transport: Transport | None = None
     before: StageLink | None = None
     behind: StageLink | None = None
+    piece_groups: PieceGroups | None = None
+    pipeline_groups: PipelineGroups | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -96,31 +106,38 @@ class EncoderEngine:
         encoder_tp: int | None,
         taps: int,
         handed_on: tuple[int, ...] = (),
+        joined_rows: int = 0,
         seed: int,
         micro_batch_sizes: Mapping[bool, int],
         ahead: int,
         sequence_parallel: bool,
         timeout_minutes: float,
         nccl_config_path: str | None = None,
+        costs: StreamedCosts | None = None,
     ) -> None:
         """``entry`` is the encoder's; ``encoder_tp``: as its YAML has it, None for nothing.
 
         ``taps`` are how many features of a token it has for the decoder's first layers.
-        ``handed_on`` are the widths of what each of its stages but the last hands on. ``ahead``
-        are the forwards of the decoder's first chunk before its first backward.
-        ``micro_batch_sizes``: of a step of training (True) and of evaluation.
+        ``handed_on`` are the widths of what each of its stages but the last hands on. Units go
+        through it together up to ``joined_rows`` of input. ``ahead`` are the forwards of the
+        decoder's first chunk before its first backward.
+        ``micro_batch_sizes``: of a step of training (True) and of evaluation. ``costs`` are a
+        step's, where the mode fills bubbles.
         """
+        assert mode.fills_bubbles == (costs is not None), mode.name
         self._mode = mode
         self._entry = entry
         self._encoder_tp = encoder_tp or mode.encoder_tp
         self._taps = taps
         self._handed_on = handed_on
+        self._joined_rows = joined_rows
         self._seed = seed
         self._micro_batch_sizes = micro_batch_sizes
         self._ahead = ahead
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout_minutes
         self._nccl_config_path = nccl_config_path
+        self._costs = costs
         self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
         self._place: EncoderPlace | None = None
@@ -132,6 +149,16 @@ class EncoderEngine:
         if self._place is None:
             self._place = self._build_groups()
         return self._place
+
+    @cached_property
+    def planner(self) -> Planner | None:
+        """Plans steps that stream, in training; None in modes without. Collective as `place`."""
+        edge = self.place.edge
+        if self._costs is None or edge is None:
+            return None
+        decoder = decoder_layout()
+        stages = tuple(decoder.coordinates(ranks[0]).pp for ranks in edge.replicas)
+        return Planner(self._costs, stages=stages)
 
     @property
     def steps(self) -> bool:
@@ -175,13 +202,17 @@ class EncoderEngine:
         encoder_replicas: tuple[tuple[int, ...], ...],
         training: bool,
         trains: bool,
+        rows: tuple[int, ...] = (),
         trains_before: bool | None = None,  # in stages before; None: as :meth:`built` has heard
         rank: int | None = None,
+        stream: Stream | None = None,
     ) -> StepPlan:
         """Of a step, as this rank or another one of its tensor parallel group does it.
 
         ``encoder_replicas``: which ones encode shares of each microbatch's unit; ``trains``: the
-        encoder has gradients in this step, which is one of ``training``.
+        encoder has gradients in this step, which is one of ``training``. ``rows``: of the encoder's
+        input, what that rank encodes of each unit; none where all units go by themselves.
+        ``stream``: the rank's, of a step that streams.
         """
         place, me = self.place, dist.get_rank() if rank is None else rank
         edge, pieces = place.edge, max(1, len(place.made_by(me, training=training)))
@@ -199,6 +230,8 @@ class EncoderEngine:
                 trains=trains,
                 last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
                 on_host=self._mode.on_host,
+                rows=rows,
+                joined_rows=self._joined_rows,
                 pieces=pieces,
                 warmup=warmup(
                     microbatches=len(encoder_replicas) // pieces,
@@ -210,6 +243,7 @@ class EncoderEngine:
                 stages=self._stages,
                 trains_before=training
                 and (self._trains_before if trains_before is None else trains_before),
+                stream=stream,
             )
         )
 
@@ -226,6 +260,7 @@ class EncoderEngine:
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 links=self._links(),
+                streaming=self._streaming(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -263,6 +298,30 @@ class EncoderEngine:
             recorder=self.recorder,
         )
 
+    def _streaming(self) -> Streaming | None:
+        place, planner, rank = self.place, self.planner, dist.get_rank()
+        if planner is None:
+            return None
+        assert place.edge is not None
+        assert place.piece_groups is not None
+        assert place.pipeline_groups is not None
+        replica = place.edge.replica_of(rank)
+        assert replica is not None, "the encoder lies on all ranks"
+        return Streaming(
+            planner,
+            PieceEdges(
+                place.edge,
+                place.piece_groups,
+                window=WINDOW,
+                device=current_platform().device,
+                recorder=self.recorder,
+            ),
+            groups=place.pipeline_groups,
+            replica=replica,
+            stage=decoder_layout().coordinates(rank).pp,
+            recorder=self.recorder,
+        )
+
     def _exchange(self, *, training: bool) -> Exchange | Edges:
         place, device = self.place, current_platform().device
         if place.pieces is not None:
@@ -284,13 +343,27 @@ class EncoderEngine:
         if placement.is_apart(name):
             return self._apart(placement, state)
         exchange_group = None
+        of_stage = "tp" if decoder.cp == 1 else "tp_cp"
         if self._mode.around_schedule:
             exchange_group = create_exchange_group(
                 name,
                 placement.exchange_groups(name),
-                options_of="mp" if placement.on_every_stage(name) else "tp",
+                options_of="mp" if placement.on_every_stage(name) else of_stage,
                 timeout_minutes=self._timeout,
                 nccl_config_path=self._nccl_config_path,
+            )
+        piece_groups = pipeline_groups = None
+        if self._costs is not None:
+            options: dict[str, Any] = {
+                "device": current_platform().device,
+                "timeout_minutes": self._timeout,
+                "nccl_config_path": self._nccl_config_path,
+            }
+            piece_groups = create_piece_groups(name, placement.edges(name), **options)
+            pipeline_groups = create_pipeline_groups(
+                decoder.groups("pp"),
+                virtual=len(self._costs.forward) > decoder.pp,
+                **options,
             )
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
@@ -311,6 +384,8 @@ class EncoderEngine:
             state=state,
             replica_group=together,
             exchange_group=exchange_group,
+            piece_groups=piece_groups,
+            pipeline_groups=pipeline_groups,
         )
 
     def _build_state(self, placement: Placement, decoder: Layout) -> ModuleState | None:
@@ -358,12 +433,14 @@ class EncoderEngine:
             )
             for direction in ("features", "gradients")
         ]
+        decoder = decoder_layout()
+        parts = decoder.cp * (decoder.tp if self._sequence_parallel else 1)
         pairs = sorted(
             {
                 (sender, receiver)
                 for each in chain(*pieces.values())
                 for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(sharded=self._sequence_parallel)
+                for receiver in each.edge.feature_receivers(parts=parts)
             }
         )
         self._connect(groups, pairs)

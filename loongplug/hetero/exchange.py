@@ -26,7 +26,8 @@ class ExchangeSpec:
     """What every rank of a model replica knows of the units that travel together.
 
     ``tokens`` and ``shares`` by unit; a payload is [rows of the share, width] of ``dtype``.
-    ``shards`` are, by unit, the rows that each consumer needs; None where each needs all.
+    ``shards`` are, by unit, the rows of each part of the sequence, of which consumers need one;
+    None where each needs all.
     ``row_tokens`` are, by unit, the tokens of each row of its microbatch. ``first`` is the number
     of the first one in its step.
     """
@@ -50,6 +51,11 @@ class ExchangeSpec:
             row_tokens=self.row_tokens[some],
             first=self.first + units.start,
         )
+
+    @property
+    def parts(self) -> int:
+        """How many there are of each sequence."""
+        return len(self.shards[0]) if self.shards else 1
 
     @property
     def encoder_replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -124,9 +130,7 @@ class Exchange:
             on the consumers, of every unit the rows that this one needs, [rows, width]; nothing
             elsewhere.
         """
-        transfers = feature_transfers(
-            self._edge, units.encoder_replicas, sharded=units.shards is not None
-        )
+        transfers = feature_transfers(self._edge, units.encoder_replicas, parts=units.parts)
         out = {
             each: taken(payloads[each.unit], within(units.rows(each), units.encoded(each)))
             for each in transfers
@@ -145,9 +149,7 @@ class Exchange:
         Returns:
             the gradient of each share that this rank encoded by unit, [rows of the share, width].
         """
-        transfers = gradient_transfers(
-            self._edge, units.encoder_replicas, sharded=units.shards is not None
-        )
+        transfers = gradient_transfers(self._edge, units.encoder_replicas, parts=units.parts)
         out = {
             each: taken(gradients[each.unit], within(units.rows(each), units.needed(each)))
             for each in transfers

@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from loongplug.data.microbatch import Microbatch
+from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
 from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
@@ -23,26 +23,36 @@ from loongplug.hetero.operations import (
     Await,
     Encode,
     EncodeInForward,
+    EncodePiece,
     EncoderBackward,
     GatherFeatures,
+    GatherWeights,
     GiveBack,
     HandOn,
     KeepGradient,
     Kept,
     Offload,
     Operation,
+    PieceBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    ReduceGradients,
     Release,
     Reload,
     ScatterGradients,
+    SendFeatures,
+    SendGradients,
     StepPlan,
     TakeBack,
     TakeFeatures,
     TakeStates,
     When,
     backward,
+    before_pass,
     forward,
     gradient,
 )
+from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageLinks, StageUnit
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
@@ -74,6 +84,7 @@ class Executor:
         platform: Platform,
         evaluating: Exchange | Edges | None = None,
         links: StageLinks | None = None,
+        streaming: Streaming | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -82,7 +93,7 @@ class Executor:
         ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: it works before and behind the schedule
         alone, in every step and on every rank. ``links`` are to the encoder's other stages, None
-        where it has one.
+        where it has one. ``streaming``: where steps of training may stream.
         """
         self._planned = planned
         self._exchange = exchange
@@ -92,6 +103,7 @@ class Executor:
         self._outside_schedule = outside_schedule
         self._platform = platform
         self._links = links
+        self._streaming = streaming
         self._recorder = recorder
         self._queue = PrefetchQueue(platform.copies())
         self.state: EncoderState | None = None  # where it leaves for the host
@@ -127,6 +139,7 @@ class Executor:
             config = get_model_config(chunk)
             finalize, waiting = config.finalize_model_grads_func, _Waiting()
             config.finalize_model_grads_func = None if finalize is None else waiting
+            pieces = self._now.pieces
             try:
                 result = schedule(
                     forward_step_func=self.watched(forward_step_func),
@@ -134,8 +147,10 @@ class Executor:
                     model=model,
                     num_microbatches=num_microbatches,
                     forward_only=forward_only,
-                    **options,
+                    **(options if pieces is None else options | pieces.within(config, self)),
                 )
+                if pieces is not None:
+                    pieces.finish()
             finally:
                 config.finalize_model_grads_func = finalize
             self.end()
@@ -182,16 +197,20 @@ class Executor:
         if self.encoder_trains is not None:
             encoder.trains = training and self.encoder_trains
             encoder.trains_before = training and self.trains_before
+        units = [each.units[self._entry.name] for each in microbatches]
+        spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
+        pieces = None
+        if self._streaming is not None and training:
+            pieces = self._streaming.pieces(units, spec=spec, encoder=encoder)
         plan = self._planned(
-            encoder_replicas=tuple(
-                each.units[self._entry.name].encoder_replicas for each in microbatches
-            ),
+            encoder_replicas=spec.encoder_replicas,
             training=training,
             trains=encoder.trains,
+            rows=tuple(_rows(unit) for unit in units),
+            **({} if pieces is None else {"stream": pieces.stream}),
         )
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
-        spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
         exchange = self._exchange if training or self._evaluating is None else self._evaluating
         self._step = _Step(
             plan=plan,
@@ -200,14 +219,15 @@ class Executor:
             model=model,
             microbatches=microbatches,
             spec=spec,
+            pieces=pieces,
         )
         exchange.begin(spec, trains=encoder.trains)
         if self._links is not None:
-            units = [
-                StageUnit(rows=encoder.states(each.units[self._entry.name]), microbatch=each.number)
-                for each in microbatches
+            stage_units = [
+                StageUnit(rows=encoder.states(unit), microbatch=each.number)
+                for unit, each in zip(units, microbatches, strict=True)
             ]
-            self._links.begin(units, dtype=spec.dtype, comes_back=encoder.trains)
+            self._links.begin(stage_units, dtype=spec.dtype, comes_back=encoder.trains)
         self._do(BEGIN)
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,6 +247,10 @@ class Executor:
 
         return watching
 
+    def before_pass(self, number: int) -> None:
+        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
+        self._do(before_pass(number))
+
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""
         step = self._now
@@ -237,6 +261,8 @@ class Executor:
         """The schedule has ended, without an error."""
         self._do(END)
         self._now.exchange.drain()
+        if self._now.pieces is not None:
+            self._now.pieces.end()
         if self._links is not None:
             self._links.drain()
         self._now.assert_done()
@@ -269,8 +295,8 @@ class Executor:
     def _operate(self, operation: Operation) -> None:
         step = self._now
         match operation:
-            case Encode(unit=unit, movable=movable):
-                self._encode(unit, movable=movable)
+            case Encode(unit=unit, movable=movable, joined=joined):
+                self._encode(unit, movable=movable, joined=joined)
             case GatherFeatures(units=units, to_host=to_host):
                 self._gather(units, to_host=to_host)
             case TakeFeatures(unit=unit):
@@ -282,9 +308,11 @@ class Executor:
                 self._scatter(units)
             case TakeStates() | HandOn() | TakeBack() | GiveBack():
                 self._exchange_with_stage(operation)
-            case EncoderBackward(unit=unit, more=more):
-                own = step.own.pop(unit)
-                step.encoder.backward(own, step.own_gradients.pop(unit), more=more)
+            case EncoderBackward(unit=unit, more=more, joined=joined):
+                own, came = step.own.pop(unit), step.own_gradients.pop(unit)
+                if joined:
+                    came = torch.cat([came, *map(step.own_gradients.pop, joined)])
+                step.encoder.backward(own, came, more=more)
             case Offload(what=what, units=units):
                 self._queue.leave(self._leaving(what, units))
             case Release(what=what, units=units):
@@ -293,25 +321,40 @@ class Executor:
                 self._queue.send_for(*_names(what, units))
             case Await(what=what, units=units):
                 self._arrives(what, units)
+            case ReceiveFeatures(unit=unit, pieces=pieces):
+                step.features[unit] = step.of_pieces.receive(pieces)
+            case SendGradients(unit=unit, pieces=pieces):
+                step.of_pieces.give_back(pieces, step.gradients.pop(unit))
+            case EncodePiece() | SendFeatures() | ReceiveGradient() | PieceBackward():
+                step.of_pieces.operate(operation)
+            case GatherWeights():
+                step.encoder.gather_weights()
+            case ReduceGradients():
+                step.encoder.reduce_gradients()
             case EncodeInForward():
                 raise AssertionError("the decoder's forward does it without this executor")
 
-    def _encode(self, unit: int | None, *, movable: bool) -> None:
+    def _encode(self, unit: int | None, *, movable: bool, joined: tuple[int, ...]) -> None:
         step = self._now
         encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
+        behind = [step.microbatches[each].units[self._entry.name] for each in joined]
         if movable:
             assert encoded is not None
             assert encoded.media is not None
             stays = step.weights | addresses([encoded.media.rows])
             saves = movable_saves(device=self._platform.device, stays=stays)
         with saves if movable else nullcontext() as saved:
-            payload = step.encoder.payload(encoded, states=self._handed_on(unit))
+            states = self._handed_on(unit)
+            payload = step.encoder.payload(encoded, joined=behind, states=states)
         if saved is not None:
             step.saved[unit] = list(saved.values())
         if step.encoder.trains:
             step.own[unit] = get_gradient_edge(payload)
         if unit is None:
             step.own_gradients[None] = torch.zeros_like(payload)  # [0, width]
+        elif encoded is not None and joined:
+            parts = payload.detach().split(list(map(step.encoder.tokens, [encoded, *behind])))
+            step.payloads |= zip([unit, *joined], parts, strict=True)
         else:
             step.payloads[unit] = payload
 
@@ -404,6 +447,7 @@ class _Step:
     model: MultimodalModel
     microbatches: list[Microbatch]
     spec: ExchangeSpec  # of all units
+    pieces: PiecesOfStep | None  # where it streams
     states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
     payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
     features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
@@ -414,6 +458,11 @@ class _Step:
     own: dict[int | None, GradientEdge] = field(default_factory=dict)
     own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # of payloads
     saved: dict[int | None, list[Movable]] = field(default_factory=dict)  # that may leave
+
+    @property
+    def of_pieces(self) -> PiecesOfStep:
+        assert self.pieces is not None, "the step does not stream"
+        return self.pieces
 
     @cached_property
     def weights(self) -> set[int]:
@@ -462,6 +511,11 @@ def unwrapped(chunk: Any) -> MultimodalModel:
     """Megatron hands chunks on with or without its wrappers."""
     model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
     return model
+
+
+def _rows(unit: Unit) -> int:
+    """Of the encoder's input, what this rank encodes of it."""
+    return 0 if unit.media is None else len(unit.media.rows)
 
 
 def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:

@@ -14,7 +14,7 @@ from loongplug.hetero.placement import (
     first_stage_tp,
     one_apart,
 )
-from loongplug.hetero.policies import Policy, apart, group_ahead, inline, separated
+from loongplug.hetero.policies import Policy, apart, group_ahead, inline, separated, streamed
 from loongplug.models.architecture import EncoderArchitecture
 
 
@@ -40,6 +40,7 @@ class Mode:
     encoder_tp: int | None = 1
     any_owner: bool = False
     apart: bool = False
+    fills_bubbles: bool = False
     on_host: frozenset[Kept] = frozenset()
 
     @property
@@ -58,6 +59,9 @@ FULL_HETERO_DP = Mode(
     policy=separated,
     outside_schedule=True,
     any_owner=True,
+)
+STREAMED = replace(
+    FULL_HETERO_DP, name="streamed full separation", policy=streamed, fills_bubbles=True
 )
 APART = Mode(
     name="ranks of its own", place=one_apart, policy=apart, outside_schedule=True, apart=True
@@ -98,6 +102,8 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
         found = ENCODER_HETERO_DP
     else:
         found = UNIFORM
+    if found is FULL_HETERO_DP and args.full_hetero_dp_schedule == "streamed":
+        found = STREAMED
     if not found.outside_schedule:  # nothing of it can be away in between
         return found
     on_host = frozenset(what for flag, what in _OFFLOADS.items() if getattr(args, flag))

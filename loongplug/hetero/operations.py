@@ -10,12 +10,13 @@ from enum import Enum
 
 
 class Event(Enum):
-    """Moments of a step, by microbatch but for the first and the last.
+    """Moments of a step, by microbatch but for the first, the last, and those between passes.
 
     Of the rank's first chunk, whose forwards and backwards both come in the order of microbatches.
     """
 
     BEGIN = "begin"  # before Megatron's schedule
+    PASS = "pass"  # before a pass of the stage, of any chunk; its input may come meanwhile
     FORWARD = "forward"  # before a microbatch's forward
     BACKWARD = "backward"  # before a microbatch's backward
     GRADIENT = "gradient"  # within it, when the gradient of the features is there
@@ -24,13 +25,22 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class When:
-    """An event, and of which microbatch it is."""
+    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes."""
 
     event: Event
     microbatch: int | None = None
+    number: int | None = None
 
 
 BEGIN, END = When(Event.BEGIN), When(Event.END)
+
+
+def before_pass(number: int) -> When:
+    """Before a pass of the stage, forward or backward, from 0 on; their count is behind the last.
+
+    What the pass before has made has set out, and nobody waits for what this one takes yet.
+    """
+    return When(Event.PASS, number=number)
 
 
 def forward(microbatch: int) -> When:
@@ -68,11 +78,13 @@ class EncodeInForward:
 class Encode:
     """Make a unit's features here. ``unit`` None: of no media, so that parameters get gradients.
 
-    With ``movable``, what its backward needs can leave for the host.
+    With ``movable``, what its backward needs can leave for the host. The units ``joined`` to it are
+    made in the same pass through the encoder.
     """
 
     unit: int | None
     movable: bool = False
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +152,72 @@ class GiveBack:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBackward:
-    """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet."""
+    """The unit's gradient goes through the encoder; with ``more`` to come it is not reduced yet.
+
+    With it go those of the units that were ``joined`` to it.
+    """
 
     unit: int | None
     more: bool
+    joined: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodePiece:
+    """Make a piece's features here; pieces are numbered over all of the step."""
+
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendFeatures:
+    """A piece's features set out for their consumers. Nobody waits for that."""
+
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiveFeatures:
+    """The features of these pieces, which are all of the unit's, are here."""
+
+    unit: int
+    pieces: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendGradients:
+    """The gradient of the unit's features sets out, piece by piece, for who encoded them."""
+
+    unit: int
+    pieces: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiveGradient:
+    """The gradient of a piece's features is here."""
+
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceBackward:
+    """A piece's gradient goes through the encoder; :class:`ReduceGradients` comes behind all."""
+
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherWeights:
+    """The encoder's weights are whole on this rank, where an optimizer has left parts of them.
+
+    Collective: the encoder's data parallel group. Replicas that work at times of their own cannot
+    gather them in the forward.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceGradients:
+    """The reduction of the encoder's gradients sets out. Collective as :class:`GatherWeights`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +256,14 @@ Operation = (
     | TakeBack
     | GiveBack
     | EncoderBackward
+    | EncodePiece
+    | SendFeatures
+    | ReceiveFeatures
+    | SendGradients
+    | ReceiveGradient
+    | PieceBackward
+    | GatherWeights
+    | ReduceGradients
     | Offload
     | Release
     | Reload

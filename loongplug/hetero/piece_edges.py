@@ -126,7 +126,7 @@ class PieceEdges:
         self._groups = groups
         self._window = window
         self._rank = dist.get_rank()
-        self._device = device
+        self.device = device
         self._recorder = recorder
         self._sends: Sends | None = None  # of the step
         self._pieces: ExchangeSpec | None = None  # of the step
@@ -140,19 +140,19 @@ class PieceEdges:
         each consumer needs.
         """
         assert self._features is None, "the last step has not ended"
-        owners, sharded = pieces.encoder_replicas, pieces.shards is not None
+        owners, parts = pieces.encoder_replicas, pieces.parts
         self._pieces = pieces
         # As many pieces as there are may be under way: nobody waits for a send.
         self._sends = Sends(most=len(pieces.tokens) + 1, recorder=self._recorder)
         self._features = self._direction(
             "features",
             self._groups.features,
-            feature_transfers(self._edge, owners, sharded=sharded),
+            feature_transfers(self._edge, owners, parts=parts),
         )
         self._gradients = self._direction(
             "gradients",
             self._groups.gradients,
-            gradient_transfers(self._edge, owners, sharded=sharded) if trains else [],
+            gradient_transfers(self._edge, owners, parts=parts) if trains else [],
         )
 
     def send_features(self, piece: int, payload: Tensor) -> None:
@@ -186,7 +186,7 @@ class PieceEdges:
             return self._take(way, transfer)
         # Every row lies in one consumer's part of the sequence, and is placed there.
         whole = torch.empty(
-            pieces.tokens[piece], pieces.width, dtype=pieces.dtype, device=self._device
+            pieces.tokens[piece], pieces.width, dtype=pieces.dtype, device=self.device
         )  # [tokens, width]
         for each in coming:
             put(self._take(way, each), pieces.rows(each), into=whole)
@@ -272,7 +272,7 @@ class PieceEdges:
 
     def _empty(self, rows: int) -> Tensor:
         pieces = self._now
-        return torch.empty(rows, pieces.width, dtype=pieces.dtype, device=self._device)
+        return torch.empty(rows, pieces.width, dtype=pieces.dtype, device=self.device)
 
 
 def _begun(way: _Direction | None) -> _Direction:

@@ -7,7 +7,7 @@ that it leads into, has replicas in any number, and a :class:`Piece` for each pa
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import batched, chain, combinations
 
 from loongplug.hetero.intervals import overlaps
 from loongplug.models.entries import Entry
@@ -38,7 +38,7 @@ class Edge:
 
     The ranks of each tuple of ``replicas`` encode the same units together, and different ones
     encode different units. ``consumers`` are the ranks that the features go to: those of the
-    decoder's first stage, by their coordinates.
+    decoder's first stage, ascending, so that the ranks of one context parallel part are neighbours.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -48,6 +48,14 @@ class Edge:
     def ranks(self) -> tuple[int, ...]:
         """All that take part in an exchange, ascending."""
         return tuple(sorted({*chain(*self.replicas), *self.consumers}))
+
+    def parts(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """The consumers that need the same rows of a sequence in so many parts, part by part."""
+        return _by_part(self.consumers, number)
+
+    def part_of(self, rank: int, *, parts: int) -> int:
+        """Which part of the sequence a consumer needs the rows of."""
+        return next(n for n, ranks in enumerate(self.parts(parts)) if rank in ranks)
 
     def replica_of(self, rank: int) -> int | None:
         """Which replica ``rank`` encodes with; None where it does not encode."""
@@ -60,7 +68,8 @@ class ApartEdge:
 
     ``encoder`` and ``decoder`` number the replicas, by their data parallel ranks. Of the world,
     ascending: ``encoder_ranks`` are those of the encoder replica's last stage, which all have its
-    features; ``decoder_ranks`` those of the decoder replica's first stage, which consume them.
+    features; ``decoder_ranks`` those of the decoder replica's first stage, which consume them, so
+    that the ranks of one context parallel part are neighbours.
     """
 
     encoder: int
@@ -73,13 +82,17 @@ class ApartEdge:
         """The encoder's leader alone. Gradients come back to it, and it broadcasts them."""
         return self.encoder_ranks[:1]
 
-    def feature_receivers(self, *, sharded: bool = False) -> tuple[int, ...]:
-        """The decoder's leader, which broadcasts all rows; the same ranks send gradients back.
+    def feature_receivers(self, *, parts: int = 1) -> tuple[int, ...]:
+        """The first rank of each part of the sequence; the same ranks send gradients back.
 
-        With ``sharded`` sequences each rank, by its place, gets the rows of its own part of the
-        sequence, and sends their gradient.
+        It gets the rows of its part, and broadcasts them to the ranks that have the same part.
         """
-        return self.decoder_ranks if sharded else self.decoder_ranks[:1]
+        return tuple(ranks[0] for ranks in _by_part(self.decoder_ranks, parts))
+
+    def part_of(self, rank: int, *, parts: int) -> int:
+        """Which part of the sequence one of the decoder's ranks has."""
+        each = _by_part(self.decoder_ranks, parts)
+        return next(number for number, ranks in enumerate(each) if rank in ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +276,13 @@ def _of_two(entry: Entry, layout: Layout, decoder: Layout, *, same_units: bool) 
             PlacedEntry(name=entry.into, layout=decoder),
         )
     )
+
+
+def _by_part(ranks: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks that share each part of the sequence, which are neighbours."""
+    each, left = divmod(len(ranks), parts)
+    assert not left, (ranks, parts)
+    return tuple(batched(ranks, each))
 
 
 def _are_apart(entry: PlacedEntry, other: PlacedEntry) -> bool:

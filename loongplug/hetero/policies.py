@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from loongplug.hetero.operations import (
     BEGIN,
@@ -10,26 +11,55 @@ from loongplug.hetero.operations import (
     Await,
     Encode,
     EncodeInForward,
+    EncodePiece,
     EncoderBackward,
     GatherFeatures,
+    GatherWeights,
     GiveBack,
     HandOn,
     KeepGradient,
     Kept,
     Offload,
     Operation,
+    PieceBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    ReduceGradients,
     Release,
     Reload,
     ScatterGradients,
+    SendFeatures,
+    SendGradients,
     StepPlan,
     TakeBack,
     TakeFeatures,
     TakeStates,
     When,
     backward,
+    before_pass,
     forward,
     gradient,
 )
+
+
+class PieceWork(NamedTuple):
+    """A piece's forward or backward through the encoder, before a pass of this rank's stage."""
+
+    before: int
+    forward: bool
+    piece: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Pieces that are encoded between the decoder's passes.
+
+    ``work`` is what this rank does with those that it has, in its order. ``pieces`` are the numbers
+    of each microbatch's, of all of the step.
+    """
+
+    work: tuple[PieceWork, ...]
+    pieces: tuple[range, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +71,18 @@ class EncoderStep:
     to do with a unit it does with its share. ``consumes``: the rank's
     decoder takes features. ``trains``: the encoder or what goes with it has gradients in this step,
     which is one of ``training``. ``last_stage``: of the decoder's pipeline. ``on_host``: what is
-    there while the decoder works.
+    there while the decoder works. ``rows`` are those of the encoder's input that this rank
+    has of each unit; neighbours that have ``joined_rows`` at most go through it in one pass, where
+    the policy has them do so. Without ``rows`` each goes by itself.
 
     Where the encoder lies on ranks of its own, its units are pieces: what it makes of one decoder
     replica's microbatch. ``pieces`` are how many it makes at a time, ``warmup`` how many times it
     does so before it takes the first gradients (:mod:`~loongplug.hetero.pipeline_graph`). This is
     ``stage`` of its ``stages``; ``trains`` is whether anything has gradients in it or before it,
     ``trains_before`` whether anything has before it.
+
+    ``stream`` is what a policy that fills the pipeline's bubbles fills them with, None where units
+    are encoded whole.
     """
 
     encoder_replicas: tuple[tuple[int, ...], ...]
@@ -58,11 +93,14 @@ class EncoderStep:
     trains: bool
     last_stage: bool
     on_host: frozenset[Kept] = frozenset()
+    rows: tuple[int, ...] = ()
+    joined_rows: int = 0
     pieces: int = 1
     warmup: int = 0
     stage: int = 0
     stages: int = 1
     trains_before: bool = False
+    stream: Stream | None = None
 
     @property
     def units(self) -> range:
@@ -72,6 +110,23 @@ class EncoderStep:
     def mine(self, units: range) -> list[int]:
         """Those of ``units`` of which this rank encodes a share."""
         return [unit for unit in units if self.replica in self.encoder_replicas[unit]]
+
+    def passes(self) -> list[tuple[int, ...]]:
+        """Those of all units that this rank encodes, by the pass that they go in.
+
+        A unit without rows goes with any other.
+        """
+        found: list[tuple[int, ...]] = []
+        taken = 0  # rows of the last pass
+        for unit in self.mine(self.units):
+            rows = self.rows[unit] if self.rows else self.joined_rows
+            if found and (0 in (rows, taken) or taken + rows <= self.joined_rows):
+                found[-1] = (*found[-1], unit)
+                taken += rows
+            else:
+                found.append((unit,))
+                taken = rows
+        return found
 
 
 Policy = Callable[[EncoderStep], StepPlan]
@@ -118,15 +173,19 @@ def group_ahead(step: EncoderStep) -> StepPlan:
 def separated(step: EncoderStep) -> StepPlan:
     """Phase 1 encodes, phase 2 is the decoder's own schedule, phase 3 is the encoder's backward.
 
-    Section 3.3 of the LoongForge paper. All ranks of a model replica encode. What is on the host
-    leaves in phase 1, or at the start of phase 2.
+    Section 3.3 of the LoongForge paper. All ranks of a model replica encode, several small units in
+    one pass. What is on the host leaves in phase 1, or at the start of phase 2; activations do so
+    unit by unit, which are few on the device only if no pass has several.
     """
     plan = _Draft()
     mine = step.mine(step.units)
     on_host = Kept.FEATURES in step.on_host
     moves = Kept.ACTIVATIONS in step.on_host and step.trains
-    for before, unit in zip([None, *mine], mine, strict=False):
-        plan.at(BEGIN, Encode(unit=unit, movable=moves))
+    passes = step.passes()
+    if moves:
+        passes = [(unit,) for unit in mine]
+    for before, (unit, *joined) in zip([None, *mine], passes, strict=False):
+        plan.at(BEGIN, Encode(unit=unit, movable=moves, joined=tuple(joined)))
         if moves and before is not None:
             plan.at(BEGIN, Release(what=Kept.ACTIVATIONS, units=(before,)))
         if moves:
@@ -146,9 +205,28 @@ def separated(step: EncoderStep) -> StepPlan:
         _decode(plan, step, on_host=on_host)
     if step.trains:
         plan.at(END, ScatterGradients(units=step.units))
-        _encoders_backward(plan, mine, moves=moves)
+        _encoders_backward(plan, passes, moves=moves)
         if blank:
             plan.at(END, EncoderBackward(unit=None, more=False))
+    return plan.done()
+
+
+def streamed(step: EncoderStep) -> StepPlan:
+    """Pieces are encoded, and gone backward through, where the pipeline would wait.
+
+    What is done before which pass is :mod:`~loongplug.hetero.streaming`'s; without a ``stream``
+    it is what is :func:`separated`. Replicas end at times of their own, and reduce together.
+    """
+    plan = _Draft()
+    if step.trains:
+        plan.at(BEGIN, GatherWeights())
+    if step.stream is None:
+        for when, operations in separated(step).items():
+            plan.at(when, *(_reduced_later(each) for each in operations))
+    else:
+        _bubbles(plan, step, step.stream)
+    if step.trains:
+        plan.at(END, ReduceGradients())
     return plan.done()
 
 
@@ -195,6 +273,29 @@ class _Draft:
 
     def done(self) -> StepPlan:
         return {when: tuple(operations) for when, operations in self._plan.items() if operations}
+
+
+def _reduced_later(operation: Operation) -> Operation:
+    """As it is where all replicas' reductions come behind the plan."""
+    if isinstance(operation, EncoderBackward):
+        return replace(operation, more=True)
+    return operation
+
+
+def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
+    """Encoder work before passes; features and gradients when the decoder's passes need them."""
+    for before, forwards, piece in stream.work:
+        when = before_pass(before)
+        if forwards:
+            plan.at(when, EncodePiece(piece=piece), SendFeatures(piece=piece))
+        else:
+            plan.at(when, ReceiveGradient(piece=piece), PieceBackward(piece=piece))
+    for unit in step.units if step.consumes else ():
+        pieces = stream.pieces[unit]
+        plan.at(forward(unit), ReceiveFeatures(unit=unit, pieces=pieces), TakeFeatures(unit=unit))
+        if step.trains:
+            given = SendGradients(unit=unit, pieces=pieces)
+            plan.at(gradient(unit), KeepGradient(unit=unit), given)
 
 
 def _stage_forward(plan: _Draft, step: EncoderStep, unit: int) -> None:
@@ -252,14 +353,14 @@ def _decode(plan: _Draft, step: EncoderStep, *, on_host: bool) -> None:
         plan.at(END, Await(what=Kept.GRADIENTS, units=everything))
 
 
-def _encoders_backward(plan: _Draft, mine: list[int], *, moves: bool) -> None:
+def _encoders_backward(plan: _Draft, passes: list[tuple[int, ...]], *, moves: bool) -> None:
     """Phase 3 of a rank; with ``moves``, the next unit's activations come beside a backward."""
-    if moves and mine:
-        plan.at(END, Reload(what=Kept.ACTIVATIONS, units=(mine[0],)))
-    for number, unit in enumerate(mine):
-        behind = mine[number + 1 : number + 2]
+    if moves and passes:
+        plan.at(END, Reload(what=Kept.ACTIVATIONS, units=passes[0]))
+    for number, (unit, *joined) in enumerate(passes):
+        behind = passes[number + 1 : number + 2]
         if moves:
             plan.at(END, Await(what=Kept.ACTIVATIONS, units=(unit,)))
         if moves and behind:
-            plan.at(END, Reload(what=Kept.ACTIVATIONS, units=tuple(behind)))
-        plan.at(END, EncoderBackward(unit=unit, more=bool(behind)))
+            plan.at(END, Reload(what=Kept.ACTIVATIONS, units=behind[0]))
+        plan.at(END, EncoderBackward(unit=unit, more=bool(behind), joined=tuple(joined)))

@@ -1,16 +1,17 @@
 """Who sends which of a unit's features to whom, and gradients back. Pure; every rank knows all.
 
-With sequence parallelism, rank t of a tensor parallel group of n holds the t-th of n equal parts
-of the sequence, and so needs only the features of the visual tokens that lie there.
+With context parallelism, each rank of a row holds a part of it, and with sequence parallelism, rank
+t of a tensor parallel group of n holds the t-th of n equal chunks of that. So it needs only the
+features of the visual tokens that lie there.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loongplug.context.token_split import TokenSplit
 from loongplug.hetero.placement import Edge
 
 Rows = tuple[slice, ...]  # of a unit's features, ascending, without overlap
@@ -20,8 +21,8 @@ Rows = tuple[slice, ...]  # of a unit's features, ascending, without overlap
 class Transfer:
     """Rows of one unit from one rank to another (or the same), by their ranks in the world.
 
-    They are of the share that ``encoder_replica`` encodes. ``shard`` is the place among the
-    consumers of the one that needs them; None where each needs all rows of the share.
+    They are of the share that ``encoder_replica`` encodes. ``shard`` numbers
+    the part of the sequence that they lie in; None where each consumer needs all of the share.
     """
 
     unit: int
@@ -32,57 +33,62 @@ class Transfer:
 
 
 def feature_transfers(
-    edge: Edge, encoder_replicas: Sequence[Sequence[int]], *, sharded: bool = False
+    edge: Edge, encoder_replicas: Sequence[Sequence[int]], *, parts: int = 1
 ) -> list[Transfer]:
     """Each share of a unit to every consumer, from a rank of the replica that made it.
 
     ``encoder_replicas`` are, by unit, those that have shares. All ranks of a replica have the whole
     features of its share; a consumer that is of the replica keeps its own, and the others are
-    served in turn by all ranks of the replica. With ``sharded``, each consumer gets only its own
-    rows.
+    served in turn by all ranks of the replica. Of a sequence in several ``parts``, each consumer
+    gets only the rows of its own.
     """
     transfers = []
     for unit, encoder_replica in _shares(encoder_replicas):
         replica = edge.replicas[encoder_replica]
-        for index, consumer in enumerate(edge.consumers):
+        for index, (shard, consumer) in enumerate(
+            (shard, rank) for shard, ranks in _by_part(edge, parts) for rank in ranks
+        ):
             transfers.append(
                 Transfer(
                     unit=unit,
                     encoder_replica=encoder_replica,
                     source=consumer if consumer in replica else replica[index % len(replica)],
                     target=consumer,
-                    shard=index if sharded else None,
+                    shard=shard,
                 )
             )
     return transfers
 
 
 def gradient_transfers(
-    edge: Edge, encoder_replicas: Sequence[Sequence[int]], *, sharded: bool = False
+    edge: Edge, encoder_replicas: Sequence[Sequence[int]], *, parts: int = 1
 ) -> list[Transfer]:
     """Each share's gradient to every rank of the replica that made it.
 
-    All consumers have the whole gradient and one of them sends it, each in turn. With ``sharded``,
-    each has that of its own rows, and all send.
+    All consumers have the whole gradient and one of them sends it, each in turn. Of a sequence in
+    several ``parts``, those of one have the gradient of its rows, and one of each part sends.
     """
     transfers = []
     for unit, encoder_replica in _shares(encoder_replicas):
         replica = edge.replicas[encoder_replica]
         for index, target in enumerate(replica):
-            turn = edge.consumers[(unit * len(replica) + index) % len(edge.consumers)]
-            whole = target if target in edge.consumers else turn
-            sources = enumerate(edge.consumers) if sharded else [(None, whole)]
+            turn = unit * len(replica) + index
             transfers += [
                 Transfer(
                     unit=unit,
                     encoder_replica=encoder_replica,
-                    source=source,
+                    source=target if target in ranks else ranks[turn % len(ranks)],
                     target=target,
                     shard=shard,
                 )
-                for shard, source in sources
+                for shard, ranks in _by_part(edge, parts)
             ]
     return transfers
+
+
+def _by_part(edge: Edge, parts: int) -> list[tuple[int | None, tuple[int, ...]]]:
+    """The consumers of each part of the sequence, by its number: None for one that is not split."""
+    return [(shard if parts > 1 else None, ranks) for shard, ranks in enumerate(edge.parts(parts))]
 
 
 def _shares(encoder_replicas: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -90,25 +96,28 @@ def _shares(encoder_replicas: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def sequence_shards(
-    places: Sequence[NDArray[np.int64]], *, length: int, parts: int
+    places: Sequence[NDArray[np.int64]], *, split: TokenSplit, tp: int = 1
 ) -> tuple[Rows, ...]:
-    """The rows that each of ``parts`` ranks needs; one slice per row of the microbatch.
+    """The rows that each part of the sequence needs: those of ``split``, each in ``tp`` chunks.
+
+    Neighbours are chunks of one part. A slice is of one row of the microbatch, and of one stretch
+    of its tokens.
 
     Args:
         places: of each row of the microbatch, where its visual tokens lie, ascending.
-        length: of the sequence, with padding.
+        split: of each row's tokens, with padding.
     """
-    assert length % parts == 0, (length, parts)
-    bounds = np.arange(parts + 1) * (length // parts)
-    shards: list[list[slice]] = [[] for _ in range(parts)]
-    start = 0
-    for row in places:
-        cuts = (start + np.searchsorted(row, bounds)).tolist()
-        for shard, (first, behind) in zip(shards, pairwise(cuts), strict=True):
-            if behind > first:
-                shard.append(slice(first, behind))
-        start += len(row)
-    return tuple(tuple(shard) for shard in shards)
+    shards = []
+    for held in (chunk for part in split.parts for chunk in part.chunks(tp)):
+        shard, start = [], 0
+        for row in places:
+            firsts = (start + np.searchsorted(row, held.starts)).tolist()
+            behinds = (start + np.searchsorted(row, held.stops)).tolist()
+            pairs = zip(firsts, behinds, strict=True)
+            shard += [slice(first, behind) for first, behind in pairs if behind > first]
+            start += len(row)
+        shards.append(tuple(shard))
+    return tuple(shards)
 
 
 def common(rows: Rows, others: Rows) -> Rows:

@@ -54,6 +54,8 @@ class EncoderArchitecture:
     mode: str | None = None  # how it is parallel, where not as the flags say
     freeze: bool = False
     recompute: bool = False
+    # Full separation encodes several microbatches' media in one pass up to so many rows of input.
+    joined_rows: int = 16384
     lora: LoraSettings | None = None
     lr_mult: float = 1.0  # times --lr and --min-lr
 

@@ -34,7 +34,8 @@ def encoder_config(
         attention_dropout=0.0,
         init_method=init_method,
         output_layer_init_method=init_method,
-        bias_dropout_fusion=decoder.bias_dropout_fusion,
+        # torch.compile would compile it again for other numbers of rows; nothing is dropped.
+        bias_dropout_fusion=False,
         # RotarySelfAttention turns queries and keys itself; upstream's rope is never reached.
         apply_rope_fusion=False,
         tensor_model_parallel_size=tp,

@@ -1,13 +1,8 @@
-"""What each layer of a model costs a rank, in operations, counted from sizes.
-
-A layer that is frozen, with nothing before it that trains, has no backward; one that is frozen
-otherwise has as much as its forward; one that trains has twice as much. Where activations are
-recomputed and gradients are needed, the backward has one forward more.
-"""
+"""What each layer of a model costs a rank, of the mean microbatch of a data set."""
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
@@ -21,58 +16,15 @@ from loongplug.models.entries import Entry, encoders, only_decoder
 from loongplug.models.lora.mapping import adapter_table, with_adapters
 from loongplug.parallel.layout import Layout
 from loongplug.training.arguments import ParsedArguments
-from loongplug.training.work import BEFORE, BEHIND, Chain, Chains, LayerWork, pair_operations
+from loongplug.training.layer_costs import (
+    WHOLE,
+    Counted,
+    EntryCosts,
+    decoder_costs,
+)
+from loongplug.training.work import BEFORE, BEHIND, Chains, LayerWork
 
 _NOTHING = LayerWork(forward=0, mlp=0, backward=0, attended=0, reached=False)
-_WHOLE = frozenset(("core_attn", "mlp", "others"))  # what of a layer is recomputed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Operations of one rank for one microbatch; what is recomputed is of the backward."""
-
-    forward: int = 0
-    backward: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.forward + self.backward
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(forward=self.forward + other.forward, backward=self.backward + other.backward)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCost(Cost):
-    """Of one layer; ``again`` is what its backward has besides where it is recomputed."""
-
-    again: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntryCosts:
-    """Of an entry's layers, and of what the ``first`` and the ``last`` of them have beside them.
-
-    Of each stage the foremost ``recomputed`` layers are recomputed; None stands for all of them.
-    """
-
-    layers: tuple[LayerCost, ...]
-    first: Cost = Cost()
-    last: Cost = Cost()
-    recomputed: int | None = None
-
-    def stage(self, start: int, stop: int) -> Cost:
-        """Of a stage with the layers from ``start`` to before ``stop``."""
-        layers = self.layers[start:stop]
-        again = sum(each.again for each in layers[: self.recomputed])
-        found = sum(layers, Cost(backward=again))
-        found += self.first if start == 0 else Cost()
-        return found + (self.last if stop == len(self.layers) else Cost())
-
-    def whole(self) -> Cost:
-        """Of all of it on one stage."""
-        return self.stage(0, len(self.layers))
 
 
 def costs_of(
@@ -103,37 +55,11 @@ def costs_of(
         else:
             part = Fraction(1, _ranks_of_a_unit(parsed, entry, apart=entry.name in apart))
         found[entry.name] = _of_encoder(parsed, entry, chains, microbatches, part=part)
-    found[only_decoder(entries).name] = _of_decoder(parsed, chains.decoder, microbatches)
+    args = parsed.args
+    rows = [each.segments or (args.seq_length,) * args.micro_batch_size for each in microbatches]
+    decoder = decoder_costs(args, model.foundation, chains.decoder, rows)
+    found[only_decoder(entries).name] = decoder
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Counted:
-    """So many ``tokens`` of all microbatches, by ``share``: microbatches times ranks of one."""
-
-    tokens: int
-    share: int
-
-    def cost(self, work: LayerWork) -> Cost:
-        """Without attention and recompute."""
-        return Cost(
-            forward=round(work.forward * self.tokens / self.share),
-            backward=round(work.backward * self.tokens / self.share),
-        )
-
-    def layer(self, work: LayerWork, *, attention: int, recomputed: frozenset[str]) -> LayerCost:
-        """``attention``: operations of a forward's products of the tokens with each other."""
-        again = 0
-        if work.reached:
-            again += attention if "core_attn" in recomputed else 0
-            again += work.mlp * self.tokens if "mlp" in recomputed else 0
-            again += (work.forward - work.mlp) * self.tokens if "others" in recomputed else 0
-        backward = work.backward * self.tokens + 2 * work.attended * attention
-        return LayerCost(
-            forward=round((work.forward * self.tokens + attention) / self.share),
-            backward=round(backward / self.share),
-            again=round(again / self.share),
-        )
 
 
 def _of_encoder(
@@ -149,7 +75,7 @@ def _of_encoder(
     units = [each.units[entry.name] for each in microbatches] * part.numerator
     grids = [grid for unit in units for grid in unit.grids]
     attention = _attention_of_a_layer(architecture, grids)
-    rows = _Counted(
+    rows = Counted(
         tokens=sum(map(prod, grids)) // architecture.rows_per_state,
         share=len(microbatches) * part.denominator,
     )
@@ -165,7 +91,7 @@ def _of_encoder(
             rows.layer(
                 layers.get(number, _NOTHING),
                 attention=attention[architecture.attention_window(number)],
-                recomputed=_WHOLE if architecture.recompute else frozenset(),
+                recomputed=WHOLE if architecture.recompute else frozenset(),
             )
             for number in range(architecture.computed_layers)
         ),
@@ -203,40 +129,3 @@ def _ranks_of_a_unit(parsed: ParsedArguments, entry: Entry, *, apart: bool) -> i
     decoder = Layout(tp=tp, cp=cp, pp=pp)
     placement = mode.place(decoder, entry=entry, tp=own or mode.encoder_tp or tp)
     return placement.entry(entry.name).layout.tp * len(placement.edge(entry.name, rank=0).replicas)
-
-
-def _of_decoder(
-    parsed: ParsedArguments, chain: Chain, microbatches: Sequence[MicrobatchSize]
-) -> EntryCosts:
-    """With its output, which its last layer has beside it."""
-    args, text = parsed.args, parsed.model.foundation
-    rows = [each.segments or (args.seq_length,) * args.micro_batch_size for each in microbatches]
-    counted = _Counted(
-        tokens=sum(map(sum, rows)),
-        share=len(rows) * args.tensor_model_parallel_size * args.context_parallel_size,
-    )
-    pairs = sum(length * (length + 1) // 2 for lengths in rows for length in lengths)
-    recomputed = _recomputed(args)
-    return EntryCosts(
-        layers=tuple(
-            counted.layer(
-                chain.layers[number],
-                attention=pairs * pair_operations(text),
-                recomputed=recomputed,
-            )
-            for number in range(text.num_layers)
-        ),
-        first=counted.cost(chain.layers[BEFORE]),
-        last=counted.cost(chain.layers[BEHIND]),
-        recomputed=args.recompute_num_layers if args.recompute_method == "block" else None,
-    )
-
-
-def _recomputed(args: Namespace) -> frozenset[str]:
-    """What of a decoder's layer is. Of selective recompute, the products and the MLP or experts."""
-    if args.recompute_granularity == "full":
-        return _WHOLE
-    if args.recompute_granularity is None:
-        return frozenset()
-    modules = ("core_attn",) if args.recompute_modules is None else args.recompute_modules
-    return frozenset("mlp" if each == "moe" else each for each in modules) & {"core_attn", "mlp"}

@@ -10,12 +10,13 @@ from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.hetero.modes import mode_of
 from loongplug.models.entries import encoders, only_decoder
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
-from loongplug.partition.costs import EntryCosts, costs_of
+from loongplug.partition.costs import costs_of
 from loongplug.partition.stages import Partition, partition
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.config import compose_asked_for
 from loongplug.training.flags import read_command_line, without_flags
 from loongplug.training.freezing import freezing_of
+from loongplug.training.layer_costs import EntryCosts
 from loongplug.training.rules.own_ranks import lying_apart
 from loongplug.training.rules.pipeline import wants_virtual
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from loongplug.hetero.pipeline_graph import GraphModule
 from loongplug.partition.clock import StageTime, step_time
-from loongplug.partition.costs import Cost, EntryCosts
 from loongplug.partition.split import split
+from loongplug.training.layer_costs import Cost, EntryCosts
 
 
 @dataclass(frozen=True, kw_only=True)

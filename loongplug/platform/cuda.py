@@ -1,9 +1,11 @@
-"""CUDA with NCCL: upstream's code as it is."""
+"""CUDA with NCCL: upstream's code as it is, but for Adam's steps."""
 
 import torch
 
 from loongplug.platform.active import Platform
 from loongplug.platform.copies import CudaCopies
+from loongplug.platform.foreach import ON_CUDA
+from loongplug.platform.replacements import ReplacementTable
 
 
 class CudaPlatform(Platform):
@@ -11,6 +13,10 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     backend = "nccl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use(ReplacementTable("cuda", ON_CUDA))
 
     @property
     def device(self) -> torch.device:

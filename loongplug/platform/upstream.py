@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from loongplug.platform.active import Platform
 from loongplug.platform.finite import norms_before_sums
+from loongplug.platform.foreach import OF_GRADIENTS
 from loongplug.platform.replacements import Replacement, ReplacementTable
 from loongplug.platform.safe_reading import METADATA_PICKLE, naming_files, weights_only
 
@@ -244,6 +245,7 @@ EVERYWHERE: tuple[Replacement, ...] = (
         reason="has the host wait in the middle of a backward, and says the number of a bucket, of "
         "which nobody knows the module",
     ),
+    *OF_GRADIENTS,
 )
 
 SAFE_READING: tuple[Replacement, ...] = (

@@ -34,7 +34,13 @@ class InputNode(PreProcessNode):
     def forward_impl(self) -> Tensor:
         """[(1 + deepstack features) * s, b, hidden], or what the stage before has sent."""
         state = self.chunk_state
-        placed = state.composed.placed(state.input_ids, state.units, number=state.number)
+        segments = state.packed_seq_params
+        placed = state.composed.placed(
+            state.input_ids,
+            state.units,
+            number=state.number,
+            row=None if segments is None else segments.context,
+        )
         state.units = None  # media may be let go before the microbatch's backward
         decoder_input = self.model.first_input(state.input_ids, placed)
         if decoder_input is not None and not decoder_input.requires_grad:

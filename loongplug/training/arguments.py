@@ -18,8 +18,8 @@ from loongplug.schedule.tensor_names import RECOMPUTED
 from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line
-from loongplug.training.rules import violated_rules
-from loongplug.training.rules.rule import data_parallel_size, ranks_apart
+from loongplug.training.rules import streaming, violated_rules
+from loongplug.training.rules.rule import data_parallel_size, ranks_apart, rules_of
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 from loongplug.training.step_sizes import settle_step_sizes
 
@@ -107,6 +107,7 @@ def parse_arguments(
     if problems:
         raise ValueError("\n".join(problems))
 
+    settle_schedule(args, composed.config)
     args.tokenizer_type = MEGATRON_TOKENIZER
     args.dataloader_type = "external"  # Megatron's word for an iterator of ours, whatever it reads
     settle_step_sizes(args, dp=data_parallel_size(args))
@@ -135,6 +136,22 @@ def settle_epochs(args: Namespace, model: Any) -> None:
     from loongplug.training.epochs import iterations_of_epochs  # it imports transformers
 
     args.train_iters, args.epochs = iterations_of_epochs(args, model), None
+
+
+def settle_schedule(args: Namespace, model: Any) -> None:
+    """Say of full separation's schedule whether it is streamed; the first rank says why not."""
+    if args.full_hetero_dp_schedule == "separated":
+        return
+    args.full_hetero_dp_schedule = "streamed"
+    why = "a pipeline of one stage has no bubble"
+    if args.pipeline_model_parallel_size > 1:
+        found = ((each, each.check(args, model)) for each in rules_of(streaming))
+        why = next((f"{wrong}: {each.reason}" for each, wrong in found if wrong), "")
+    if not why:
+        return
+    args.full_hetero_dp_schedule = "separated"
+    if args.rank == 0:
+        print(f"Encoders work before the decoder's schedule and behind it: {why}.", flush=True)
 
 
 def complete(args: Namespace, *, device: str) -> None:

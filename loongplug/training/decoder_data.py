@@ -1,7 +1,7 @@
 """The data of a rank that decodes, and of encoders that lie with the decoder."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -9,10 +9,12 @@ from megatron.core import parallel_state
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
-from loongplug.data.microbatch import TextNeeds
+from loongplug.data.microbatch import Share, TextNeeds
+from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment, EncoderUnits, StepSource
 from loongplug.hetero.engine import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
+from loongplug.hetero.streamed_pieces import Planner
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.entries import encoders
 from loongplug.models.layers.router import balances_by
@@ -48,7 +50,8 @@ class DecoderData(RankData):
     ) -> MicrobatchLoader:
         """See :meth:`RankData.stream`."""
         source = source_of(
-            dp_rank=parallel_state.get_data_parallel_rank(), encoders=self._encoder_units()
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            encoders=self._encoder_units(training=training),
         )
         return self._loader(
             source,
@@ -60,18 +63,22 @@ class DecoderData(RankData):
             parts=row_parts(self.args),
         )
 
-    def _encoder_units(self) -> dict[str, EncoderUnits]:
+    def _encoder_units(self, *, training: bool) -> dict[str, EncoderUnits]:
         """How this rank makes units, by encoder. Collective like the engine's places."""
         found = {}
         for entry in encoders(self.model.entries()):
-            edge = self.engine.encoders[entry.name].place.edge
+            engine = self.engine.encoders[entry.name]
+            edge = engine.place.edge
             if edge is None:  # media are loaded on the encoder's own ranks
                 found[entry.name] = EncoderUnits(kinds=entry.media, loads=())
                 continue
             found[entry.name] = EncoderUnits(
                 kinds=entry.media,
                 assignment=assignment_of(
-                    self.args, self.model.encoder(entry.name), replicas=len(edge.replicas)
+                    self.args,
+                    self.model.encoder(entry.name),
+                    replicas=len(edge.replicas),
+                    planner=engine.planner if training else None,
                 ),
                 loads=loaded_replicas(edge.replicas, rank=dist.get_rank()),
             )
@@ -87,6 +94,7 @@ class DecoderData(RankData):
                     place.edge.replicas,
                     place.replica_group,
                     row_values=self.model.encoder(name).row_values,
+                    pixel_bytes=self.pixel_bytes,
                     device=current_platform().device,
                     news=news,
                 )
@@ -111,13 +119,31 @@ class DecoderData(RankData):
         )
 
 
-def assignment_of(args: Namespace, encoder: EncoderArchitecture, *, replicas: int) -> Assignment:
-    """Which of an encoder's replicas encodes what, as the flags say."""
-    return Assignment(
+def assignment_of(
+    args: Namespace,
+    encoder: EncoderArchitecture,
+    *,
+    replicas: int,
+    planner: Planner | None = None,
+) -> Assignment:
+    """Which of an encoder's replicas encodes what, as the flags say.
+
+    ``planner``: of steps that may stream. Where one does not, all is as without.
+    """
+    whole = Assignment(
         replicas=replicas,
         by_cost=balance_of(args, encoder).assign,
         whole_steps=args.use_vit_dp_balance and mode_of(args, encoder).any_owner,
     )
+    if planner is None:
+        return whole
+
+    def by_plan(units: Sequence[Sequence[Grid]], *, replicas: int) -> Sequence[tuple[Share, ...]]:
+        found = planner.shares(units)
+        count = len(units)
+        return whole.of(range(count), units, step=count) if found is None else found
+
+    return Assignment(replicas=replicas, by_cost=by_plan, whole_steps=True)
 
 
 def speaks_for_replica() -> bool:

@@ -25,9 +25,12 @@ def apply_defaults(
     for name, value in defaults.items():
         if name not in given:
             setattr(args, name, value)
-    if args.num_experts and "moe_grouped_gemm" not in given:
+    if args.num_experts:
         with_engine = args.transformer_impl == "transformer_engine"
-        args.moe_grouped_gemm = with_engine and not adapted_experts
+        if "moe_grouped_gemm" not in given:
+            args.moe_grouped_gemm = with_engine and not adapted_experts
+        if "moe_permute_fusion" not in given:  # TransformerEngine's kernels
+            args.moe_permute_fusion = with_engine
 
 
 def default_tokenizer(args: Namespace) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongplug.data.microbatch import MediaInput
+from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.hetero.sends import Sends
@@ -72,8 +73,9 @@ class ReplicaDelivery:
 
     An encoder that is sharded over the replica, or encodes the same on all of it, needs the rows
     on each rank. Decoding them once and sending them costs a share of the processor time and
-    memory of decoding them everywhere, and what is sent (6 KB for 16 x 16 pixels of 2 frames) is
-    little for what connects such a replica. No other rank ever has them.
+    memory of decoding them everywhere, and what is sent (768 bytes for 16 x 16 pixels of an image,
+    which become values on each rank's device) is little for what connects such a replica. No other
+    rank ever has them.
 
     Which samples have bad media is known to the loading rank alone. Where they may be left out,
     it tells those who train on the samples, through ``news``.
@@ -83,6 +85,7 @@ class ReplicaDelivery:
     group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
     _: KW_ONLY
     row_values: int
+    pixel_bytes: PixelBytes | None  # None: the encoder takes no images
     device: torch.device
     news: News | None  # None: no sample may be left out, or nobody else needs to know
 
@@ -102,15 +105,19 @@ class ReplicaDelivery:
         return mine, bad
 
     def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
+        pixels = self.pixel_bytes if media.coded else None
         if loaded is None:
-            rows = torch.empty(media.rows, self.row_values, device=self.device)
+            width, kind = self.row_values, torch.float32
+            if pixels is not None:
+                width, kind = pixels.width(self.row_values), torch.uint8
+            rows = torch.empty(media.rows, width, dtype=kind, device=self.device)
         else:
             # Pinned by the background processes' thread; where there are none, only here.
             rows = to_device(loaded.rows, self.device)
         assert self.group is not None, "this rank encodes"
         if media.media and dist.get_world_size(self.group) > 1:
             dist.broadcast(rows, group=self.group, group_src=0)
-        return rows
+        return rows if pixels is None else pixels.decoded(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,19 @@
 """The data of a rank that encodes and does not decode: pieces of the decoder's microbatches."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import cycle
 
 import torch.distributed as dist
 
+from loongplug.context.row_parts import RowParts
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
 from loongplug.data.source import EncoderUnits, StepSource
 from loongplug.hetero.placement import Piece
 from loongplug.models.entries import Entry, encoders
+from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import ReplicaDelivery, loaded_replicas
 from loongplug.training.rank_data import Microbatches, RankData, SourceOf
@@ -56,6 +59,7 @@ class EncoderData(RankData):
                 seq_length=seq_length,
                 packed=packed,
                 only=samples,
+                parts=any_part(self.args),
             )
 
         return _InTurn([loader(each) for each in self._pieces(training=training)])
@@ -84,9 +88,16 @@ class EncoderData(RankData):
             [self._loading],
             self.engine.encoders[name].place.replica_group,
             row_values=self.model.encoder(name).row_values,
+            pixel_bytes=self.pixel_bytes,
             device=current_platform().device,
             news=self._news(name, hearer=hearer, channel=channel) if tells else None,
         )
+
+
+def any_part(args: Namespace) -> RowParts | None:
+    """How the decoder's ranks share each row, of which this rank has none."""
+    cp = decoder_layout().cp
+    return None if cp == 1 else RowParts(cp=cp, rank=0, balance=args.cp_balance)
 
 
 def samples_of(piece: Piece, *, packed: bool) -> range | None:

@@ -17,6 +17,8 @@ from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.typed import closest
 
 PHASES = ("pretrain", "sft")
+# When encoders work in full separation; "auto" is settled to one of the others.
+SCHEDULES = ("streamed", "separated", "auto")
 
 # An override's key has no slash, as a path would have.
 _OVERRIDE = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
@@ -254,6 +256,13 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     switch(
         "--enable-full-hetero-dp",
         "full separation: all ranks encode before the decoder's schedule and after it",
+    )
+    group.add_argument(
+        "--full-hetero-dp-schedule",
+        choices=SCHEDULES,
+        default="separated",
+        help="full separation: streamed lets encoders work where the pipeline would wait; auto"
+        " does so where that can be done and is faster; separated (default) does not",
     )
     switch(
         "--use-vit-dp-balance",

@@ -36,6 +36,7 @@ from loongplug.schedule.named_tensors import offload_layers
 from loongplug.schedule.tensor_offload import TensorOffload
 from loongplug.training.apart import arguments_of_decoder
 from loongplug.training.freezing import apply_freezing
+from loongplug.training.streamed_costs import streamed_costs
 
 
 def backend_of(args: Namespace) -> Backend:
@@ -47,13 +48,14 @@ def engine_of(args: Namespace, model: Any) -> Engine:
     """The engine that the flags and the encoders' YAML ask for."""
 
     def of_encoder(entry: Entry) -> EncoderEngine:
-        encoder = model.encoder(entry.name)
+        encoder, mode = model.encoder(entry.name), mode_of(args, model.encoder(entry.name))
         return EncoderEngine(
-            mode_of(args, encoder),
+            mode,
             entry=entry,
             encoder_tp=encoder.tensor_model_parallel_size,
             taps=len(encoder.taps()),
             handed_on=payload_widths(encoder),
+            joined_rows=encoder.joined_rows,
             seed=args.seed,
             micro_batch_sizes={
                 True: args.micro_batch_size,
@@ -67,6 +69,7 @@ def engine_of(args: Namespace, model: Any) -> Engine:
             sequence_parallel=args.sequence_parallel,
             timeout_minutes=args.distributed_timeout_minutes,
             nccl_config_path=args.nccl_communicator_config_path,
+            costs=streamed_costs(args, model, entry=entry) if mode.fills_bubbles else None,
         )
 
     found = {entry.name: of_encoder(entry) for entry in encoders(model.entries())}

@@ -13,6 +13,7 @@ from loongplug.context.row_parts import RowParts
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch, TextNeeds
+from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.processor import Processor
 from loongplug.data.source import EncoderUnits, LocalSource, StepSource
 from loongplug.data.units import token_ids
@@ -55,6 +56,12 @@ class RankData(ABC):
     engine: Engine
     processor: Processor
     news: dist.ProcessGroup | None
+
+    @property
+    def pixel_bytes(self) -> PixelBytes | None:
+        """What images come as; None without images."""
+        images = self.processor.images
+        return None if images is None else images.pixel_bytes
 
     @abstractmethod
     def pieces(self, *, training: bool) -> int:

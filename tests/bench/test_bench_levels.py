@@ -28,6 +28,7 @@ from loongplug.bench.levels_work import (
     HETERO_TP,
     SEQ_LENGTH,
     SETTINGS,
+    STREAMED,
     TUNED,
     UNIFORM,
     Setting,
@@ -80,10 +81,10 @@ def test_splits_leave_the_first_stage_fewer_and_divide_the_rest(layers, stages, 
 def test_each_setting_has_the_levels_that_mean_something_there():
     levels = {setting.name: setting.levels for setting in SETTINGS}
     assert levels == {
-        "PP2": (UNIFORM, TUNED, FULL, APART),
+        "PP2": (UNIFORM, TUNED, FULL, STREAMED, APART),
         "TP2": (UNIFORM, HETERO_TP, HETERO_DP, FULL),
         "DP2": (UNIFORM, FULL),
-        "TP2 x PP2": (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL),
+        "TP2 x PP2": (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, STREAMED),
     }
     assert [setting.ranks for setting in SETTINGS] == [2, 2, 2, 4]
 
@@ -92,7 +93,7 @@ def test_each_setting_has_the_levels_that_mean_something_there():
 def test_levels_differ_in_their_flags_alone():
     found = {
         level: level_variants(level, Work(decoder_layers=8), Setting(name="PP2", pp=2))
-        for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, APART)
+        for level in (UNIFORM, TUNED, HETERO_TP, HETERO_DP, FULL, STREAMED, APART)
     }
     assert found == {
         UNIFORM: ((),),
@@ -100,6 +101,7 @@ def test_levels_differ_in_their_flags_alone():
         HETERO_TP: (("model.image_encoder.tensor_model_parallel_size=1",),),
         HETERO_DP: (("--enable-encoder-hetero-dp",),),
         FULL: (("--enable-full-hetero-dp",),),
+        STREAMED: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),),
         APART: (("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),),
     }
 
@@ -268,7 +270,7 @@ def test_a_small_run_measures_and_draws_every_level(tmp_path, capsys):
         work=work,
         settings=(Setting(name="PP2", pp=2),),
     )
-    assert [each.level for each in figures.levels] == [UNIFORM, TUNED, FULL, APART]
+    assert [each.level for each in figures.levels] == [UNIFORM, TUNED, FULL, STREAMED, APART]
     assert all(each.traced.exchange_bytes > 0 for each in figures.levels[2:])
     for level in figures.levels:
         assert len(level.processor_seconds) == 2

@@ -54,6 +54,12 @@ def loaded_by(unit: PlannedUnit) -> Any:
     return share.load
 
 
+def values_of(unit: PlannedUnit, dataset: ChatDataset) -> torch.Tensor:
+    """Its rows as the encoder takes them: those of images alone come as bytes."""
+    rows: torch.Tensor = loaded_by(unit)().rows
+    return dataset.processor.vision.pixel_bytes.decoded(rows) if unit.media.coded else rows
+
+
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
     defaults: dict[str, Any] = {"sizes": GROWS, "micro_batch_size": 1, "dp_rank": 1, "dp_size": 2}
     return LocalSource(dataset, **defaults | {"seed": 5, "encoders": image_units()} | options)
@@ -303,7 +309,7 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
     for planned, whole in zip(
         steps_of(source(mixed, encoders=apart())), steps_of(source(mixed)), strict=True
     ):
-        all_of_it, rows = unit_of(whole).media, loaded_by(unit_of(whole))().rows
+        all_of_it, rows = unit_of(whole).media, values_of(unit_of(whole), mixed)
         pieces = rows.split([prod(grid) for grid in all_of_it.grids])
         for name, kind in ((ENCODER, "image"), (FILMS, "video")):
             unit = planned.units[name]
@@ -312,9 +318,9 @@ def test_each_encoder_has_the_media_of_its_kinds(mixed: ChatDataset) -> None:
             for what in ("media", "grids", "samples", "where"):
                 expected = tuple(getattr(all_of_it, what)[n] for n in chosen)
                 assert getattr(unit.media, what) == expected
-            loaded = loaded_by(unit)()
-            assert torch.equal(loaded.rows, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
-            assert unit.media.rows == len(loaded.rows)
+            found = values_of(unit, mixed)
+            assert torch.equal(found, torch.cat([rows[:0], *(pieces[n] for n in chosen)]))
+            assert unit.media.rows == len(found)
             seen[name] += len(chosen)
     assert all(seen.values())
 

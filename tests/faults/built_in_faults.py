@@ -20,6 +20,7 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.units import UnitLoader
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.executor import Executor
 from loongplug.models.decoder import TextDecoder
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.training.provider import ModelProvider
@@ -138,6 +139,8 @@ def exchange_of(draw: Draw) -> tuple[Any, str]:
     """What a mode exchanges features with; else, what stages exchange hidden states with."""
     if draw.mode == "apart":
         return Edges, "gather_variable_shape_embeddings"
+    if draw.mode == "full-streamed":  # by one of two ways, as the step's plan has it
+        return Executor, "_do"
     if exchanges_features(draw.mode):
         return Exchange, "_move"
     return P2PCommunicator, "_communicate"

@@ -147,7 +147,10 @@ def own_layouts_of(model: str, *, large: bool) -> tuple[Layout, ...]:
     return tuple(each for each in found if model == "experts" or each.ep == 1)
 
 
-MODES = ("uniform", "hetero-tp", "hetero-dp", "full", "full-balanced", "full-wide", "apart")
+MODES = (
+    *("uniform", "hetero-tp", "hetero-dp"),
+    *("full", "full-balanced", "full-wide", "full-streamed", "apart"),
+)
 
 
 def modes_of(layout: Layout) -> tuple[str, ...]:
@@ -161,6 +164,7 @@ def modes_of(layout: Layout) -> tuple[str, ...]:
         "hetero-tp": layout.tp > 1,
         "hetero-dp": layout.tp > 1 and layout.cp == 1,
         "full-wide": layout.pp > 1 and layout.cp == 1,
+        "full-streamed": layout.pp > 1 and layout.cp == 1,
     }
     return tuple(mode for mode in MODES if needs.get(mode, True))
 
@@ -171,7 +175,10 @@ def is_full(mode: str) -> bool:
 
 
 def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
-    """As the command line has them. In full-wide an encoder is split over all stages."""
+    """As the command line has them. In full-wide an encoder is split over all stages.
+
+    What cannot stream (two encoders, what leaves for the host) does not in full-streamed.
+    """
     own_tp = "model.image_encoder.tensor_model_parallel_size"
     full = ("--enable-full-hetero-dp",)
     return {
@@ -183,6 +190,7 @@ def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
             *(*full, "--use-vit-dp-balance"),
             *("--dp-balance-trigger-threshold-vit", "0"),
         ),
+        "full-streamed": (*full, "--full-hetero-dp-schedule", "auto"),
         "full-wide": (*full, f"{own_tp}={layout.tp * layout.pp}"),
         "apart": tuple(_apart_flags(layout)),
     }[mode]

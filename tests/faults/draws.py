@@ -269,7 +269,12 @@ def exchanges_features(mode: str) -> bool:
 
 
 def comes_to(place: str, layout: Layout, mode: str) -> bool:
-    """Whether a run of this layout comes to ``place``."""
+    """Whether a run of this layout comes to ``place``.
+
+    Where encoders fill bubbles, a rank may have nothing to encode in a step.
+    """
+    if mode == "full-streamed" and place in ("unit", "encoder"):
+        return False
     return place != "exchange" or layout.pp > 1 or exchanges_features(mode)
 
 

@@ -34,7 +34,8 @@ FIXED = {
 OF_MODEL = {
     "qwen3_vl_tiny": QWEN,
     "qwen3_vl_moe_tiny": (*QWEN, *EXPERTS),
-    "llava_tiny": ("model.image_encoder.image_size=16",),
+    # Its last layer is not run: two are left for two stages.
+    "llava_tiny": ("model.image_encoder.image_size=16", "model.image_encoder.num_layers=3"),
     "internvl_tiny": ("model.image_encoder.image_size=16",),
     "qwen2_5_omni_tiny": (  # heads that fill its decoder's width
         *("model.foundation.hidden_size=64", "model.foundation.mrope_section=[4,2,2]"),

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from stock_passes import Alone
+
+from loongplug.hetero.pass_order import Pipeline
+
+ROW = torch.zeros(1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,39 @@ class _Work:
 
     def wait(self) -> None:
         self.queue.given.append(Wait(message=self.message))
+
+
+class Queued(Alone):
+    """A stage's communicator that gives its messages to a queue, in Megatron's order.
+
+    What goes from one rank to another is one stream, states and gradients of virtual stages alike.
+    """
+
+    def __init__(self, config: Any, pipeline: Pipeline, *, queue: Queue) -> None:
+        super().__init__(config, pipeline)
+        self._queue = queue
+
+    def exchange(
+        self,
+        *,
+        send_next: bool = False,
+        recv_prev: bool = False,
+        send_prev: bool = False,
+        recv_next: bool = False,
+    ) -> dict[str, Any]:
+        wanted = {"send_next": send_next, "recv_prev": recv_prev}
+        wanted |= {"send_prev": send_prev, "recv_next": recv_next}
+        order = [*wanted]
+        if self.current_stage % 2:
+            order = ["recv_prev", "send_next", "recv_next", "send_prev"]
+        return {each: self._message(each) for each in order if wanted[each]}
+
+    def _message(self, name: str) -> Any:
+        way, where = name.split("_")
+        peer = (self.current_stage + (1 if where == "next" else -1)) % self.total_stages
+        if way == "send":
+            return self._queue.isend(ROW, dst=peer, group="decoder")
+        return self._queue.irecv(ROW, src=peer, group="decoder")
 
 
 def finish(queues: Mapping[int, Sequence[Message | Wait]]) -> bool:

@@ -11,13 +11,14 @@ from loongplug.parallel.layout import Layout, encoder_sizes
 ENCODER = Entry(name="image_encoder", role=Role.ENCODER, into="text_decoder")
 PLACES = (first_stage_tp, first_stage_dp, all_ranks_dp)
 SIZES = st.sampled_from([1, 2, 3, 4])
+CP = st.sampled_from([1, 1, 2, 3])
 
 
 @st.composite
 def decoders(draw: st.DrawFn) -> tuple[Layout, int]:
     """A decoder's layout, and a tensor parallel size that divides its own."""
     tp = draw(st.sampled_from([1, 2, 4, 6]))
-    decoder = Layout(tp=tp, pp=draw(SIZES), dp=draw(SIZES))
+    decoder = Layout(tp=tp, cp=draw(CP), pp=draw(SIZES), dp=draw(SIZES))
     return decoder, draw(st.sampled_from([size for size in range(1, tp + 1) if tp % size == 0]))
 
 

@@ -93,7 +93,7 @@ def test_leaders_send_all_rows_and_each_rank_takes_its_own_where_sequences_are_s
     assert (edge.encoder_ranks, edge.decoder_ranks) == ((4, 5, 6, 7), (0, 1))
     assert edge.feature_senders == (4,)
     assert edge.feature_receivers() == (0,)
-    assert edge.feature_receivers(sharded=True) == (0, 1)
+    assert edge.feature_receivers(parts=2) == (0, 1)
 
 
 @given(worlds())

@@ -14,6 +14,7 @@ from parity.mutations import FAULTS
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
+from loongplug.context.token_split import TokenSplit, zigzag
 from loongplug.data.microbatch import Share
 from loongplug.hetero.edge import Edges, Transport
 from loongplug.hetero.exchange import ExchangeSpec
@@ -30,7 +31,7 @@ ROW_BYTES = WIDTH * torch.float32.itemsize
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A decoder, its encoder, and whether each rank holds a part of the sequence."""
+    """A decoder, its encoder, and whether each rank of a tensor parallel group holds a chunk."""
 
     decoder: Layout
     encoder: Layout
@@ -40,6 +41,12 @@ class Case:
     @property
     def ranks(self) -> int:
         return self.encoder.ranks.stop
+
+    @property
+    def shares(self) -> TokenSplit:
+        """Which tokens of a row each context parallel rank holds."""
+        cp = self.decoder.cp
+        return TokenSplit.whole(LENGTH) if cp == 1 else zigzag(LENGTH, cp=cp)
 
     def places(self, replica: int, number: int) -> list[np.ndarray]:
         """Of each sample of a decoder replica's microbatch, where its tokens lie."""
@@ -61,6 +68,7 @@ def cases() -> dict[str, Case]:
         "tp2-encoder-tp2-split": Case(
             decoder=two, encoder=Layout(tp=2, first_rank=2), samples=2, split=True
         ),
+        "tp2-cp2-1": Case(decoder=Layout(tp=2, cp=2), encoder=Layout(first_rank=4), samples=2),
         "encoder-tp2": Case(decoder=Layout(dp=2), encoder=Layout(tp=2, first_rank=2)),
         "without-samples": Case(decoder=Layout(), encoder=Layout(dp=2, first_rank=1)),
     }
@@ -79,9 +87,9 @@ def made(case: Case, step: int, replica: int, number: int, samples: range) -> to
 def spec_of(case: Case, units: list[list[np.ndarray]]) -> ExchangeSpec:
     """What both sides know of units, of which each has some samples' places."""
     shards: tuple[tuple[Rows, ...], ...] | None = None
-    if case.split:
-        parts = case.decoder.tp
-        shards = tuple(sequence_shards(each, length=LENGTH, parts=parts) for each in units)
+    if case.split or case.decoder.cp > 1:
+        tp = case.decoder.tp if case.split else 1
+        shards = tuple(sequence_shards(each, split=case.shares, tp=tp) for each in units)
     row_tokens = tuple(tuple(map(len, each)) for each in units)
     return ExchangeSpec(
         tokens=tuple(map(sum, row_tokens)),
@@ -189,9 +197,10 @@ def decode(
         alone = spec.part(range(number, number + 1))
         (rows,) = edges.gather_variable_shape_embeddings({}, alone).values()
         whole = made(case, step, place.dp, number, range(case.samples))
+        held = case.shares.parts[place.cp].places
         if case.split:
-            bounds = range(place.tp * LENGTH // 2, (place.tp + 1) * LENGTH // 2)
-            whole = whole[[token in bounds for token in np.concatenate(places[number])]]
+            held = np.split(held, case.decoder.tp)[place.tp]
+        whole = whole[np.isin(np.concatenate(places[number]), held)]
         assert torch.equal(rows, whole), number
         if trains:
             assert not edges.scatter_variable_shape_embeddings({0: -rows}, alone)

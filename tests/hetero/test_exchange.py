@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from parity import mutations
 from placed import ENCODER
 from ranks import RankError, run_ranks
 
@@ -27,11 +28,11 @@ def payload(unit: int, tokens: int) -> torch.Tensor:
     return (rows + 1000.0 * (unit + 1)).to(torch.float32)
 
 
-def made_up(place: random.Random, groups: int, *, consumers: int, split: bool) -> ExchangeSpec:
+def made_up(place: random.Random, groups: int, *, parts: int) -> ExchangeSpec:
     """Any number of units of any size; those without rows are many."""
     number = place.choice([0, 1, 2, groups, groups + 1, 2 * groups + 1])
     tokens = tuple(place.choice([0, 0, 1, 2, 3, 40]) for _ in range(number))
-    shards = tuple(sequence_of(place, each, consumers) for each in tokens) if split else None
+    shards = tuple(sequence_of(place, each, parts) for each in tokens) if parts > 1 else None
     return ExchangeSpec(
         tokens=tokens,
         shares=tuple(shares_of(place, each, groups) for each in tokens),
@@ -58,13 +59,13 @@ def shares_of(place: random.Random, tokens: int, groups: int) -> tuple[Share, ..
     )
 
 
-def sequence_of(place: random.Random, tokens: int, consumers: int) -> tuple[Rows, ...]:
-    """Two rows of a microbatch, each cut among the consumers, some of which get nothing."""
-    shards: list[list[slice]] = [[] for _ in range(consumers)]
+def sequence_of(place: random.Random, tokens: int, parts: int) -> tuple[Rows, ...]:
+    """Two rows of a microbatch, each cut among the parts, there and back, and some get nothing."""
+    shards: list[list[slice]] = [[] for _ in range(parts)]
     for start, stop in ((0, tokens // 2), (tokens // 2, tokens)):
-        cuts = sorted(place.randint(start, stop) for _ in range(consumers - 1))
-        edges = [start, *cuts, stop]
-        for shard, first, behind in zip(shards, edges, edges[1:], strict=False):
+        cuts = sorted(place.randint(start, stop) for _ in range(2 * parts - 1))
+        edges = pairwise([start, *cuts, stop])
+        for shard, (first, behind) in zip([*shards, *shards[::-1]], edges, strict=True):
             shard += [slice(first, behind)] if behind > first else []
     return tuple(tuple(shard) for shard in shards)
 
@@ -78,12 +79,12 @@ def rows_of(units: ExchangeSpec, unit: int, replica: int) -> torch.Tensor | None
     return None
 
 
-def needed_of(units: ExchangeSpec, unit: int, consumer: int) -> torch.Tensor:
-    """The rows of a unit that a consumer needs, [rows, WIDTH]."""
+def needed_of(units: ExchangeSpec, unit: int, part: int) -> torch.Tensor:
+    """The rows of a unit that a consumer of this part of the sequence needs, [rows, WIDTH]."""
     whole = payload(unit, units.tokens[unit])
     if units.shards is None:
         return whole
-    return torch.cat([whole[:0], *(whole[each] for each in units.shards[unit][consumer])])
+    return torch.cat([whole[:0], *(whole[each] for each in units.shards[unit][part])])
 
 
 def there_and_back(
@@ -107,7 +108,8 @@ def there_and_back(
     chance = random.Random(decoder.group("tp_cp_pp", rank)[0])  # the same within a replica
     needed = 0
     for _ in range(ROUNDS):
-        units = made_up(chance, len(edge.replicas), consumers=len(edge.consumers), split=split)
+        parts = decoder.cp * (decoder.tp if split else 1)
+        units = made_up(chance, len(edge.replicas), parts=parts)
         replica = edge.replica_of(rank)
         mine = {}
         for unit in range(len(units.tokens)):
@@ -117,8 +119,7 @@ def there_and_back(
         arrived = exchange.gather_variable_shape_embeddings(mine, units)
         assert sorted(arrived) == (list(range(len(units.tokens))) if consumes else [])
         for unit, rows in arrived.items():
-            here = edge.consumers.index(rank)
-            assert torch.equal(rows, needed_of(units, unit, here)), unit
+            assert torch.equal(rows, needed_of(units, unit, part_of(units, edge, rank))), unit
             assert not rows.requires_grad
         gradients = exchange.scatter_variable_shape_embeddings(
             {unit: -rows for unit, rows in arrived.items()}, units
@@ -135,17 +136,22 @@ def there_and_back(
 
 def received_by(units: ExchangeSpec, edge: Edge, rank: int) -> int:
     """Bytes that a rank has to get from others, by the definition of what it needs."""
-    consumer = edge.consumers.index(rank) if rank in edge.consumers else None
+    part = part_of(units, edge, rank) if rank in edge.consumers else None
     replica = edge.replica_of(rank)
     rows = 0
     for unit in range(len(units.tokens)):
-        needed = set() if consumer is None else firsts(needed_of(units, unit, consumer))
+        needed = set() if part is None else firsts(needed_of(units, unit, part))
         encoded = None if replica is None else rows_of(units, unit, replica)
         own = set() if encoded is None else firsts(encoded)
         rows += len(needed - own)  # features
         # Gradients, all but those of its own part of the sequence.
         rows += len(own - needed)
     return rows * units.width * units.dtype.itemsize
+
+
+def part_of(units: ExchangeSpec, edge: Edge, rank: int) -> int:
+    """The part of the sequence that a consumer has: neighbours share one."""
+    return edge.consumers.index(rank) * units.parts // len(edge.consumers)
 
 
 def firsts(rows: torch.Tensor) -> set[float]:
@@ -156,6 +162,7 @@ def firsts(rows: torch.Tensor) -> set[float]:
 CASES = {
     "tp2": (Layout(tp=2), 1, False),
     "tp4-encoder2-dp": (Layout(tp=4), 2, False),
+    "tp2-cp2": (Layout(tp=2, cp=2), 1, False),
     "tp2-pp2-first-stage": (Layout(tp=2, pp=2), 1, False),
     "pp2": (Layout(pp=2), 1, True),
     "tp2-pp2": (Layout(tp=2, pp=2), 1, True),
@@ -163,6 +170,7 @@ CASES = {
     "pp2-dp2": (Layout(pp=2, dp=2), 1, True),
     "tp2-pp2-encoder4": (Layout(tp=2, pp=2), 4, True),
     "pp4-encoder2": (Layout(pp=4), 2, True),
+    "cp2-pp2-encoder2": (Layout(cp=2, pp=2), 2, True),
 }
 
 
@@ -181,6 +189,35 @@ def test_units_come_and_gradients_return(name, split):
     )
     sent, needed = (sum(column) for column in zip(*counted, strict=True))
     assert sent == needed > 0
+
+
+FAULTY = {
+    "lost": mutations.lose_a_parts_gradient,
+    "wrong": mutations.take_another_parts_features,
+    "doubled": mutations.take_a_parts_gradient_twice,
+}
+
+
+def with_a_fault(rank: int, *, fault: str, **case) -> None:
+    FAULTY[fault](rank)
+    there_and_back(rank, **case)
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_faults_of_parts_are_seen(fault):
+    """Two context parallel parts, each on two ranks."""
+    decoder = Layout(tp=2, cp=2)
+    with pytest.raises(RankError, match="AssertionError"):
+        run_ranks(
+            with_a_fault,
+            4,
+            fault=fault,
+            decoder=decoder,
+            tp=1,
+            everywhere=False,
+            split=False,
+            timeout=120.0,
+        )
 
 
 def with_units_swapped(rank: int, **case) -> None:

@@ -111,6 +111,60 @@ def test_numbers_are_those_of_one_graph_for_all():
     assert torch.allclose(model.gradients, plain.gradients, rtol=1e-6)
 
 
+@pytest.mark.parametrize("on_host", SETS, ids=lambda each: "+".join(k.name for k in each) or "none")
+@pytest.mark.parametrize(
+    ("rows", "most", "passes"),
+    [
+        (ROWS, 10, 3),  # 3 + 5 + 2, 4, 7
+        (ROWS, 100, 1),
+        (ROWS, 1, 5),  # below one unit: each by itself
+        ([0, 0, 3], 5, 1),
+        ([0, 0], 5, 1),
+        ([3, 4, 0], 3, 2),
+    ],
+)
+def test_units_that_are_joined_have_the_numbers_of_each_by_itself(on_host, rows, most, passes):
+    found = []
+    for joined_rows in (0, most):
+        model = Model()
+        executor = executor_of(
+            separated, LazyCopies(), on_host=on_host, last_stage=False, joined_rows=joined_rows
+        )
+        losses = run_step(executor, model, rows)
+        if Kept.ACTIVATIONS in on_host:
+            assert model.passes == len(rows)  # they leave unit by unit
+        elif joined_rows:
+            assert model.passes == passes
+        found.append((torch.stack(losses), model.gradients))
+    for singly, joined in zip(*found, strict=True):
+        assert (joined - singly).abs().max() <= 1e-6 * singly.abs().max()
+    assert found[0][1].any() == bool(sum(rows))
+
+
+def test_a_frozen_encoder_joins_units_too():
+    model, executor = Model(trains=False), executor_of(separated, HostCopies(), joined_rows=100)
+    losses = torch.stack(run_step(executor, model, ROWS))
+    assert model.passes == 1
+    torch.testing.assert_close(
+        losses, torch.stack(run_step(executor_of(separated, HostCopies()), model, ROWS))
+    )
+
+
+def test_features_of_a_pass_are_let_go_unit_by_unit():
+    """What the exchange hands on of a pass lies in one piece of memory."""
+    alive, made = [], Noted()
+
+    class Watched(Wires):
+        def gather_variable_shape_embeddings(self, payloads, spec):
+            made.note(payloads[0])
+            return {unit: each.detach() for unit, each in payloads.items()}
+
+    executor = executor_of(separated, HostCopies(), joined_rows=100)
+    executor._exchange = Watched()
+    run_step(executor, Model(), ROWS, seen=lambda: alive.append(made.alive()))
+    assert set(alive) == {0}
+
+
 class Noted:
     """Storages by what they are, and how many bytes of them are alive."""
 

@@ -99,7 +99,8 @@ def test_a_policy_is_pure() -> None:
             for each in node.names
         }
         assert imported <= {
-            "collections", "collections.abc", "dataclasses", "enum", "loongplug.hetero.operations",
+            "collections", "collections.abc", "dataclasses", "enum", "typing",
+            "loongplug.hetero.operations",
         }  # fmt: skip
 
 

@@ -1,12 +1,16 @@
 """Encoders on ranks of their own where a GPU takes all of its work from one queue: who hangs."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from one_queue import Queue, finish
+from one_queue import ROW, Queue, Queued, finish
 from placed import ENCODER
-from simulated import calls
+from stock_passes import Chunk, step_of_megatron
 
 from loongplug.data.microbatch import Share
 from loongplug.hetero import edge, stage_links
@@ -21,38 +25,82 @@ from loongplug.hetero.operations import (
     TakeBack,
     TakeStates,
 )
+from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_graph import ahead, in_flight, warmup
-from loongplug.hetero.placement import one_apart
+from loongplug.hetero.placement import Piece, one_apart
 from loongplug.hetero.policies import EncoderStep, apart
 from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit
 from loongplug.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
 
-ROW = torch.zeros(1, 1)
 HOST = torch.device("cpu")
 
 
+class Took(torch.autograd.Function):
+    """A place where features are taken, and behind whose backward their gradient is there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, take: Callable[[], None], give: Callable[[], None]
+    ) -> torch.Tensor:
+        take()
+        ctx.give = give
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.give()
+        return gradient, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """An encoder, and what it has of the messages of a step."""
+
+    number: int
+    stages: int
+    first_rank: int
+    pieces: tuple[Piece, ...]
+
+
 class Ranks:
-    """A decoder's ranks and behind them those of an encoder, and what each gives its queue."""
+    """A decoder's ranks and behind them those of encoders, and what each gives its queue."""
 
     def __init__(
         self,
         patch: pytest.MonkeyPatch,
         *,
         decoder: int,
-        stages: int,
+        encoders: Sequence[int],
         microbatches: int,
+        chunks: int = 1,
+        overlap: bool = False,
         window: int = WINDOW,
     ) -> None:
-        """``decoder`` and ``stages`` are the stages of both; each is one rank."""
+        """``decoder`` and ``encoders`` are the stages of all; each is one rank.
+
+        ``chunks``: virtual stages of each of the decoder's. ``overlap``: with their passes beside
+        what is sent.
+        """
         self._patch = patch
-        self._decoder, self._stages, self._microbatches = decoder, stages, microbatches
+        self._pipeline = Pipeline(stages=decoder, stage=0, chunks=chunks, group=decoder)
+        self._overlap = overlap
+        self._microbatches = microbatches
         self._window = window
-        placement = one_apart(
-            Layout(pp=decoder), entry=ENCODER, tp=1, dp=1, pp=stages, rank_offset=decoder
-        )
-        self._pieces = placement.pieces(ENCODER.name, micro_batch_size=1)
+        self._ahead = ahead(pipeline=decoder, virtual=chunks > 1)
+        self._placed = []
+        offset = decoder
+        for number, stages in enumerate(encoders):
+            entry = replace(ENCODER, name=f"encoder {number}")
+            placement = one_apart(
+                Layout(pp=decoder), entry=entry, tp=1, dp=1, pp=stages, rank_offset=offset
+            )
+            pieces = placement.pieces(entry.name, micro_batch_size=1)
+            self._placed.append(
+                Placed(number=number, stages=stages, first_rank=offset, pieces=pieces)
+            )
+            offset += stages
         self._units = ExchangeSpec(
             tokens=(1,) * microbatches,
             shares=((Share(encoder_replica=0),),) * microbatches,
@@ -62,71 +110,81 @@ class Ranks:
         )
 
     def finish(self, *, less: int = 0) -> bool:
-        """Whether a step ends; ``less``: with so many forwards of the encoder fewer ahead."""
-        queues = {rank: self._decoders(rank) for rank in range(self._decoder)}
-        for stage in range(self._stages):
-            queues[self._decoder + stage] = self._encoders(stage, less=less)
-        return finish({rank: queue.given for rank, queue in queues.items()})
+        """Whether a step ends; ``less``: with so many forwards of the encoders fewer ahead."""
+        queues = [self._decoders(rank) for rank in range(self._pipeline.stages)]
+        queues += [
+            self._encoders(encoder, stage, less=less)
+            for encoder in self._placed
+            for stage in range(encoder.stages)
+        ]
+        return finish({queue.rank: queue.given for queue in queues})
 
-    def _edges(self, rank: int) -> tuple[Queue, Edges]:
+    def _queue(self, rank: int) -> Queue:
         queue = Queue(rank)
         for module in (edge, stage_links):
             self._patch.setattr(module, "dist", queue)
-        groups: dict[str, object] = {"there": "features", "back": "gradients", "together": None}
-        transport = Transport(**groups)  # type: ignore[arg-type]
-        most = self._in_flight(max(0, rank - self._decoder))
-        return queue, Edges(
-            self._pieces, transport, window=self._window, in_flight=most, device=HOST
-        )
-
-    def _in_flight(self, stage: int) -> int:
-        return in_flight(
-            ahead=ahead(pipeline=self._decoder, virtual=False), stages=self._stages, stage=stage
-        )
-
-    def _decoders(self, rank: int) -> Queue:
-        """What a rank of the decoder does under Megatron's 1F1B, which waits for all it begins."""
-        queue, edges = self._edges(rank)
-        if rank == 0:
-            edges.begin(self._units, trains=True)
-        there = back = 0
-        behind = self._decoder - 1 - rank
-        for call in calls(warmup=min(behind, self._microbatches), microbatches=self._microbatches):
-            works = []
-            if behind and "send_forward" in call.name:
-                works.append(queue.isend(ROW, dst=rank + 1, group="decoder"))
-            if behind and "recv_backward" in call.name:
-                works.append(queue.irecv(ROW, src=rank + 1, group="decoder"))
-            if rank and "send_backward" in call.name:
-                works.append(queue.isend(ROW, dst=rank - 1, group="decoder"))
-            if rank and "recv_forward" in call.name:
-                works.append(queue.irecv(ROW, src=rank - 1, group="decoder"))
-            for work in works:
-                work.wait()
-            if rank == 0 and "recv_backward" in call.name:
-                edges.scatter_variable_shape_embeddings({0: ROW}, self._unit(back))
-                back += 1
-            if rank == 0 and "recv_forward" in call.name:
-                edges.gather_variable_shape_embeddings({}, self._unit(there))
-                there += 1
-        if rank == 0:
-            edges.drain()
         return queue
 
-    def _encoders(self, stage: int, *, less: int) -> Queue:
-        """What a stage of the encoder does by its plan."""
-        queue, edges = self._edges(self._decoder + stage)
-        links = StageLinks(
-            before=self._link(stage, stage - 1) if stage else None,
-            behind=self._link(stage, stage + 1) if stage < self._stages - 1 else None,
+    def _edges(self, encoder: Placed, stage: int) -> Edges:
+        """Of a stage of the encoder; on the decoder's ranks of the last one."""
+        groups: dict[str, object] = {
+            "there": f"features {encoder.number}",
+            "back": f"gradients {encoder.number}",
+            "together": None,
+        }
+        return Edges(
+            encoder.pieces,
+            Transport(**groups),  # type: ignore[arg-type]
             window=self._window,
-            in_flight=self._in_flight(stage),
+            in_flight=self._in_flight(encoder, stage),
+            device=HOST,
+        )
+
+    def _in_flight(self, encoder: Placed, stage: int) -> int:
+        return in_flight(ahead=self._ahead, stages=encoder.stages, stage=stage)
+
+    def _decoders(self, rank: int) -> Queue:
+        """What a rank of the decoder does under Megatron's schedule."""
+        queue = self._queue(rank)
+        edges = [self._edges(each, each.stages - 1) for each in self._placed] if rank == 0 else []
+        for each in edges:
+            each.begin(self._units, trains=True)
+
+        def output(chunk: Chunk, number: int) -> torch.Tensor:
+            made = chunk.state()
+            unit = self._unit(number)
+            for each in edges if chunk.number == 0 else ():
+                take = partial(each.gather_variable_shape_embeddings, {}, unit)
+                give = partial(each.scatter_variable_shape_embeddings, {0: ROW}, unit)
+                made = Took.apply(made, take, give)
+            return made
+
+        step_of_megatron(
+            replace(self._pipeline, stage=rank),
+            self._microbatches,
+            output=output,
+            communicator=partial(Queued, queue=queue),
+            overlap=self._overlap,
+        )
+        for each in edges:
+            each.drain()
+        return queue
+
+    def _encoders(self, encoder: Placed, stage: int, *, less: int) -> Queue:
+        """What a stage of the encoder does by its plan."""
+        queue = self._queue(encoder.first_rank + stage)
+        edges = self._edges(encoder, stage)
+        links = StageLinks(
+            before=self._link(encoder, stage, stage - 1) if stage else None,
+            behind=self._link(encoder, stage, stage + 1) if stage < encoder.stages - 1 else None,
+            window=self._window,
+            in_flight=self._in_flight(encoder, stage),
             device=HOST,
         )
         units = [StageUnit(rows=1, microbatch=number) for number in range(self._microbatches)]
         edges.begin(self._units, trains=True)
-        links.begin(units, dtype=ROW.dtype, comes_back=stage < self._stages - 1)
-        for each in apart(self._step(stage, less=less))[BEGIN]:
+        links.begin(units, dtype=ROW.dtype, comes_back=stage < encoder.stages - 1)
+        for each in apart(self._step(encoder, stage, less=less))[BEGIN]:
             match each:
                 case TakeStates(unit=unit):
                     links.take(unit)
@@ -144,11 +202,11 @@ class Ranks:
         links.drain()
         return queue
 
-    def _step(self, stage: int, *, less: int) -> EncoderStep:
+    def _step(self, encoder: Placed, stage: int, *, less: int) -> EncoderStep:
         forwards = warmup(
             microbatches=self._microbatches,
-            ahead=ahead(pipeline=self._decoder, virtual=False),
-            stages=self._stages,
+            ahead=self._ahead,
+            stages=encoder.stages,
             stage=stage,
         )
         return EncoderStep(
@@ -162,31 +220,64 @@ class Ranks:
             last_stage=False,
             warmup=max(0, forwards - less),
             stage=stage,
-            stages=self._stages,
+            stages=encoder.stages,
         )
 
-    def _link(self, stage: int, other: int) -> StageLink:
+    def _link(self, encoder: Placed, stage: int, other: int) -> StageLink:
         boundary = min(stage, other)
-        groups: dict[str, object] = {"there": f"states {boundary}", "back": f"back {boundary}"}
-        return StageLink(peer=self._decoder + other, width=1, **groups)  # type: ignore[arg-type]
+        groups: dict[str, object] = {
+            "there": f"states {encoder.number} {boundary}",
+            "back": f"back {encoder.number} {boundary}",
+        }
+        return StageLink(peer=encoder.first_rank + other, width=1, **groups)  # type: ignore[arg-type]
 
     def _unit(self, number: int) -> ExchangeSpec:
         return self._units.part(range(number, number + 1))
 
 
-GRAPHS = [*product((1, 2, 3), (1, 2, 3))]  # stages of a decoder and of an encoder
+# Stages of a decoder and of its encoders, virtual stages of each of the decoder's, and whether
+# their passes go on beside what is sent.
+GRAPHS = [
+    *((decoder, (stages,), 1, False) for decoder, stages in product((1, 2, 3), (1, 2, 3))),
+    *((decoder, (2, 1), 1, False) for decoder in (1, 2, 3)),
+    *((2, encoders, 2, overlap) for encoders in ((1,), (2, 1)) for overlap in (False, True)),
+    *((3, (1,), 2, True), (2, (2,), 3, True)),
+]
 
 
-@pytest.mark.parametrize(("decoder", "stages"), GRAPHS)
+@pytest.mark.parametrize(("decoder", "encoders", "chunks", "overlap"), GRAPHS)
 def test_no_step_hangs_and_one_less_is_too_few(
-    monkeypatch: pytest.MonkeyPatch, decoder: int, stages: int
+    monkeypatch: pytest.MonkeyPatch,
+    decoder: int,
+    encoders: tuple[int, ...],
+    chunks: int,
+    overlap: bool,
 ) -> None:
-    for microbatches in range(1, 8):
-        ranks = Ranks(monkeypatch, decoder=decoder, stages=stages, microbatches=microbatches)
+    each = range(1, 8) if chunks == 1 else range(decoder, 4 * decoder + 1, decoder)
+    for microbatches in each:
+        ranks = Ranks(
+            monkeypatch,
+            decoder=decoder,
+            encoders=encoders,
+            microbatches=microbatches,
+            chunks=chunks,
+            overlap=overlap,
+        )
         assert ranks.finish(), microbatches
-        assert ranks.finish(less=1) == (microbatches < decoder + 2), microbatches
+        forwards = ahead(pipeline=decoder, virtual=chunks > 1)
+        assert ranks.finish(less=1) == (microbatches < forwards + 2), microbatches
 
 
-def test_receives_that_are_posted_earlier_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(monkeypatch, decoder=2, stages=2, microbatches=7, window=WINDOW + 1)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_receives_that_are_posted_earlier_hang(
+    monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    ranks = Ranks(
+        monkeypatch,
+        decoder=2,
+        encoders=[2],
+        microbatches=8,
+        chunks=chunks,
+        window=WINDOW + 1,
+    )
     assert not ranks.finish()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -26,13 +27,17 @@ NAME = ENCODER.name
 
 @FEW
 @given(placements())
-def test_consumers_are_the_first_stage_s_tensor_parallel_group(made):
+def test_consumers_are_the_first_stage_s_ranks_part_after_part(made):
+    """Those of one context parallel part are neighbours, by their tensor parallel coordinates."""
     placement, decoder, rank = made
     mine = decoder.coordinates(rank)
     consumers = placement.edge(NAME, rank=rank).consumers
     coordinates = [decoder.coordinates(each) for each in consumers]
-    assert [each.tp for each in coordinates] == list(range(decoder.tp))
-    assert {(each.pp, each.dp, each.cp) for each in coordinates} == {(0, mine.dp, mine.cp)}
+    assert {(each.pp, each.dp) for each in coordinates} == {(0, mine.dp)}
+    places = [(each.cp, each.tp) for each in coordinates]
+    assert places == [*product(range(decoder.cp), range(decoder.tp))]
+    for part, ranks in enumerate(placement.edge(NAME, rank=rank).parts(decoder.cp)):
+        assert {decoder.coordinates(each).cp for each in ranks} == {part}
 
 
 @FEW
@@ -109,7 +114,8 @@ def test_process_groups_of_an_exchange_part_the_ranks_that_take_part(made):
 @given(placements(), st.integers(1, 9))
 def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
     """Each tensor parallel group of the layout is one copy of the encoder, and adds its gradient
-    of whatever it encodes: of each unit, copies x factor is 1."""
+    of whatever it encodes: of each unit, copies x factor is 1. Context parallel ranks that all
+    encode a unit have a part of its gradient each."""
     placement, decoder, _ = made
     layout = placement.entry(NAME).layout
     factor = placement.gradient_factor(NAME)
@@ -119,7 +125,8 @@ def test_the_sum_over_all_ranks_counts_each_unit_once(made, units):
             encoding = edge.replicas[share.encoder_replica]
             copies = {tuple(layout.group("tp", rank)) for rank in encoding}
             assert set(encoding) == {rank for copy in copies for rank in copy}
-            assert len(copies) * factor == 1.0
+            parts = decoder.cp if placement.entry(NAME).same_units else 1
+            assert len(copies) * factor == parts
     assert len(placement.edges(NAME)) == decoder.dp
 
 

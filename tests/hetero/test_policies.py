@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,7 @@ class Walk:
 
     step: EncoderStep
     encoded: list[int | None] = field(default_factory=list)
+    passes: list[tuple[int | None, ...]] = field(default_factory=list)
     collectives: list[Operation] = field(default_factory=list)
     payloads: set[int | None] = field(default_factory=set)
     features: set[int] = field(default_factory=set)  # on the device
@@ -79,14 +81,17 @@ class Walk:
     def do(self, operation: Operation) -> None:
         step = self.step
         match operation:
-            case Encode(unit=unit, movable=movable):
+            case Encode(unit=unit, movable=movable, joined=joined):
                 assert self.here(Kept.STATE)
                 if movable:
+                    assert not joined, "they would be on the device together"
                     self.movable.add(unit)
-                assert unit is None or step.replica in step.encoder_replicas[unit]
-                assert unit not in self.encoded
-                self.encoded.append(unit)
-                self.payloads.add(unit)
+                for each in (unit, *joined):
+                    assert each is None or step.replica in step.encoder_replicas[each]
+                    assert each not in self.encoded
+                    self.encoded.append(each)
+                    self.payloads.add(each)
+                self.passes.append((unit, *joined))
                 self.own |= {unit} & {None}  # nobody has a gradient for it
             case GatherFeatures(units=units, to_host=to_host):
                 self.collectives.append(operation)
@@ -110,12 +115,14 @@ class Walk:
                     assert set(units) <= self.gradients
                 self.gradients -= set(units)
                 self.own |= {unit for unit in units if unit in self.encoded}
-            case EncoderBackward(unit=unit, more=more):
-                assert unit in self.own
-                assert unit not in self.backward
-                assert self.here(Kept.ACTIVATIONS, unit)
+            case EncoderBackward(unit=unit, more=more, joined=joined):
+                assert (unit, *joined) in self.passes, "a graph goes backward as a whole"
+                for each in (unit, *joined):
+                    assert each in self.own
+                    assert each not in self.backward
+                    assert self.here(Kept.ACTIVATIONS, each)
+                    self.backward.append(each)
                 assert self.here(Kept.STATE)
-                self.backward.append(unit)
                 self.last_more = more
             case Offload() | Release() | Reload() | Await():
                 for unit in operation.units or (None,):
@@ -204,6 +211,8 @@ def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipel
     training = draw(st.booleans())
     trains = training and draw(st.booleans())
     on_host = frozenset(draw(st.sets(st.sampled_from(MOVABLE)))) if everywhere else frozenset()
+    rows = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count).map(tuple))
+    joined_rows = draw(st.integers(1, 12))
     found = []
     for stage in range(stages):
         for replica in range(replicas):
@@ -217,6 +226,8 @@ def steps(draw: st.DrawFn, *, everywhere: bool) -> list[tuple[EncoderStep, Pipel
                 trains=trains,
                 last_stage=stage == stages - 1,
                 on_host=on_host,
+                rows=rows,
+                joined_rows=joined_rows,
             )
             pipeline = Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages)
             found.append((step, pipeline))
@@ -239,6 +250,20 @@ def test_group_ahead(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
             assert not plan
             continue
         assert walk(plan, step, pipeline) == walk(group_ahead(ranks[0][0]), *ranks[0])
+
+
+@given(steps(everywhere=True))
+def test_passes_take_neighbours_up_to_a_budget(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
+    for step, _ in ranks:
+        passes = step.passes()
+        assert [unit for each in passes for unit in each] == step.mine(step.units)
+        taken = [sum(step.rows[unit] for unit in each) for each in passes]
+        for each, rows in zip(passes, taken, strict=True):
+            assert rows <= step.joined_rows or sum(step.rows[unit] > 0 for unit in each) == 1
+        for (rows, _), (_, behind) in pairwise(zip(taken, passes, strict=True)):
+            assert rows + step.rows[behind[0]] > step.joined_rows, "another one had room"
+        alone = [(unit,) for unit in step.mine(step.units)]
+        assert replace(step, rows=()).passes() == alone
 
 
 @st.composite

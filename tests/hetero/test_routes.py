@@ -97,25 +97,38 @@ def test_the_consumers_share_the_gradients_of_later_stages(made, rounds):
     )
     counts = [sent[rank] for rank in edge.consumers]
     assert max(counts) - min(counts) <= rounds
-    assert sum(counts) == rounds * decoder.tp * (decoder.pp - 1)
+    assert sum(counts) == rounds * decoder.tp * decoder.cp * (decoder.pp - 1)
 
 
 @FEW
-@given(routed())
-def test_split_sequences_take_each_consumers_rows_there_and_back(made):
+@given(routed(), st.data())
+def test_split_sequences_take_each_parts_rows_there_and_back(made, data):
+    """Features to all ranks of every part, a gradient from one rank of each."""
     edge, encoder_replicas = made
-    for each in feature_transfers(edge, encoder_replicas, sharded=True):
-        assert edge.consumers[each.shard] == each.target
-    back = gradient_transfers(edge, encoder_replicas, sharded=True)
-    assert all(edge.consumers[each.shard] == each.source for each in back)
+    consumers = len(edge.consumers)
+    sizes = [each for each in range(2, consumers + 1) if consumers % each == 0]
+    if not sizes:
+        return
+    parts = data.draw(st.sampled_from(sizes))
+    part_of = {rank: n * parts // consumers for n, rank in enumerate(edge.consumers)}
+    there = feature_transfers(edge, encoder_replicas, parts=parts)
+    assert all(part_of[each.target] == each.shard for each in there)
+    expected = [(*share, rank) for share in shares(encoder_replicas) for rank in edge.consumers]
+    found = [(each.unit, each.encoder_replica, each.target) for each in there]
+    assert sorted(found) == sorted(expected)
+    back = gradient_transfers(edge, encoder_replicas, parts=parts)
+    assert all(part_of[each.source] == each.shard for each in back)
     expected = [
         (unit, encoder_replica, rank, shard)
         for unit, encoder_replica in shares(encoder_replicas)
         for rank in edge.replicas[encoder_replica]
-        for shard in range(len(edge.consumers))
+        for shard in range(parts)
     ]
     found = [(each.unit, each.encoder_replica, each.target, each.shard) for each in back]
     assert sorted(found) == sorted(expected)
+    for each in back:  # what is here already is not sent
+        if part_of.get(each.target) == each.shard:
+            assert each.source == each.target
 
 
 @FEW

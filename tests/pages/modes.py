@@ -74,6 +74,11 @@ MODES: tuple[Mode, ...] = (
         flags=(*_SP, "--enable-full-hetero-dp"),
     ),
     Mode(
+        name="streamed",
+        title="full separation, encoders in the pipeline's bubbles",
+        flags=(*_PP, "--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),
+    ),
+    Mode(
         name="offload",
         title="full separation, the encoder's side in host memory while the decoder works",
         flags=(

@@ -31,8 +31,10 @@ def test_two_modes_are_refused_together_by_the_rule_that_is_about_both(cells: Ma
     assert cells["VPP", "overlap"] == cells["VPP", "MoE overlap"] == ()
     assert cells["PP", "MoE overlap"] == ("moe-overlap-stages",)
     assert cells["recompute", "MoE overlap"] == ("moe-overlap-recompute",)
-    assert cells["CP", "hetero DP"] == ("context-parallel",)
+    assert cells["CP", "hetero DP"] == cells["CP", "full hetero"] == ()
     assert cells["hetero DP", "full hetero"] == ("one-mode",)
+    assert cells["streamed", "offload"] == ("streamed-offload",)
+    assert cells["streamed", "VPP"] == cells["streamed", "overlap"] == ()
 
 
 def test_modes_of_different_models_do_not_meet(cells: Matrix) -> None:

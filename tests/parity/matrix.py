@@ -28,11 +28,19 @@ from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
 from parity.context_cells import context_cells
 from parity.overlap_cells import OverlapCell, overlap_cells
-from parity.parity_page import context_page, hearing_page, layouts_page, overlap_page, savings_page
+from parity.parity_page import (
+    context_page,
+    hearing_page,
+    layouts_page,
+    overlap_page,
+    savings_page,
+    streamed_page,
+)
 from parity.placement_cells import PlacementCell, placement_cells
 from parity.placement_page import placements_page
 from parity.results import Result, as_result, outcome
 from parity.saving_cells import one_word, saving_cells
+from parity.streamed_cells import streamed_cells
 
 STEPS = 2
 _BIT_STEPS = 3
@@ -57,6 +65,7 @@ PARTS = {
     "savings": Part("parity_savings.md", saving_cells, savings_page),
     "overlap": Part("parity_overlap.md", overlap_cells, overlap_page),
     "context": Part("parity_context.md", context_cells, context_page),
+    "streamed": Part("parity_streamed.md", streamed_cells, streamed_page),
     "placements": Part("parity_placements.md", placement_cells, placements_page),
 }
 

@@ -94,6 +94,7 @@ def _several(size: str) -> Callable[..., bool]:
 
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
+PIECES = "loongplug.hetero.piece_work"
 EDGE, PLACEMENT = "loongplug.hetero.edge", "loongplug.hetero.placement"
 DECODER, ROUTER = "loongplug.models.decoder", "loongplug.models.layers.router"
 PROVIDER, OPTIMIZER = "loongplug.training.provider", "loongplug.parallel.optimizer_per_module"
@@ -116,6 +117,57 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
                 arrived[one], arrived[other] = arrived[other], arrived[one]
                 return arrived
     return arrived
+
+
+@fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
+def swap_two_microbatches_gradients(rank: int) -> None:
+    """Of pieces of one size that one replica has: the earlier backward waits for the later."""
+    from loongplug.hetero.operations import PieceBackward
+
+    waits: list[int] = []
+
+    def behind(self: Any, piece: int) -> list[int]:
+        pieces, work = self._planned.pieces, [x.piece for x in self.stream.work if not x.forward]
+        first = pieces[piece]
+        return [
+            each
+            for each in work[work.index(piece) + 1 :]
+            if pieces[each].tokens == first.tokens and pieces[each].microbatch != first.microbatch
+        ]
+
+    def swapped(original: Any, self: Any, operation: Any) -> None:
+        if not isinstance(operation, PieceBackward):
+            original(self, operation)
+            return
+        if not waits and behind(self, operation.piece):
+            waits[:] = [operation.piece, behind(self, operation.piece)[0]]
+            return
+        if waits and waits[1] == operation.piece:
+            one, other = waits
+            waits.clear()
+            found = self._gradients
+            found[one], found[other] = found[other], found[one]
+            original(self, PieceBackward(piece=one))
+        original(self, operation)
+
+    around(f"{PIECES}:PiecesOfStep.operate", swapped)
+
+
+@fault("a piece's gradient goes to the owner of another", spec="placement.md P2, payloads")
+@at(f"{PIECES}:PiecesOfStep.give_back")
+def give_a_gradient_to_the_wrong_owner(
+    original: Any, self: Any, pieces: range, gradient: Tensor
+) -> None:
+    rows = [self._received[each] for each in pieces]
+    parts = list(gradient.split(rows)) if rows else []
+    owners = [self._planned.pieces[each].replica for each in pieces]
+    for one in range(len(parts)):
+        for other in range(one):
+            if owners[one] != owners[other] and 0 < rows[one] == rows[other]:
+                parts[one], parts[other] = parts[other], parts[one]
+                original(self, pieces, torch.cat(parts))
+                return
+    original(self, pieces, gradient)
 
 
 @fault("the features of the microbatch before are taken", spec="gpu.md A8, A12")
@@ -162,6 +214,48 @@ def sum_the_consumers_gradients(original: Any, self: Any, gradients: Any, units:
 @at("loongplug.models.features:copy_to_tensor_model_parallel_region")
 def lose_the_other_shards_gradients(original: Any, payload: Tensor, **_: Any) -> Tensor:
     return payload
+
+
+def _of_part(self: Any, units: Any, part: int) -> bool:
+    """Whether this rank consumes that part of the sequences."""
+    return self._rank in self._edge.parts(units.parts)[part]
+
+
+@fault("the gradient of one part of a row is lost", spec="context-parallel.md C1, lost part")
+@at(
+    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    where=lambda self, _, units: units.parts > 1 and _of_part(self, units, -1),
+)
+def lose_a_parts_gradient(original: Any, self: Any, gradients: Any, units: Any) -> Any:
+    return original(self, {unit: each * 0 for unit, each in gradients.items()}, units)
+
+
+@fault("features come of another part of the row", spec="context-parallel.md C1, parts")
+@at(
+    f"{EXCHANGE}:Exchange.gather_variable_shape_embeddings",
+    where=lambda self, _, units: units.parts > 1,
+)
+def take_another_parts_features(original: Any, self: Any, payloads: Any, units: Any) -> Any:
+    """Off by one row, over the part's end or its begin."""
+
+    def off(rows: Any, tokens: int) -> Any:
+        by = 0 if not rows else 1 if rows[-1].stop < tokens else -1 if rows[0].start else 0
+        return tuple(slice(each.start + by, each.stop + by) for each in rows)
+
+    shards = zip(units.shards, units.tokens, strict=True)
+    moved = tuple(tuple(off(rows, tokens) for rows in shard) for shard, tokens in shards)
+    return original(self, payloads, replace(units, shards=moved))
+
+
+@fault("a part's gradient is that of two of its ranks", spec="context-parallel.md C1, one of each")
+@at(
+    f"{EXCHANGE}:Exchange.scatter_variable_shape_embeddings",
+    where=lambda self, _, units: (
+        1 < units.parts < len(self._edge.consumers) and _of_part(self, units, 0)
+    ),
+)
+def take_a_parts_gradient_twice(original: Any, self: Any, gradients: Any, units: Any) -> Any:
+    return original(self, {unit: each + each for unit, each in gradients.items()}, units)
 
 
 # Encoders on ranks of their own.

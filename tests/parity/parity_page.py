@@ -8,7 +8,8 @@ from parity.context_cells import COMM_TYPES, CPS, ROWS, ContextCell
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
-from parity.saving_cells import AWAY, TRAINED, SavingCell
+from parity.saving_cells import AWAY, TRAINED, SavingCell, TrainedCell
+from parity.streamed_cells import StreamedCell
 
 FIGURES = ("gradients", "norm", "loss", "parameters")
 _LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
@@ -18,6 +19,7 @@ _MORE: dict[type[Cell], tuple[str, ...]] = {
     SavingCell: ("trains", "away in phase 2"),
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
     ContextCell: ("CP", "rows", "keys come by", "trains"),
+    StreamedCell: ("trains",),
 }
 
 
@@ -142,6 +144,26 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
+    """The page of full separation whose encoders fill the pipeline's bubbles."""
+    trains = {
+        name: found
+        for name in TRAINED
+        if (found := [each for each in results if _trained(each) == name])
+    }
+    lines = [
+        *page_head("Parity of streamed full separation", results, whole=whole, code=code),
+        "Every layout of [parity.md](parity.md) in full separation that has pipeline stages, each "
+        "with whole replicas of the encoder, with `--full-hetero-dp-schedule streamed`. Where the "
+        "clock says that a step would not be faster so, it is separated in these runs, too. Every "
+        "value of a column meets every value of every other that it can be with.",
+        "",
+        *by_group("trains", trains | {"all of them": list(results)}),
+        *_models(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def page_head(title: str, results: Sequence[Result], *, whole: int, code: str) -> Iterable[str]:
     """How every page begins."""
     agree = sum(result.agrees for result in results)
@@ -235,6 +257,8 @@ def _columns(result: Result) -> Iterable[str]:
         yield from (cell.trained, cell.away)
     if isinstance(cell, ContextCell):
         yield from (str(cell.cp), cell.rows, cell.comm, cell.trained)
+    if isinstance(cell, StreamedCell):
+        yield cell.trained
     if isinstance(cell, OverlapCell):
         yield from (cell.trained, cell.kept)
         yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
@@ -249,6 +273,11 @@ def _saving(result: Result) -> SavingCell:
 def _context(result: Result) -> ContextCell:
     assert isinstance(result.cell, ContextCell), "the page of parts of rows is of such cells"
     return result.cell
+
+
+def _trained(result: Result) -> str:
+    assert isinstance(result.cell, TrainedCell), "the page is of such cells"
+    return result.cell.trained
 
 
 def _overlap(result: Result) -> OverlapCell:

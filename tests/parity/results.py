@@ -9,6 +9,7 @@ from parity.context_cells import ContextCell
 from parity.overlap_cells import OverlapCell
 from parity.placement_cells import PlacementCell
 from parity.saving_cells import SavingCell
+from parity.streamed_cells import StreamedCell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ def _kind(cell: Mapping[str, Any]) -> type[Cell]:
         return PlacementCell
     if "cp" in cell:
         return ContextCell
+    if "schedule" in cell:
+        return StreamedCell
     return SavingCell if "away" in cell else Cell
 
 

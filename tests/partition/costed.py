@@ -21,6 +21,7 @@ ARGS = {
     "recompute_num_layers": None,
     "recompute_modules": None,
     "enable_full_hetero_dp": False,
+    "full_hetero_dp_schedule": "separated",
     "enable_encoder_hetero_dp": False,
     "full_hetero_dp_cpu_offload": False,
     "offload_encoder_activations": False,

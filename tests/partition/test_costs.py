@@ -8,7 +8,7 @@ from costed import FULL, LENGTH, costs, media, parsed, trains_of
 from loongplug.estimate.own_ranks import OwnRanks
 from loongplug.hetero.intervals import made_by, overlaps
 from loongplug.parallel.layout import Layout
-from loongplug.partition.costs import Cost, EntryCosts, LayerCost
+from loongplug.training.layer_costs import Cost, EntryCosts, LayerCost
 from loongplug.training.work import StepWork
 
 pytestmark = pytest.mark.quick

@@ -11,9 +11,9 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from loongplug.models.hugging_face_encoder.config import HuggingFaceEncoderConfig
-from loongplug.partition.costs import Cost, EntryCosts, LayerCost
 from loongplug.partition.found import Found, _stages_of_encoders, layout_text
 from loongplug.partition.stages import Partition, partition
+from loongplug.training.layer_costs import Cost, EntryCosts, LayerCost
 
 pytestmark = pytest.mark.quick
 

@@ -37,7 +37,8 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(
         run(1, "moved", *goes_on, "--save-hf", str(tmp_path / f"{ranks}"), ranks=ranks)
         assert_same_weights(tmp_path / "3", tmp_path / f"{ranks}")
     found += run(2, "moved", *goes_on, ranks=1)
-    found += run(3, "moved", *goes_on, "--trace", str(tmp_path / "trace"), ranks=2)
+    full = ("--enable-full-hetero-dp", "--trace", str(tmp_path / "trace"))
+    found += run(3, "moved", *goes_on, *full, ranks=2)
     assert same(found, expected)
     labels = [each.label() for each in read_folder(tmp_path / "trace")]
     assert labels == ["0 tp0 cp0 pp0 dp0", "1 tp0 cp1 pp0 dp0"]

@@ -1,5 +1,8 @@
 """The rows of two encoders' units, on the ranks that encode them, and word of bad samples."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from ranks import run_ranks
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.conversation import Medium
 from loongplug.data.microbatch import MediaInput, Share
+from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedShare, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.training.delivery import (
@@ -90,6 +94,7 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, MediaInput], set
             replicas,
             groups[name],
             row_values=VALUES[name],
+            pixel_bytes=None,
             device=torch.device("cpu"),
             news=News(group=everyone, hearers=range(3), channel=number, recent=9) if news else None,
         )
@@ -157,7 +162,12 @@ def told_apart(rank: int) -> list[set[int]]:
         if rank < 2:
             own = [each for each in samples if each in PIECES[rank][1]]
             delivery = ReplicaDelivery(
-                [(rank,)], alone, row_values=1, device=torch.device("cpu"), news=news
+                [(rank,)],
+                alone,
+                row_values=1,
+                pixel_bytes=None,
+                device=torch.device("cpu"),
+                news=news,
             )
             _, heard = delivery(unit_of_samples(index, own, bad=bad, loads=True))
         else:
@@ -205,6 +215,7 @@ def delivered_shares(rank: int) -> tuple[torch.Tensor | None, list[list[int]], s
         [(0,), (1,), (2,)],
         alone,
         row_values=1,
+        pixel_bytes=None,
         device=torch.device("cpu"),
         news=News(group=everyone, hearers=range(3), channel=1, recent=2),
     )
@@ -223,3 +234,48 @@ def test_each_rank_has_its_share_of_a_unit_and_all_know_of_bad_samples_in_any() 
             continue
         assert rows.flatten().tolist() == [10.0 + number for number in numbers]
         assert grids == [[1, 1, 1]] * len(numbers)
+
+
+PIXELS = PixelBytes(values=torch.arange(768.0).view(3, 256), frames=2)
+BYTES = torch.arange(18, dtype=torch.uint8).view(3, 6)
+
+
+def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[torch.dtype]]:
+    """An image's rows on both ranks of a replica, and what was sent to them."""
+    sent: list[torch.dtype] = []
+    broadcast = dist.broadcast
+
+    def watched(rows: torch.Tensor, **options: Any) -> Any:
+        sent.append(rows.dtype)
+        return broadcast(rows, **options)
+
+    dist.broadcast = watched
+    media = MediaBatch(
+        index=0,
+        encoder="eyes",
+        media=(Path("image.png"),),
+        grids=((1, 1, 3),),
+        samples=(0,),
+        where=("rows.jsonl:1",),
+    )
+
+    def load() -> LoadedUnit:
+        return LoadedUnit(index=0, encoder="eyes", rows=BYTES, bad={}, decoded=1)
+
+    delivery = ReplicaDelivery(
+        [(0, 1)],
+        dist.group.WORLD,
+        row_values=12,
+        pixel_bytes=PIXELS,
+        device=torch.device("cpu"),
+        news=None,
+    )
+    found, _ = delivery(planned_whole(media, load if rank == 0 else None))
+    assert found is not None
+    return found.rows, sent
+
+
+def test_images_go_to_a_replica_as_bytes_and_become_values_there() -> None:
+    for rows, sent in run_ranks(delivered_bytes, 2):
+        assert sent == [torch.uint8]
+        assert torch.equal(rows, PIXELS.decoded(BYTES))

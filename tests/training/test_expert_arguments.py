@@ -68,6 +68,7 @@ def test_experts_are_grouped_where_transformer_engine_is(
         tokenizer_model="tokenizer",
         transformer_impl=impl,
         moe_grouped_gemm=False,
+        moe_permute_fusion=False,
         valid_data_path=None,
         train_iters=1,
         save=None,
@@ -79,4 +80,4 @@ def test_experts_are_grouped_where_transformer_engine_is(
         wandb_save_dir=None,
     )
     apply_defaults(args, given=given, backend="nccl")
-    assert args.moe_grouped_gemm == grouped
+    assert args.moe_grouped_gemm == args.moe_permute_fusion == grouped

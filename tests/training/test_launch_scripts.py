@@ -11,6 +11,7 @@ import torch.distributed as dist
 from command_lines import write_tokenizer
 from ranks import run_ranks
 
+from loongplug.estimate.estimator import stepping_of
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.state import State, rank_state
 from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
@@ -163,7 +164,7 @@ def parse(launched: Launch) -> ParsedArguments:
 
 
 def state_bytes(rank: int, *, launched: Launch) -> list[State]:
-    """What the first rank of every stage holds, built on meta; without TransformerEngine."""
+    """What the first rank of every stage holds, built on meta."""
     dist.destroy_process_group()  # the harness's, which has one rank
     os.environ["WORLD_SIZE"] = str(launched.world_size)
     parsed = parse_arguments(launched.argv)
@@ -171,7 +172,9 @@ def state_bytes(rank: int, *, launched: Launch) -> list[State]:
     found = []
     for stage in range(stages):
         with as_rank(parsed, stage * launched.world_size // stages) as built:
-            states = rank_state(built.chunks, parsed.args, stepping="all at once").values()
+            states = rank_state(
+                built.chunks, parsed.args, stepping=stepping_of(launched.argv)
+            ).values()
         found.append(sum(states, State()))
     return found
 
@@ -258,6 +261,7 @@ def test_script_s_run_is_accepted_and_fits(
     assert args.bf16
     assert args.sequence_parallel
     assert args.use_distributed_optimizer
+    assert args.packing
     assert args.load == args.save
     assert args.load_hf == args.tokenizer_model == str(tmp_path / "model")
     assert args.save_hf == str(tmp_path / "out" / "hf")
@@ -274,9 +278,11 @@ def test_script_s_run_is_accepted_and_fits(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("qwen2_audio_7b", 32), ("qwen2_5_omni_7b", 28)], ids=str
+    ("name", "layers"),
+    [("llava_1_5_7b", 32), ("internvl3_8b", 28), ("qwen2_audio_7b", 32), ("qwen2_5_omni_7b", 28)],
+    ids=str,
 )
-def test_models_that_hear_are_taken_with_all_their_encoders(
+def test_a_folder_of_any_family_is_taken_with_all_its_encoders(
     name: str, layers: int, tmp_path: Path
 ) -> None:
     script = Script(name="sft", model=name, folder=name, phase="sft", tp=2, layers=layers)
@@ -301,6 +307,7 @@ def test_overlapped_run_is_accepted_and_fits(
     assert mode_of(args) == FULL_HETERO_DP
     assert args.overlap_moe_expert_parallel_comm
     assert args.delay_wgrad_compute
+    assert args.packing
     assert args.recompute_granularity == "selective"
     assert args.virtual_pipeline_model_parallel_size == 2
     assert args.pipeline_model_parallel_size == 2
@@ -403,7 +410,38 @@ def test_flags_and_overrides_behind_the_script_win(tmp_path: Path) -> None:
     parsed = parse(launch(ALL[0], tmp_path, "--lr", "3e-6", "model.image_encoder.freeze=false"))
     assert parsed.args.lr == 3e-6
     assert not parsed.model.image_encoder.freeze
-    assert not parse(launch(ALL[0], tmp_path, FREEZE_ENCODER="false")).model.image_encoder.freeze
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("script", [*ALL[:3], OVERLAP], ids=str)
+def test_an_encoder_that_trains_computes_its_layers_twice(script: Script, tmp_path: Path) -> None:
+    frozen = parse(launch(script, tmp_path)).model.image_encoder
+    assert (frozen.freeze, frozen.recompute) == (True, False)
+    trained = parse(launch(script, tmp_path, FREEZE_ENCODER="false")).model.image_encoder
+    assert (trained.freeze, trained.recompute) == (False, True)
+    more = {"FREEZE_ENCODER": "false", "RECOMPUTE_ENCODER": "false"}
+    assert not parse(launch(script, tmp_path, **more)).model.image_encoder.recompute
+
+
+@pytest.mark.quick
+def test_an_encoder_is_split_over_two_ranks_at_most_unless_it_is_told(tmp_path: Path) -> None:
+    def tp(**environment: str) -> int | None:
+        parsed = parse(launch(ALL[0], tmp_path, **environment))
+        size: int | None = parsed.model.image_encoder.tensor_model_parallel_size
+        return size
+
+    assert tp() is None  # the decoder's, which is 2
+    assert tp(TP="4") == 2
+    assert tp(TP="4", ENCODER_TP="4") == 4
+    assert tp(TP="4", MODE="full-hetero-dp") is None  # 1 there
+
+
+@pytest.mark.quick
+def test_rows_are_not_packed_where_that_is_said(tmp_path: Path) -> None:
+    assert not parse(launch(ALL[0], tmp_path, PACKING="false")).args.packing
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        launch(ALL[0], tmp_path, PACKING="no")
+    assert "PACKING is no: it has to be true or false" in refused.value.stderr
 
 
 def test_world_that_the_layout_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ VPP2 = ("--num-virtual-stages-per-pipeline-rank", "2")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 SINGLES = ("--micro-batch-size", "1")
 FROZEN = "+model.image_encoder.freeze=True"
+# Activations leave unit by unit: the same passes on both sides, for the same bits.
+SINGLY = "+model.image_encoder.joined_rows=1"
 
 
 class Counter:
@@ -204,7 +206,7 @@ def on_host(units: list[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def flags(flags, demo):
     evaluation = ("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1")
-    full = ("--enable-full-hetero-dp", "--train-iters", "3", *SINGLES)
+    full = ("--enable-full-hetero-dp", "--train-iters", "3", *SINGLES, SINGLY)
     return [*flags, *full, *evaluation, "--eval-interval", "2"]
 
 

@@ -335,6 +335,71 @@ def test_an_encoder_on_several_stages_takes_full_separation(
     assert found == ([] if allowed else ["encoder-layout"])
 
 
+STREAMED = {"enable_full_hetero_dp": True, "full_hetero_dp_schedule": "streamed"}
+
+
+def test_encoders_over_several_stages_do_not_stream(prepared: Run) -> None:
+    for encoder_tp, expected in ((4, ["streamed-stages"]), (2, []), (1, [])):
+        model = changed(prepared[1], [f"image_encoder.tensor_model_parallel_size={encoder_tp}"])
+        layout = {"world_size": 8, "global_batch_size": 16, "pipeline_model_parallel_size": 2}
+        changes = {**layout, "tensor_model_parallel_size": 2, **STREAMED}
+        assert violated(prepared, model=model, **changes) == expected
+        del changes["full_hetero_dp_schedule"]
+        assert violated(prepared, model=model, **changes) == []
+
+
+def test_two_encoders_do_not_stream(omni: Any) -> None:
+    assert violated(omni, model=omni[1], **STREAMED) == ["streamed-encoders"]
+    assert violated(omni, model=omni[1], enable_full_hetero_dp=True) == []
+
+
+def test_a_device_with_one_queue_does_not_stream(
+    prepared: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for queues, device, refused in (
+        ("1", "cuda", True),
+        ("32", "cuda", False),
+        ("1", "cpu", False),
+    ):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+        found = violated(prepared, device=device, **STREAMED)
+        assert ("streamed-queues" in found) == refused
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "settled", "why"),
+    [
+        ("auto", {"pipeline_model_parallel_size": 2}, "streamed", ""),
+        ("streamed", {"pipeline_model_parallel_size": 2}, "streamed", ""),
+        ("separated", {"pipeline_model_parallel_size": 2}, "separated", ""),
+        ("auto", {}, "separated", "a pipeline of one stage has no bubble"),
+        ("streamed", {}, "separated", "a pipeline of one stage has no bubble"),
+        (
+            "auto",
+            {"pipeline_model_parallel_size": 2, "offload_encoder_state": True},
+            "separated",
+            "--offload-encoder-state: the encoder works all through the decoder's schedule",
+        ),
+    ],
+)
+def test_why_nothing_is_streamed_is_said_once(
+    prepared: Run,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    changes: dict[str, Any],
+    settled: str,
+    why: str,
+) -> None:
+    for rank in (0, 1):
+        args = Namespace(**{**vars(prepared[0]), **changes, "rank": rank})
+        args.enable_full_hetero_dp, args.full_hetero_dp_schedule = True, given
+        arguments.settle_schedule(args, prepared[1])
+        assert args.full_hetero_dp_schedule == settled
+    said = capsys.readouterr().out
+    assert (why in said) if why else not said
+    assert said.count("\n") == bool(why)
+
+
 @pytest.mark.parametrize("rule", OWN_LAYOUT)
 def test_own_layout_rule_fires_with_an_encoder_layout_only(prepared: Run, rule: str) -> None:
     own = changed(prepared[1], ["image_encoder.tensor_model_parallel_size=1"])
@@ -350,6 +415,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
     with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
     with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}
+    with_bad_case |= {"streamed-encoders", "streamed-stages", "streamed-queues"}
     with_bad_case |= {*OWN_RANKS, "own-ranks-whole"}  # test_own_ranks_rules.py
     assert {rule.name for rule in RULES} == with_bad_case
 

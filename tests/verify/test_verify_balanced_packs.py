@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from parity.mutations import around
+from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
 from loongplug.context.token_split import zigzag
@@ -23,6 +24,34 @@ def test_stages_and_experts_with_balanced_packs_agree_with_a_single_rank(
 ) -> None:
     """Each stage comes to the split by itself: labels on one, features on another."""
     plan = made_plan(tmp_path, demo, *STAGES_AND_EXPERTS, *BALANCED, ranks=4, steps=1)
+    pair = Pair(plan, tmp_path)
+    comparison = pair.compared()
+    assert comparison.agrees, report(pair.plan, comparison)
+
+
+MODES = {
+    "full separation": (4, "--pipeline-model-parallel-size", "2", "--enable-full-hetero-dp"),
+    "heterogeneous DP": (
+        4,
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--enable-encoder-hetero-dp"),
+    ),
+    "ranks of its own": (
+        3,
+        *("model.image_encoder.rank_offset=2", "model.image_encoder.data_parallel_size=1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", sweep(MODES, but=["full separation", "ranks of its own"]))
+def test_other_modes_with_balanced_packs_agree_with_a_single_rank(
+    mode: str, demo: Path, tmp_path: Path
+) -> None:
+    """Encoders send each part the rows that the packs' own split gives it."""
+    ranks, *flags = MODES[mode]
+    assert isinstance(ranks, int)
+    plan = made_plan(
+        tmp_path, demo, "--context-parallel-size", "2", *map(str, flags), *BALANCED, ranks=ranks
+    )
     pair = Pair(plan, tmp_path)
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)

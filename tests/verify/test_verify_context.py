@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parity.mutations import around
+from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
 from loongplug.verify.report import report
@@ -29,7 +30,27 @@ EXPERTS = (
     *("--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.1"),
     "--moe-router-load-balancing-type",
 )
+OVERLAP = "--overlap-moe-expert-parallel-comm"
 ENCODER = "model.image_encoder"
+FULL = ("--enable-full-hetero-dp",)
+ENCODER_DP = ("--enable-encoder-hetero-dp",)
+
+
+def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
+    """The encoder's own ranks, which begin behind the decoder's."""
+    return (
+        f"{ENCODER}.rank_offset={offset}",
+        f"{ENCODER}.data_parallel_size={dp}",
+        f"{ENCODER}.tensor_model_parallel_size={tp}",
+    )
+
+
+OFFLOADED = (
+    "--full-hetero-dp-cpu-offload",
+    "--offload-encoder-activations",
+    "--offload-encoder-state",
+)
+QWEN2_5 = ("--model-name", "qwen2_5_vl_tiny")
 SEES = {"image_encoder", "image_projector"}
 
 # Ranks in all, and flags.
@@ -42,8 +63,31 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2-adapted": (2, (*CP2, *ADAPTED)),
     "cp2-experts-packed": (2, (*CP2, *EXPERTS, "aux_loss", "--packing")),
     "cp2-tp2-experts": (4, (*CP2, *SP, *EXPERTS, "seq_aux_loss", "--micro-batch-size", "2")),
+    "cp2-experts-overlapped": (2, (*CP2, *EXPERTS, "aux_loss", OVERLAP)),
+    "cp2-experts-overlapped-separated-packed": (
+        2,
+        (*CP2, *FULL, *EXPERTS, "aux_loss", OVERLAP, "--packing"),
+    ),
     "cp2-text": (2, CP2),
     "cp2-sees-and-hears": (2, (*CP2, "--model-name", "qwen2_5_omni_tiny")),
+    "cp3-separated-balanced-packed": (3, (*CP3, *FULL, "--use-vit-dp-balance", "--packing")),
+    "cp2-separated-no-deepstack": (2, (*CP2, *FULL, *QWEN2_5)),
+    "cp2-separated-frozen": (2, (*CP2, *FULL, "model.image_encoder.freeze=true")),
+    "cp2-separated-sees-and-hears": (2, (*CP2, *FULL, "--model-name", "qwen2_5_omni_tiny")),
+    "cp2-tp2-shards-separated": (4, (*CP2, *SP, *FULL, "--micro-batch-size", "2")),
+    "cp2-separated-offload": (2, (*CP2, *FULL, *OFFLOADED)),
+    "cp2-pp2-separated": (4, (*CP2, *PP2, *FULL)),
+    "cp2-pp2-separated-encoder-tp2": (
+        4,
+        (*CP2, *PP2, *FULL, f"{ENCODER}.tensor_model_parallel_size=2"),
+    ),
+    "cp2-vpp2-separated": (4, (*CP2, *VPP2, *FULL)),
+    "cp2-apart": (3, (*CP2, *lies(2), "--micro-batch-size", "2")),
+    "cp2-tp2-apart-packed": (5, (*CP2, *TP2, *lies(4), "--packing")),
+    "cp2-tp2-shards-apart": (6, (*CP2, *SP, *lies(4, dp=2), "--micro-batch-size", "2")),
+    "cp2-vpp2-apart-tp2": (6, (*CP2, *VPP2, *lies(4, tp=2))),
+    "cp2-encoder-dp": (2, (*CP2, *ENCODER_DP)),
+    "cp2-tp2-encoder-dp": (4, (*CP2, *TP2, *ENCODER_DP)),
 }
 
 
@@ -66,7 +110,18 @@ def pair_of(folder: Path, demo: Path, name: str) -> Pair:
     return Pair(made_plan(folder, demo, *flags, ranks=ranks, steps=1), folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What every run of the tests sees of the modes that exchange features: each way of sharing a part.
+OF_MODES = {
+    "cp3-separated-balanced-packed",
+    "cp2-tp2-shards-separated",
+    "cp2-tp2-encoder-dp",
+    "cp2-apart",
+}
+EXCHANGES = "separated", "encoder-dp", "apart"
+FEW = {name for name in CASES if not any(each in name for each in EXCHANGES)} | OF_MODES
+
+
+@pytest.mark.parametrize("name", sweep(CASES, but=FEW))
 def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
     pair = pair_of(tmp_path, demo, name)
     comparison = pair.compared()

@@ -1,9 +1,13 @@
-"""A model that sees and hears: what goes wrong with one encoder is found, and it is that one's."""
+"""A model that sees and hears, its encoders on the decoder's ranks: each as it wants agrees with a
+single rank; what goes wrong with one encoder is found, and it is that one's.
+"""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from parity.mutations import around
+from sweeps import sweep
 from torch import Tensor
 from verify_cases import Mutation, Pair, failing
 
@@ -14,6 +18,52 @@ from loongplug.verify.runs import plan_runs
 OF_STEP = "loongplug.hetero.encoder_of_step:EncoderOfStep"
 EXECUTOR = "loongplug.hetero.executor:Executor"
 HEARS, SEES = {"audio_encoder", "audio_projector"}, {"image_encoder", "image_projector"}
+TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+OFFLOADS = (
+    *("--full-hetero-dp-cpu-offload", "--offload-encoder-activations", "--offload-encoder-state"),
+)
+
+# Colocated: ranks, and flags. Each encoder has a mode and a tensor parallel size of its own, or
+# all that can leave the device does, while one encoder is frozen and the other has adapters.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "images-separated-sounds-in-groups": (
+        4,
+        (
+            *(*TP2, *PP2, "--sequence-parallel", "model.image_encoder.mode=full_hetero_dp"),
+            *("model.image_encoder.tensor_model_parallel_size=4",),
+            *("model.audio_encoder.mode=encoder_hetero_dp",),
+        ),
+    ),
+    "images-as-the-decoder-sounds-separated": (
+        2,
+        (
+            *(*TP2, "model.image_encoder.mode=uniform", "--enable-full-hetero-dp"),
+            "model.audio_encoder.tensor_model_parallel_size=1",
+        ),
+    ),
+    "all-away-images-adapted-sounds-frozen": (
+        2,
+        (
+            *(*VPP2, "--enable-full-hetero-dp", *OFFLOADS, "+model.image_encoder.lora.rank=2"),
+            "model.audio_encoder.freeze=true",
+        ),
+    ),
+}
+FEW = ("images-separated-sounds-in-groups", "all-away-images-adapted-sounds-frozen")
+
+
+@pytest.mark.parametrize("name", sweep(CASES, but=FEW))
+def test_it_agrees_with_a_single_rank(name: str, tmp_path: Path) -> None:
+    ranks, flags = CASES[name]
+    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *flags)
+    plan = plan_runs(Request(flags=command, scale="tiny", steps=2, ranks=ranks), folder=tmp_path)
+    comparison = Pair(plan, tmp_path).compared()
+    assert comparison.agrees, report(plan, comparison)
+    trained = {each.module for each in comparison.tensors if each.what == "gradients"}
+    frozen = {"audio_encoder"} if "sounds-frozen" in name else set()
+    assert trained >= (HEARS | SEES) - frozen
+    assert not frozen & trained
 
 
 @pytest.fixture(scope="module")

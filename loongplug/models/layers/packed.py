@@ -10,6 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.platform.transfers import to_device
 
+_LONGEST = 128  # tokens; what the longest segment is said to be is a multiple
+
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -68,7 +70,8 @@ def pack_segments(
     layout = PackedLayout.of([*lengths, padding] if padding else lengths)
     cu_seqlens = torch.tensor(tuple(accumulate(layout.lengths, initial=0)), dtype=torch.int32)
     cu_seqlens = to_device(cu_seqlens, device)  # [segments + 1]
-    longest = max(layout.lengths, default=0)
+    # Rounded up: some kernels make a plan for each other longest segment that they meet.
+    longest = -(-max(layout.lengths, default=0) // _LONGEST) * _LONGEST
     return PackedSegments(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

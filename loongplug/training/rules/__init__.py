@@ -24,6 +24,7 @@ from loongplug.training.rules import (
     own_ranks,
     pipeline,
     start,
+    streaming,
     unsupported,
 )
 from loongplug.training.rules.rule import Rule, rules_of
@@ -37,6 +38,7 @@ SUBJECTS: dict[str, tuple[Rule, ...]] = {
     "Batch sizes": rules_of(batch),
     "Pipeline": rules_of(pipeline),
     "The encoder's own layout": rules_of(hetero),
+    "Encoders in the pipeline's bubbles": rules_of(streaming),
     "Encoders on ranks of their own": rules_of(own_ranks),
     "Model": rules_of(model),
     "Experts": rules_of(experts),

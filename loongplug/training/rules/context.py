@@ -4,7 +4,6 @@ from argparse import Namespace
 from math import lcm
 from typing import Any, get_args
 
-from loongplug.hetero.modes import mode_of
 from loongplug.models.layers.context.attention import CommType
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
 
@@ -18,40 +17,18 @@ _RANKS = Choice(
 )
 
 
-@rule(
-    reason="features do not find their way there by parts of a row yet",
-    cure="drop the mode, so that encoders lie on the decoder's first stage and all ranks of it "
-    "encode the same, or use tensor and sequence parallelism for long sequences",
-)
-def context_parallel(args: Namespace, model: Any) -> str | None:
-    """`--context-parallel-size` above 1 with heterogeneous DP, full separation, or encoders on
-    ranks of their own
-    """
-    if not (given := _RANKS.said(args)):
-        return None
-    other = _other_mode(args, model)
-    return f"{given} in the mode {other}" if other else None
-
-
 context_parallel_parts = excludes(
     _RANKS,
     any_of(
-        flag("--overlap-moe-expert-parallel-comm"),
         flag("--hybrid-context-parallel"),
         flag("--hierarchical-context-parallel-sizes"),
         flag("--transformer-impl transformer_engine"),
-        in_docs="`--overlap-moe-expert-parallel-comm`, `--hybrid-context-parallel`, "
+        in_docs="`--hybrid-context-parallel`, "
         "`--hierarchical-context-parallel-sizes`, TransformerEngine",
     ),
     reason="these do not take a part of a row yet",
     cure="drop one of them; --transformer-impl local goes without TransformerEngine",
 )
-
-
-def _other_mode(args: Namespace, model: Any) -> str | None:
-    """The first mode of an encoder that works outside of the decoder's forward."""
-    modes = (mode_of(args, model.encoder(name)) for name in model.encoders)
-    return next((mode.name for mode in modes if mode.around_schedule), None)
 
 
 @rule(
@@ -93,22 +70,18 @@ def context_parallel_communication(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="it goes by the samples of a pack, rows of one sample give zigzag's ranks equal work, "
-    "p2p takes steps in which each pair of ranks should have equal work, and features of other "
-    "modes come to the parts of a zigzag alone",
+    "and p2p takes steps in which each pair of ranks should have equal work",
     cure="drop --cp-balance",
 )
 def context_parallel_balance(args: Namespace, model: Any) -> str | None:
-    """`--cp-balance lpt` without `--packing`, with `--cp-comm-type p2p`, or with encoders in
-    another mode than uniform
-    """
+    """`--cp-balance lpt` without `--packing`, or with `--cp-comm-type p2p`"""
     if args.context_parallel_size < 2 or args.cp_balance != "lpt":
         return None
     if not args.packing:
         return "--cp-balance lpt without --packing"
     if args.cp_comm_type == ["p2p"]:
         return "--cp-balance lpt with --cp-comm-type p2p"
-    other = _other_mode(args, model)
-    return f"--cp-balance lpt in the mode {other}" if other else None
+    return None
 
 
 @rule(

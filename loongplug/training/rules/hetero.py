@@ -55,8 +55,12 @@ def encoder_layout(args: Namespace, model: Any) -> str | None:
         encoder = model.encoder(name)
         if encoder.rank_offset is not None:  # no tensor parallel group of the decoder is filled
             continue
-        tp, everywhere = encoder_tp(args, encoder), mode_of(args, encoder).on_every_stage
-        sizes = encoder_sizes_of(Layout(tp=decoder, pp=stages), on_first_stage=not everywhere)
+        tp, mode = encoder_tp(args, encoder), mode_of(args, encoder)
+        everywhere = mode.on_every_stage
+        # Where the decoder's forward encodes, a replica's ranks have one part of each row.
+        cp = args.context_parallel_size if mode.around_schedule else 1
+        beside = Layout(tp=decoder, cp=cp, pp=stages)
+        sizes = encoder_sizes_of(beside, on_first_stage=not everywhere)
         if tp not in sizes:
             return (
                 f"model.{model.keys[name]}.tensor_model_parallel_size {tp} does not divide "
@@ -80,6 +84,11 @@ def encoder_mode(args: Namespace, model: Any) -> str | None:
 def _modes(args: Namespace, model: Any) -> list[Mode]:
     """Of all encoders."""
     return [mode_of(args, model.encoder(name)) for name in model.encoders]
+
+
+def full_separation(args: Namespace, model: Any) -> bool:
+    """Whether the decoder's ranks all encode, for some encoder."""
+    return any(mode.on_every_stage for mode in _modes(args, model))
 
 
 @rule(
@@ -167,7 +176,7 @@ def balance_threshold(args: Namespace, model: Any) -> str | None:
 def offload(args: Namespace, model: Any) -> str | None:
     given = _OFFLOAD.said(args)
     modes = _modes(args, model)
-    if not given or any(mode.on_every_stage or mode.apart for mode in modes):
+    if not given or full_separation(args, model) or any(mode.apart for mode in modes):
         return None
     return f"{given} in the mode {modes[0].name}"
 

@@ -40,7 +40,10 @@ def test_parameters_say_the_same_as_the_plan(lengths: list[int]) -> None:
     assert params.cu_seqlens_q.dtype == torch.int32
     assert params.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert params.cu_seqlens_kv is params.cu_seqlens_q
-    assert params.max_seqlen_q == params.max_seqlen_kv == max(lengths, default=0)
+    longest = max(lengths, default=0)
+    assert params.max_seqlen_q == params.max_seqlen_kv
+    assert longest <= params.max_seqlen_q < longest + 128
+    assert params.max_seqlen_q % 128 == 0
     assert layout_of(params) == PackedLayout.of(lengths)
 
 

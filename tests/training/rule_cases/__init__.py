@@ -17,6 +17,7 @@ from rule_cases import (
     own_ranks,
     pipeline,
     start,
+    streaming,
     unsupported,
 )
 from rule_cases.kinds import Cases, OverrideCases
@@ -30,6 +31,7 @@ CASES: Cases = {
     **batch.CASES,
     **pipeline.CASES,
     **hetero.CASES,
+    **streaming.CASES,
     **experts.CASES,
     **overlap.CASES,
     **decoder_memory.CASES,
@@ -40,8 +42,8 @@ CASES: Cases = {
 }
 WITH_EXPERTS: Cases = {
     **experts.WITH_EXPERTS,
-    **context.WITH_EXPERTS,
     **overlap.WITH_EXPERTS,
+    **streaming.WITH_EXPERTS,
     **decoder_memory.WITH_EXPERTS,
 }
 # The same when the encoder has a layout of its own; without one, all of them are valid.

@@ -8,10 +8,6 @@ _PACKED = {**_CP, "packing": True, "micro_batch_size": 1}
 _CP_TP = {**TP, "context_parallel_size": 2}
 
 CASES: Cases = {
-    "context-parallel": (
-        [{**_CP, "enable_full_hetero_dp": True}, {**_CP_TP, "enable_encoder_hetero_dp": True}],
-        [_CP, _CP_TP, {**TP, "enable_encoder_hetero_dp": True}],
-    ),
     "context-parallel-parts": (
         [
             {**_CP, "hybrid_context_parallel": True},
@@ -21,6 +17,8 @@ CASES: Cases = {
             _CP,
             {**_CP, "eval_generate": 1, "eval_iters": 3, "valid_data_path": [__file__]},
             {**_CP, **NAMED},
+            {**_CP, "enable_full_hetero_dp": True},
+            {**_CP_TP, "enable_encoder_hetero_dp": True},
         ],
     ),
     "context-parallel-length": (
@@ -52,19 +50,5 @@ CASES: Cases = {
     "context-parallel-dropout": (
         [{**_CP, "attention_dropout": 0.1}, {**_CP, "hidden_dropout": 0.1}],
         [_CP, {**LAYOUT, "attention_dropout": 0.1}],
-    ),
-}
-
-WITH_EXPERTS: Cases = {
-    "context-parallel-parts": (
-        [
-            {
-                **_CP,
-                "expert_model_parallel_size": 2,
-                "overlap_moe_expert_parallel_comm": True,
-                "bf16": True,
-            }
-        ],
-        [{**_CP, "expert_model_parallel_size": 2}],
     ),
 }

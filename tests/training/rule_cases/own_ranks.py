@@ -31,7 +31,6 @@ OWN_RANKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"log_params_norm": True}, {"num_distributed_optimizer_instances": 2}],
         [{}],
     ),
-    "context-parallel": ([{"context_parallel_size": 2}], [{}]),
     "unsupported": ([{"use_tp_pp_dp_mapping": True}], [{}]),
 }
 

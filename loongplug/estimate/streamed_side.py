@@ -1,0 +1,135 @@
+"""What pieces have in memory for the encoder, where it works between the decoder's passes."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loongplug.estimate.encoded_units import EncodedUnits
+from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
+from loongplug.hetero.edge import WINDOW
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    EncodePiece,
+    Event,
+    KeepGradient,
+    Operation,
+    PieceBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    SendFeatures,
+    SendGradients,
+    StepPlan,
+    TakeFeatures,
+    When,
+)
+from loongplug.hetero.streamed_pieces import Piece
+
+
+@dataclass(kw_only=True)
+class StreamedSide:
+    """What a step that streams has in memory for an encoder of one rank.
+
+    ``encoded`` has the ``pieces`` in the place of units. ``consumed`` are, by piece, the bytes that
+    this rank's decoder takes of it, 0 for all where it takes none. ``media`` are the bytes of what
+    is loaded here.
+    """
+
+    plan: StepPlan
+    pieces: Sequence[Piece]
+    replica: int
+    consumed: Sequence[int]
+    encoded: EncodedUnits
+    media: int
+    trains: bool
+    _features: "_Posted" = field(init=False)
+    _gradients: "_Posted" = field(init=False)
+
+    def at(self, ledger: Ledger, when: When) -> None:
+        """Enter what the operations at ``when`` make and free."""
+        if when == BEGIN:
+            ledger.add(INPUT, self.media)
+            self._begin(ledger)
+        held = 0
+        if when.event is Event.GRADIENT and when.microbatch is not None:
+            held = self._unit(when.microbatch)  # by the decoder's backward, in which it comes
+        for operation in self.plan.get(when, ()):
+            self._enter(ledger, operation, held=held)
+        if when == END:
+            ledger.take(INPUT, self.media)
+
+    def _begin(self, ledger: Ledger) -> None:
+        """The first receives are posted."""
+        numbered = list(enumerate(self.pieces))
+        coming = [self.consumed[n] for n, each in numbered if each.replica != self.replica]
+        returning = [
+            self.encoded.features(n)
+            for n, each in numbered
+            if each.replica == self.replica and not self.consumed[n] and self.trains
+        ]
+        self._features = _Posted(FEATURES, coming)
+        self._gradients = _Posted(FEATURE_GRADIENTS, returning)
+        self._features.fill(ledger)
+        self._gradients.fill(ledger)
+
+    def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
+        match operation:
+            case EncodePiece(piece=piece):
+                self.encoded.encode(ledger, piece)
+            case SendFeatures(piece=piece):
+                # What this rank needs itself stays; the rest is gone when it has been received.
+                ledger.take(FEATURES, self.encoded.features(piece) - self.consumed[piece])
+            case ReceiveFeatures(unit=unit, pieces=pieces):
+                for piece in pieces:
+                    if self._comes(piece):
+                        self._features.took(ledger)
+                if len(pieces) > 1:
+                    ledger.work("features of pieces are joined", self._unit(unit))
+            case TakeFeatures(unit=unit):
+                ledger.take(FEATURES, self._unit(unit))
+            case KeepGradient(unit=unit):
+                ledger.add(FEATURE_GRADIENTS, self._unit(unit))
+            case SendGradients(pieces=pieces):
+                gone = sum(self.consumed[each] for each in pieces if not self._own(each))
+                ledger.take(FEATURE_GRADIENTS, gone)
+            case ReceiveGradient(piece=piece):
+                if not self.consumed[piece]:
+                    self._gradients.took(ledger)
+                else:  # of all consumers, put together
+                    more = self.encoded.features(piece) - self.consumed[piece]
+                    ledger.add(FEATURE_GRADIENTS, more)
+            case PieceBackward(piece=piece):
+                self.encoded.go_back(ledger, piece, held=held)
+            case _:
+                pass  # nothing that takes memory
+
+    def _own(self, piece: int) -> bool:
+        return self.pieces[piece].replica == self.replica
+
+    def _comes(self, piece: int) -> bool:
+        return bool(self.consumed[piece]) and not self._own(piece)
+
+    def _unit(self, unit: int) -> int:
+        """Bytes of a microbatch's features that this rank's decoder takes."""
+        numbered = zip(self.pieces, self.consumed, strict=True)
+        return sum(nbytes for each, nbytes in numbered if each.microbatch == unit)
+
+
+class _Posted:
+    """Receives under way, of which a few are posted ahead."""
+
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self._name = name
+        self._left = deque(size for size in sizes if size)
+        self._under_way = 0
+
+    def fill(self, ledger: Ledger) -> None:
+        """Post as many as there may be."""
+        while self._left and self._under_way < WINDOW:
+            ledger.add(self._name, self._left.popleft())
+            self._under_way += 1
+
+    def took(self, ledger: Ledger) -> None:
+        """The first one is here, and another one is posted."""
+        self._under_way -= 1
+        self.fill(ledger)

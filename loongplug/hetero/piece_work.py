@@ -1,0 +1,204 @@
+"""Pieces in a step that streams: encoded, sent, and gone backward through, one at a time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from loongplug.data.microbatch import MediaInput, Share, Unit
+from loongplug.hetero.bubbles import BubbleCommunicator, BubbleWork
+from loongplug.hetero.encoder_of_step import EncoderOfStep
+from loongplug.hetero.exchange import ExchangeSpec
+from loongplug.hetero.operations import (
+    EncodePiece,
+    PieceBackward,
+    ReceiveGradient,
+    SendFeatures,
+)
+from loongplug.hetero.piece_edges import PieceEdges
+from loongplug.hetero.pipeline_wires import PipelineGroups
+from loongplug.hetero.policies import Stream
+from loongplug.hetero.routes import Rows, common, within
+from loongplug.hetero.streamed_pieces import Piece, Planner, StreamedStep
+from loongplug.observe.recorder import NOTHING, Recorder
+
+# What Megatron's schedules, and what finalises gradients behind them, look for.
+_GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
+
+
+class Streaming:
+    """What one rank streams by, for a run: plans, edges, and the groups of the pipeline."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        edges: PieceEdges,
+        *,
+        groups: PipelineGroups,
+        replica: int,
+        stage: int,
+        recorder: Recorder = NOTHING,
+    ) -> None:
+        """``replica`` is the encoder's that this rank is of, ``stage`` the decoder's."""
+        self._planner = planner
+        self.edges = edges
+        self.groups = groups
+        self.replica = replica
+        self.stage = stage
+        self.recorder = recorder
+
+    def pieces(
+        self, units: Sequence[Unit], *, spec: ExchangeSpec, encoder: EncoderOfStep
+    ) -> "PiecesOfStep | None":
+        """Of a step of training with these ``units``; None where it does not stream.
+
+        ``spec`` is what all know of the whole units. The same on every rank of a model replica.
+        """
+        planned = self._planner.plan([each.grids for each in units])
+        if planned is None:
+            return None
+        assert encoder.trains == planned.trains, "counted from the flags that freeze"
+        return PiecesOfStep(self, planned, units, spec=spec, encoder=encoder)
+
+
+class PiecesOfStep:
+    """One rank's pieces during one step, and the communicator of its stage."""
+
+    def __init__(
+        self,
+        streaming: Streaming,
+        planned: StreamedStep,
+        units: Sequence[Unit],
+        *,
+        spec: ExchangeSpec,
+        encoder: EncoderOfStep,
+    ) -> None:
+        """The step begins: receives of pieces are posted."""
+        self._streaming = streaming
+        self._planned = planned
+        self._units = units
+        self._encoder = encoder
+        self._edges = streaming.edges
+        self._communicator: BubbleCommunicator | None = None
+        self.stream: Stream = planned.stream(streaming.replica)
+        self._spec = _of_pieces(planned.pieces, spec)
+        self._payloads: dict[int, Tensor] = {}
+        self._own: dict[int, GradientEdge] = {}
+        self._gradients: dict[int, Tensor] = {}  # of payloads
+        self._received: dict[int, int] = {}  # rows of each piece, where it is consumed
+        self._edges.begin(self._spec, trains=encoder.trains)
+
+    def within(self, config: ModelParallelConfig, work: BubbleWork) -> dict[str, Any]:
+        """What a schedule is to be called with so that ``work`` is done between its passes."""
+        streaming = self._streaming
+        self._communicator = BubbleCommunicator(
+            parallel_state.get_pipeline_model_parallel_group(),
+            config,
+            groups=streaming.groups,
+            forwards=[each.forward for each in self._planned.passes[streaming.stage]],
+            work=work,
+            recorder=streaming.recorder,
+        )
+        return {
+            "p2p_communicator": self._communicator,
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
+        }
+
+    def finish(self) -> None:
+        """Behind the schedule: the work that is left."""
+        assert self._communicator is not None, "the schedule had another one"
+        self._communicator.finish()
+
+    def end(self) -> None:
+        """Behind the plan's last operation."""
+        self._edges.drain()
+        for what in (self._payloads, self._own, self._gradients, self._received):
+            assert not what, f"nobody used what there is of pieces {list(what)}"
+
+    def operate(
+        self, operation: EncodePiece | SendFeatures | ReceiveGradient | PieceBackward
+    ) -> None:
+        """One of those on a rank that encodes the piece."""
+        match operation:
+            case EncodePiece(piece=piece):
+                self._encode(piece)
+            case SendFeatures(piece=piece):
+                self._edges.send_features(piece, self._payloads.pop(piece))
+            case ReceiveGradient(piece=piece):
+                self._gradients[piece] = self._edges.receive_gradient(piece)
+            case PieceBackward(piece=piece):
+                # Whatever replica is through last, all reduce together.
+                self._encoder.backward(self._own.pop(piece), self._gradients.pop(piece), more=True)
+
+    def receive(self, pieces: range) -> Tensor:
+        """The features of a microbatch that this rank's decoder needs, [rows, width].
+
+        They are in the order of the text, as pieces are, and rows within one.
+        """
+        found = [self._edges.receive_features(each) for each in pieces]
+        if self._encoder.trains:
+            self._received |= zip(pieces, map(len, found), strict=True)
+        if len(found) == 1:
+            return found[0]
+        spec = self._spec
+        nothing = torch.empty(0, spec.width, dtype=spec.dtype, device=self._edges.device)
+        return torch.cat([nothing, *found])
+
+    def give_back(self, pieces: range, gradient: Tensor) -> None:
+        """The ``gradient`` of what :meth:`receive` gave, to who encoded it."""
+        rows = [self._received.pop(each) for each in pieces]
+        for each, part in zip(pieces, gradient.split(rows) if rows else (), strict=True):
+            self._edges.send_gradient(each, part)
+
+    def _encode(self, number: int) -> None:
+        piece = self._planned.pieces[number]
+        unit = self._units[piece.microbatch]
+        payload = self._encoder.payload(replace(unit, media=self._media(piece, unit)))
+        if self._encoder.trains:
+            self._own[number] = get_gradient_edge(payload)
+        self._payloads[number] = payload
+
+    def _media(self, piece: Piece, unit: Unit) -> MediaInput:
+        """A piece's, of those of the replica's share; neighbours there, too."""
+        assert unit.media is not None, "the unit was loaded somewhere else"
+        share: Share
+        (share,) = (x for x in unit.shares if x.encoder_replica == self._streaming.replica)
+        held = range(len(unit.grids)) if share.media is None else share.media
+        first = held.index(piece.media.start)
+        behind = first + len(piece.media)
+        assert tuple(held[first:behind]) == tuple(piece.media), (held, piece)
+        sizes = [prod(unit.grids[medium]) for medium in held[:behind]]
+        before = sum(sizes[:first])
+        return MediaInput(
+            rows=unit.media.rows[before : before + sum(sizes[first:])],
+            grids=unit.media.grids[first:behind],
+        )
+
+
+def _of_pieces(pieces: Sequence[Piece], units: ExchangeSpec) -> ExchangeSpec:
+    """What all know of the pieces, of what they know of the units."""
+    shards = None
+    if units.shards is not None:
+        shards = tuple(
+            tuple(_rows_of(each, rows) for rows in units.shards[each.microbatch]) for each in pieces
+        )
+    return ExchangeSpec(
+        tokens=tuple(each.tokens for each in pieces),
+        shares=tuple((Share(encoder_replica=each.replica),) for each in pieces),
+        width=units.width,
+        dtype=units.dtype,
+        shards=shards,
+    )
+
+
+def _rows_of(piece: Piece, needed: Rows) -> Rows:
+    """What of a piece's rows is among those ``needed`` of its unit."""
+    own = (piece.rows,)
+    return within(common(needed, own), own)

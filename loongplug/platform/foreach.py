@@ -1,0 +1,163 @@
+"""What goes over all tensors of an optimizer at once, without TransformerEngine and Apex.
+
+Norms and scales of gradients, in the place of Megatron's loops, and Adam's steps on GPUs.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loongplug.platform.replacements import Replacement
+
+
+def norm_of_all(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+    """Wrap Megatron's norm of lists of tensors, for which the host waits once for each tensor.
+
+    The norm is [1] float32, on the tensors' device, and the host waits for nothing.
+    """
+
+    @functools.wraps(original)
+    def local_multi_tensor_l2_norm(
+        chunk_size: int,
+        noop_flag: Any,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        per_tensor: bool,
+        *args: Any,
+    ) -> tuple[Tensor, None]:
+        tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+        norms = torch._foreach_norm(tensors, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+    return local_multi_tensor_l2_norm
+
+
+def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap Megatron's product of tensors and a number; of tensors in place, in one go."""
+
+    @functools.wraps(original)
+    def local_multi_tensor_scale(
+        chunk_size: int,
+        noop_flag: Any,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        scale: float,
+    ) -> None:
+        sources, targets = tensor_lists
+        if len(sources) == len(targets) and all(map(_same, sources, targets)):
+            torch._foreach_mul_(list(targets), scale)
+        else:
+            original(chunk_size, noop_flag, tensor_lists, scale)
+
+    return local_multi_tensor_scale
+
+
+def _same(source: Tensor, target: Tensor) -> bool:
+    return source is target
+
+
+def fused_adam(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the steps of torch's Adam that go over lists: by the fused kernel where that serves.
+
+    In the wrapped one, the roots of all second moments are there at once. Steps stay counted on the
+    host, where checkpoints have them.
+    """
+
+    @functools.wraps(original)
+    def multi_tensor_adam(
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+        *scaling: Any,
+        **settings: Any,
+    ) -> None:
+        lists = (params, grads, exp_avgs, exp_avg_sqs)
+        plain = not any(settings[name] for name in ("amsgrad", "capturable", "differentiable"))
+        unscaled = all(settings.get(name) is None for name in ("grad_scale", "found_inf"))
+        alike = all(
+            each.is_cuda and each.dtype == torch.float32 and each.is_contiguous()
+            for tensors in lists
+            for each in tensors
+        )
+        numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
+        on_host = not any(step.is_cuda for step in state_steps)
+        if not scaling and plain and unscaled and alike and numbers and on_host:
+            step_all(*lists, state_steps, **settings)
+        else:
+            original(*lists, max_exp_avg_sqs, state_steps, *scaling, **settings)
+
+    return multi_tensor_adam
+
+
+def step_all(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    decoupled_weight_decay: bool,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    **_: Any,
+) -> None:
+    """A step of Adam by torch's fused kernel, of tensors of one device and steps on the host."""
+    torch._foreach_add_(state_steps, 1)
+    alike: defaultdict[tuple[torch.device, float], list[int]] = defaultdict(list)
+    for number, (param, step) in enumerate(zip(params, state_steps, strict=True)):
+        alike[param.device, step.item()].append(number)
+    kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    for (device, count), numbers in alike.items():
+        # The kernel reads each tensor's step from the device: filled there, nothing is copied.
+        counted = torch.full((), count, dtype=torch.float32, device=device)
+        lists = (params, grads, exp_avgs, exp_avg_sqs)
+        some = [[each[number] for number in numbers] for each in lists]
+        kernel(
+            some[0],
+            some[1],
+            some[2],
+            some[3],
+            [],
+            [counted] * len(numbers),
+            amsgrad=False,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=maximize,
+        )
+
+
+OF_GRADIENTS: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.core.utils.local_multi_tensor_l2_norm",
+        wrapper=norm_of_all,
+        parameters="(chunk_size, noop_flag, tensor_lists, per_tensor, *args)",
+        reason="has the host wait once for each gradient tensor",
+    ),
+    Replacement(
+        target="megatron.core.utils.local_multi_tensor_scale",
+        wrapper=scale_of_all,
+        parameters="(chunk_size, noop_flag, tensor_lists, scale)",
+        reason="launches two kernels for each gradient tensor, and makes a copy in between",
+    ),
+)
+
+ON_CUDA: tuple[Replacement, ...] = (
+    Replacement(
+        target="torch.optim.adam._multi_tensor_adam",
+        wrapper=fused_adam,
+        reason="holds the roots of all second moments at once, 4 bytes for each trained number, "
+        "which kernels of their own write and read",
+    ),
+)

@@ -1,0 +1,106 @@
+"""Full separation whose encoders work in the pipeline's bubbles.
+
+Where one of these rules stands against a run, ``--full-hetero-dp-schedule auto`` does without.
+"""
+
+import os
+from argparse import Namespace
+from typing import Any
+
+from loongplug.training.rules.hetero import encoder_tp, full_separation
+from loongplug.training.rules.pipeline import wants_virtual
+from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
+
+_STREAMED = flag("--full-hetero-dp-schedule streamed")
+_SEPARATED = "use --full-hetero-dp-schedule separated"
+
+
+@rule(
+    refuses="`--full-hetero-dp-schedule streamed` or `auto` without full separation of an encoder",
+    reason="elsewhere encoders work within the decoder's forward, or have ranks of their own",
+    cure="add --enable-full-hetero-dp, or drop the flag",
+)
+def streamed_mode(args: Namespace, model: Any) -> str | None:
+    schedule = args.full_hetero_dp_schedule
+    if schedule == "separated" or full_separation(args, model):
+        return None
+    return f"--full-hetero-dp-schedule {schedule}"
+
+
+streamed_offload = excludes(
+    _STREAMED,
+    any_of(
+        flag("--full-hetero-dp-cpu-offload"),
+        flag("--offload-encoder-activations"),
+        flag("--offload-encoder-state"),
+        in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-activations`, "
+        "`--offload-encoder-state`",
+    ),
+    reason="the encoder works all through the decoder's schedule, so that nothing of it can be "
+    "away, and few features are there at a time",
+    cure=f"drop the flag, or {_SEPARATED}",
+)
+streamed_overlap = excludes(
+    _STREAMED,
+    any_of(
+        flag("--overlap-moe-expert-parallel-comm"),
+        flag("--overlap-p2p-communication-warmup-flush", argument="overlap_p2p_comm_warmup_flush"),
+    ),
+    reason="a forward then runs together with a backward, or a receive is posted late: there is no "
+    "moment between two passes",
+    cure=f"drop the flag, or {_SEPARATED}",
+)
+streamed_virtual = excludes(
+    _STREAMED,
+    Choice(
+        said=lambda args: (
+            ""
+            if args.overlap_p2p_comm or not wants_virtual(args)
+            else "--no-overlap-p2p-communication with virtual stages"
+        ),
+        in_docs="`--no-overlap-p2p-communication` and virtual stages",
+    ),
+    reason="Megatron then sends what a forward and a backward have made at once, and an encoder "
+    "that works before both may wait for the first",
+    cure=f"drop --no-overlap-p2p-communication, or {_SEPARATED}",
+)
+
+
+@rule(
+    reason="the decoder's pipeline has one communicator, which does one encoder's work",
+    cure=_SEPARATED,
+)
+def streamed_encoders(args: Namespace, model: Any) -> str | None:
+    """`--full-hetero-dp-schedule streamed` with several encoders"""
+    if not _STREAMED.said(args) or len(model.encoders) == 1:
+        return None
+    return f"{_STREAMED.said(args)} with {len(model.encoders)} encoders"
+
+
+@rule(
+    reason="a replica over several stages would work only where all of these wait",
+    cure=f"give it a tensor parallel size of at most the decoder's, or {_SEPARATED}",
+)
+def streamed_stages(args: Namespace, model: Any) -> str | None:
+    """`--full-hetero-dp-schedule streamed` with an encoder `tensor_model_parallel_size` above the
+    decoder's
+    """
+    decoder = args.tensor_model_parallel_size
+    sizes = {name: encoder_tp(args, model.encoder(name)) for name in model.encoders}
+    large = [f"{model.keys[name]}'s tp {size}" for name, size in sizes.items() if size > decoder]
+    if not _STREAMED.said(args) or not large:
+        return None
+    return f"{_STREAMED.said(args)} with {', '.join(large)} over stages of tp {decoder}"
+
+
+@rule(
+    reason="a message that its receiver has not come to yet would hold up whatever the device is "
+    "given behind it, and ranks would wait for each other for ever",
+    cure=f"set CUDA_DEVICE_MAX_CONNECTIONS=32, or {_SEPARATED}",
+)
+def streamed_queues(args: Namespace, model: Any) -> str | None:
+    """`--full-hetero-dp-schedule streamed` on CUDA with `CUDA_DEVICE_MAX_CONNECTIONS=1`"""
+    if not _STREAMED.said(args) or args.device != "cuda":
+        return None
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    return f"{_STREAMED.said(args)} with CUDA_DEVICE_MAX_CONNECTIONS=1" if queues == "1" else None

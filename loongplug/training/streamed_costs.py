@@ -1,0 +1,116 @@
+"""What a step of full separation takes, for who puts encoders into the pipeline's bubbles.
+
+Counted from sizes, in operations of one rank; the same on every rank, which all plan alike.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.training.argument_utils import core_transformer_config_from_args
+
+from loongplug.data.positions import Grid
+from loongplug.hetero.balance import EncoderWork
+from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.streamed_pieces import StreamedCosts
+from loongplug.models.architecture import EncoderArchitecture
+from loongplug.models.decoder import DecoderConfig
+from loongplug.models.entries import Entry
+from loongplug.models.lora.mapping import adapter_table, with_adapters
+from loongplug.models.registry import family_of
+from loongplug.training.freezing import freezing_of
+from loongplug.training.layer_costs import decoder_costs
+from loongplug.training.rules.hetero import encoder_tp
+from loongplug.training.work import Chains
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaCosts:
+    """What one rank of an encoder replica takes for media, forward and backward.
+
+    ``per_state`` and ``per_token`` are of a state of the encoder's layers and of a feature's
+    projectors. Of ``layers`` attentions, so many are ``attended``: they have a backward. With
+    ``again``, a backward has a forward of the layers besides.
+    """
+
+    encoder: EncoderArchitecture
+    per_state: tuple[int, int]
+    per_token: tuple[int, int]
+    attended: int
+    again: bool
+    tp: int
+
+    def of(self, grids: Sequence[Grid]) -> PieceCost:
+        """Of these media together."""
+        states = sum(map(prod, grids)) // self.encoder.rows_per_state
+        tokens = sum(map(self.encoder.tokens, grids))
+        attention = 2 * replace(EncoderWork.of(self.encoder), linear=0).of_units([grids])[0]
+        layers = states * self.per_state[0] + attention
+        forward = layers + tokens * self.per_token[0]
+        backward = states * self.per_state[1] + tokens * self.per_token[1]
+        backward += 2 * attention * self.attended // self.encoder.computed_layers
+        backward += layers if self.again else 0
+        return PieceCost(forward // self.tp, backward // self.tp)
+
+
+def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCosts:
+    """Of checked arguments, for one of the model's encoders.
+
+    A microbatch of the decoder counts with its padding, and a pack as one whole row.
+    """
+    hugging_face = family_of(model, trusted_packages=args.trusted_packages).load_hugging_face(model)
+    mapping = with_adapters(hugging_face.mapping, adapter_table(model, hugging_face))
+    chains = Chains.of(model, mapping, trains=freezing_of(args, model).trains)
+    encoder, chain = model.encoder(entry.name), chains.encoders[entry.name]
+    layers = chain.layers.values()
+    projectors = [each for one in chains.projectors[entry.name] for each in one.layers.values()]
+    trains = chain.trains or any(one.trains for one in chains.projectors[entry.name])
+    media = MediaCosts(
+        encoder=encoder,
+        per_state=(sum(each.forward for each in layers), sum(each.backward for each in layers)),
+        per_token=(
+            sum(each.forward for each in projectors),
+            sum(each.backward for each in projectors),
+        ),
+        attended=chain.attended,
+        again=encoder.recompute and chain.trains,
+        tp=encoder_tp(args, encoder),
+    )
+    rows = [(args.seq_length,) * args.micro_batch_size]
+    decoder = decoder_costs(args, model.foundation, chains.decoder, rows)
+    ends = [0]
+    for count in _layers_by_place(args):
+        ends.append(ends[-1] + count)
+    stages = [decoder.stage(*each) for each in pairwise(ends)]
+    return StreamedCosts(
+        of_media=media.of,
+        tokens=encoder.tokens,
+        forward=tuple(each.forward for each in stages),
+        backward=tuple(each.backward for each in stages),
+        group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
+        trains=trains,
+    )
+
+
+def _layers_by_place(args: Namespace) -> list[int]:
+    """How many of the decoder's layers are in each stage or virtual chunk, in their order."""
+    config = core_transformer_config_from_args(args, DecoderConfig)
+    chunks = args.virtual_pipeline_model_parallel_size
+    layout = config.pipeline_model_parallel_layout
+
+    def count(chunk: int | None, stage: int) -> int:
+        if layout is None:
+            found: int = get_num_layers_to_build(config, chunk, stage)
+        else:  # the function above would give this rank's own number
+            found = layout.get_num_layers_to_build(vp_stage=chunk or 0, pp_rank=stage)
+        return found
+
+    return [
+        count(chunk, stage)
+        for chunk in ([None] if chunks is None else range(chunks))
+        for stage in range(args.pipeline_model_parallel_size)
+    ]

@@ -1,0 +1,136 @@
+"""Images as bytes: the pixels of transformers to the bit, in an eighth of the memory."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from on_a_gpu import in_fresh_interpreter
+from PIL import Image
+
+from loongplug.data.conversation import Video
+from loongplug.data.image_patches import QwenPatches
+from loongplug.data.media import MediaLoader
+from loongplug.data.pixel_bytes import PixelBytes
+from loongplug.data.processor import Processor
+from loongplug.data.units import MediaBatch, UnitLoader
+from loongplug.data.video import TIMESTAMPS, VideoProcessor
+from loongplug.platform import current_platform
+
+pytestmark = pytest.mark.quick
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.27, 0.26, 0.28]},
+    {"do_normalize": False},
+    {"do_rescale": False},
+    {"do_rescale": False, "do_normalize": False},
+    {"do_resize": False},
+    {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 1.0, 1.0], "image_std": [1.0, 1.0, 1.0]},
+]
+
+
+def noise(height: int, width: int, *, seed: int = 0) -> Image.Image:
+    values = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_values_are_those_of_transformers_to_the_bit(
+    processor: Processor, settings: dict[str, Any]
+) -> None:
+    transform = copy.copy(processor.vision.transform)
+    for name, value in settings.items():
+        setattr(transform, name, value)
+    images = [noise(96, 64), noise(64, 160, seed=1), noise(32, 32, seed=2)]
+    if transform.do_resize:
+        images.append(noise(75, 190, seed=3))
+    expected = transform(images=images, return_tensors="pt")
+    patches = QwenPatches(transform)
+    coded = patches.coded(images)
+    made = [patches.pixel_bytes.decoded(rows) for rows, _ in coded]
+    assert torch.equal(torch.cat(made), expected["pixel_values"].float())
+    assert [list(grid) for _, grid in coded] == expected["image_grid_thw"].tolist()
+    for (rows, _), values in zip(coded, made, strict=True):
+        assert rows.dtype == torch.uint8
+        assert rows.untyped_storage().nbytes() == rows.nbytes == values.nbytes // 8
+
+
+def test_each_channel_has_its_own_values_and_each_frame_the_same() -> None:
+    values = torch.stack([torch.arange(256.0) * sign for sign in (1, 10, 100)])
+    rows = torch.tensor([[0, 1, 2, 3, 4, 255], [5, 6, 7, 8, 9, 10]], dtype=torch.uint8)
+    made = PixelBytes(values=values, frames=2).decoded(rows)
+    assert made.tolist() == [
+        [0, 1, 0, 1, 20, 30, 20, 30, 400, 25500, 400, 25500],
+        [5, 6, 5, 6, 70, 80, 70, 80, 900, 1000, 900, 1000],
+    ]
+    assert PixelBytes(values=values, frames=2).decoded(rows[:0]).shape == (0, 12)
+
+
+def unit_of(*media: Any, loader: MediaLoader) -> MediaBatch:
+    grids = [loader.load([each], where="rows.jsonl:1").grids[0].tolist() for each in media]
+    return MediaBatch(
+        index=0,
+        encoder="image_encoder",
+        media=media,
+        grids=tuple(map(tuple, grids)),
+        samples=tuple(range(len(media))),
+        where=("rows.jsonl:1",) * len(media),
+    )
+
+
+def test_a_unit_of_images_is_loaded_as_bytes_and_one_with_a_video_as_values(
+    processor: Processor,
+    tmp_path: Path,
+    write_image: Callable[..., str],
+    write_frames: Callable[..., list[str]],
+) -> None:
+    videos = VideoProcessor(processor, TIMESTAMPS)
+    loader, load = MediaLoader(processor, videos=videos), UnitLoader(processor, videos=videos)
+    images = [
+        tmp_path / write_image(f"{seed}.png", height=64, width=96, seed=seed) for seed in (1, 2)
+    ]
+    frames = write_frames("v", 4, height=64, width=64)
+    video = Video(frames=tuple(tmp_path / name for name in frames), fps=2.0)
+    pixels = processor.vision.pixel_bytes
+
+    unit = unit_of(*images, loader=loader)
+    loaded = load(unit)
+    assert unit.coded
+    assert loaded.rows.dtype == torch.uint8
+    values = loader.load(images, where="rows.jsonl:1").rows
+    assert torch.equal(pixels.decoded(loaded.rows), values)
+    assert torch.equal(load(unit).rows, loaded.rows)  # from its cache
+
+    mixed = unit_of(images[0], video, images[1], loader=loader)
+    assert not mixed.coded
+    rows = load(mixed).rows
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, loader.load(mixed.media, where="rows.jsonl:1").rows)
+    assert load(mixed.part((0, 2))).rows.dtype == torch.uint8
+
+    (tmp_path / "2.png").write_bytes(b"no image any more")
+    broken = load(replace(unit, index=1))
+    assert broken.bad.keys() == {1}
+    assert torch.equal(broken.rows[:24], loaded.rows[:24])
+    assert broken.rows.dtype == torch.uint8
+    assert not broken.rows[24:].any()
+    assert broken.rows.shape == loaded.rows.shape
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    in_fresh_interpreter(__file__, "decodes_on_a_gpu")
+
+
+def decodes_on_a_gpu() -> None:
+    """To the CPU's bits."""
+    transform = type("Plain", (), {"do_rescale": False, "do_normalize": False})
+    pixels = PixelBytes.of(transform, frames=2)
+    rows = torch.randint(0, 256, (64, 768), dtype=torch.uint8)
+    made = pixels.decoded(rows.to(current_platform().device))
+    assert torch.equal(made.cpu(), pixels.decoded(rows))

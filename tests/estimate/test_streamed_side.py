@@ -1,0 +1,93 @@
+"""What the estimate enters of a step that streams: all that comes goes, less is there at once."""
+
+import pytest
+
+from loongplug.data.positions import Grid
+from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
+from loongplug.estimate.streamed_side import StreamedSide
+from loongplug.estimate.trace import Cost
+from loongplug.estimate.units import UnitSize
+from loongplug.hetero.operations import BEGIN, END, before_pass, forward, gradient
+from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
+
+pytestmark = pytest.mark.quick
+
+PAYLOAD, TOKENS = 10, 4
+GRID: Grid = (1, 4, 4)
+
+
+def planned(stages: int, microbatches: int) -> StreamedStep:
+    """Four media to a microbatch; encoders have a third of the work."""
+    costs = StreamedCosts(
+        of_media=lambda grids: PieceCost(100 * len(grids), 200 * len(grids)),
+        tokens=lambda grid: TOKENS,
+        forward=(800 // stages,) * stages,
+        backward=(1600 // stages,) * stages,
+        group=stages,
+        trains=True,
+    )
+    found = Planner(costs, stages=tuple(range(stages))).plan([[GRID] * 4] * microbatches)
+    assert found is not None
+    return found
+
+
+def followed(found: StreamedStep, stage: int, *, shard: int = 1) -> Ledger:
+    """A step of one rank; of the first stage's, one that takes a ``shard``-th of the features."""
+    stages = len(found.passes)
+    of_piece = [PAYLOAD * each.tokens // shard for each in found.pieces]
+    costs = Cost(kept=0, forward=0, backward=0)
+    side = StreamedSide(
+        plan=streamed(
+            EncoderStep(
+                encoder_replicas=((0,),) * found.microbatches,
+                replicas=stages,
+                replica=stage,
+                consumes=stage == 0,
+                training=True,
+                trains=True,
+                last_stage=stage == stages - 1,
+                stream=found.stream(stage),
+            )
+        ),
+        pieces=found.pieces,
+        replica=stage,
+        consumed=of_piece if stage == 0 else [0] * len(of_piece),
+        encoded=EncodedUnits(
+            units=[UnitSize(grids=(GRID,), tokens=each.tokens) for each in found.pieces],
+            costs=UnitCosts(blank=costs, blank_rows=0, largest=Cost(kept=7), largest_rows=16),
+            payload=PAYLOAD,
+            row=1,
+            blank_input=0,
+        ),
+        media=0,
+        trains=True,
+    )
+    ledger = Ledger()
+    side.at(ledger, BEGIN)
+    for number, one in enumerate(found.passes[stage]):
+        side.at(ledger, before_pass(number))
+        if one.place == 0 and stage == 0:
+            side.at(ledger, (forward if one.forward else gradient)(one.microbatch))
+    side.at(ledger, before_pass(len(found.passes[stage])))
+    side.at(ledger, END)
+    return ledger
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 16), (4, 16)])
+def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None:
+    found = planned(stages, microbatches)
+    whole = PAYLOAD * TOKENS * len(found.pieces)  # what is there at once where it is separated
+    for stage in range(stages):
+        ledger = followed(found, stage, shard=shard)
+        assert not +ledger.live, (stage, ledger.live)
+        for kind in (FEATURES, FEATURE_GRADIENTS):
+            assert 0 < ledger.most[kind] < whole
+        own = sum(each.replica == stage for each in found.pieces)
+        assert 0 < ledger.most[ENCODER] <= 7 * own
+    first = followed(found, 0)
+    if microbatches == 16:
+        assert first.most[FEATURES] <= whole // 3

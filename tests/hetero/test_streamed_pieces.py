@@ -1,0 +1,188 @@
+"""Pieces of steps that stream: every medium once, the same on every rank, and the ranks' plans."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from loongplug.data.positions import Grid
+from loongplug.hetero.operations import (
+    BEGIN,
+    END,
+    EncodePiece,
+    EncoderBackward,
+    Event,
+    GatherWeights,
+    KeepGradient,
+    Operation,
+    PieceBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    ReduceGradients,
+    SendFeatures,
+    SendGradients,
+    StepPlan,
+    TakeFeatures,
+)
+from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
+
+pytestmark = pytest.mark.quick
+
+
+def of_media(grids: Sequence[Grid]) -> PieceCost:
+    rows = sum(map(prod, grids))
+    return PieceCost(10 * rows, 20 * rows)
+
+
+def tokens(grid: Grid) -> int:
+    return prod(grid) // 4
+
+
+def planner(stages: int, *, lanes: int = 1, chunks: int = 1, trains: bool = True) -> Planner:
+    """A stage takes as long for a forward as 20 rows do."""
+    places = stages * chunks
+    costs = StreamedCosts(
+        of_media=of_media,
+        tokens=tokens,
+        forward=(200 // chunks,) * places,
+        backward=(400 // chunks,) * places,
+        group=stages,
+        trains=trains,
+    )
+    return Planner(costs, stages=tuple(stage for stage in range(stages) for _ in range(lanes)))
+
+
+GRIDS = st.sampled_from([(1, 2, 2), (1, 2, 4), (2, 4, 4)])
+UNITS = st.lists(st.lists(GRIDS, max_size=6), min_size=1, max_size=6)
+
+
+@given(UNITS, st.integers(2, 4), st.integers(1, 2))
+@settings(max_examples=60)
+def test_every_medium_is_in_one_piece_and_in_its_replica_s_share(
+    units: list[list[Grid]], stages: int, lanes: int
+) -> None:
+    found = planner(stages, lanes=lanes).plan(units)
+    assume(found is not None)
+    assert found is not None
+    seen = Counter((each.microbatch, medium) for each in found.pieces for medium in each.media)
+    assert set(seen.values()) <= {1}
+    assert seen.keys() == {(n, m) for n, grids in enumerate(units) for m in range(len(grids))}
+    for number, grids in enumerate(units):
+        own = [each for each in found.pieces if each.microbatch == number]
+        rows = [row for each in own for row in range(each.rows.start, each.rows.stop)]
+        assert rows == list(range(sum(map(tokens, grids))))  # in the order of the text
+    shares = planner(stages, lanes=lanes).shares(units)
+    assert shares is not None
+    for number, (grids, of_unit) in enumerate(zip(units, shares, strict=True)):
+        assert len({each.encoder_replica for each in of_unit}) == len(of_unit) > 0
+        for each in of_unit:
+            media = tuple(range(len(grids))) if each.media is None else each.media
+            pieces = [
+                x.media
+                for x in found.pieces
+                if (x.microbatch, x.replica) == (number, each.encoder_replica)
+            ]
+            assert tuple(chain(*pieces)) == tuple(media)
+
+
+def test_where_nothing_is_gained_nothing_is_planned() -> None:
+    assert planner(4).plan([[]] * 8) is None
+    assert planner(4).shares([[]] * 8) is None
+    assert planner(4).plan([[(1, 4, 4)] * 4] * 8) is not None
+
+
+def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
+    one, other = planner(4), planner(4)
+    units = [[(1, 4, 4)] * 4] * 8
+    assert one.plan(units) is one.plan([*map(list, units)])
+    assert one.plan(units) == other.plan(units)
+    for number in range(50):  # few are kept
+        one.plan([[(1, 2, 2 + number)]])
+    assert len(one._kept) < 50
+    assert one.plan(units) == other.plan(units)
+
+
+def test_few_microbatches_are_cut_finer() -> None:
+    """Each replica has something: two microbatches of many images on eight replicas."""
+    found = planner(4, lanes=2).plan([[(1, 4, 4)] * 32] * 2)
+    assert found is not None
+    assert {each.replica for each in found.pieces} == set(range(8))
+
+
+def plans(found: StreamedStep, *, stages: int, trains: bool) -> list[StepPlan]:
+    """Of one replica to a stage."""
+    return [
+        streamed(
+            EncoderStep(
+                encoder_replicas=((0,),) * found.microbatches,
+                replicas=stages,
+                replica=stage,
+                consumes=stage == 0,
+                training=True,
+                trains=trains,
+                last_stage=stage == stages - 1,
+                stream=found.stream(stage),
+            )
+        )
+        for stage in range(stages)
+    ]
+
+
+def done(plan: StepPlan, kind: type[Operation]) -> list[Any]:
+    """All operations of a kind; events of a kind are in the plan in their order."""
+    return [each for operations in plan.values() for each in operations if isinstance(each, kind)]
+
+
+@given(UNITS, st.integers(2, 4), st.booleans())
+@settings(max_examples=60)
+def test_every_piece_goes_there_and_back_once(
+    units: list[list[Grid]], stages: int, trains: bool
+) -> None:
+    found = planner(stages, trains=trains).plan(units)
+    assume(found is not None)
+    assert found is not None
+    all_pieces = list(range(len(found.pieces)))
+    ranks = plans(found, stages=stages, trains=trains)
+    for kind in (EncodePiece, SendFeatures):
+        assert sorted(each.piece for plan in ranks for each in done(plan, kind)) == all_pieces
+    for kind in (ReceiveGradient, PieceBackward):
+        back = sorted(each.piece for plan in ranks for each in done(plan, kind))
+        assert back == (all_pieces if trains else [])
+    first, *others = ranks
+    for kind in (ReceiveFeatures, SendGradients):
+        taken = [piece for each in done(first, kind) for piece in each.pieces]
+        assert taken == (all_pieces if trains or kind is ReceiveFeatures else [])
+        assert not any(done(plan, kind) for plan in others)
+    count = len(units)
+    assert [each.unit for each in done(first, TakeFeatures)] == list(range(count))
+    assert len(done(first, KeepGradient)) == (count if trains else 0)
+    for plan in ranks:
+        # Collective over all replicas: on every rank, with pieces or without, outside of passes.
+        assert plan.get(BEGIN, ()) == ((GatherWeights(),) if trains else ())
+        assert plan.get(END, ()) == ((ReduceGradients(),) if trains else ())
+        assert {when.event for when in plan} <= {*Event} - {Event.BACKWARD}
+
+
+def test_a_step_that_does_not_stream_reduces_behind_the_plan_too() -> None:
+    """Another data parallel replica may stream in it."""
+    step = EncoderStep(
+        encoder_replicas=((0,), (1,), (0,)),
+        replicas=2,
+        replica=0,
+        consumes=True,
+        training=True,
+        trains=True,
+        last_stage=False,
+    )
+    plan = streamed(step)
+    assert plan[BEGIN][0] == GatherWeights()
+    assert plan[END][-1] == ReduceGradients()
+    assert all(each.more for each in done(plan, EncoderBackward))
+    assert len(done(plan, EncoderBackward)) == 2

@@ -1,0 +1,60 @@
+"""The parity matrix's cells whose encoders fill the pipeline's bubbles. Pure, always the same."""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from parity.cells import FULL, MODELS, Cell, layouts, one_of_each, sequence_parallel_choices
+from parity.saving_cells import TrainedCell, one_word
+
+_TRAINED = ("all", "all but the encoder", "the decoder", "LoRA of all modules")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class StreamedCell(TrainedCell):
+    """One layout of full separation, streamed."""
+
+    schedule: str = "streamed"
+
+    @property
+    def name(self) -> str:
+        """A short one that tells cells apart."""
+        return f"{super().name}-{self.schedule}-{one_word(self.trained)}"
+
+    def flags(self) -> list[str]:
+        """The layout and its options as training's flags."""
+        return [*super().flags(), "--full-hetero-dp-schedule", self.schedule]
+
+
+def streamed_cells() -> list[StreamedCell]:
+    """Every layout of full separation that can stream, in one choice of the options or more."""
+    return [
+        cell
+        for model in MODELS
+        for cell in one_of_each([_choices(each) for each in streamed_layouts(model)], seed=model)
+    ]
+
+
+def streamed_layouts(model: str) -> list[Cell]:
+    """There are stages, and each has whole replicas of the encoder."""
+    return [
+        each
+        for each in layouts(model)
+        if each.mode == FULL and each.pp > 1 and each.encoder_tp <= each.tp
+    ]
+
+
+def _choices(layout: Cell) -> list[StreamedCell]:
+    """The layout with every choice of the options that it can have; balance is the plan's own."""
+    bare = StreamedCell(**vars(layout))
+    return [
+        replace(
+            bare,
+            sequence_parallel=sequence,
+            recompute=recompute,
+            optimizer=optimizer,
+            trained=trained,
+        )
+        for sequence, recompute, optimizer, trained in product(
+            sequence_parallel_choices(layout), ("none", "both"), ("plain", "overlapped"), _TRAINED
+        )
+    ]

@@ -1,0 +1,181 @@
+"""Norms, scales and Adam's steps of all tensors at once: the numbers of one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+from on_a_gpu import in_fresh_interpreter
+from torch import Tensor
+from torch.optim import adam as torch_adam
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loongplug.platform import current_platform
+from loongplug.platform.foreach import fused_adam, norm_of_all, scale_of_all, step_all
+from loongplug.platform.upstream import EVERYWHERE
+
+pytestmark = pytest.mark.quick
+
+SIZES = ((7, 5), (300,), (1,), (0,), (64, 32))
+
+
+def drawn(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(device, dtype) for size in SIZES]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU's host would wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_one_vector_and_nobody_waits_for_it(dtype: torch.dtype) -> None:
+    lists = [drawn(1, dtype=dtype), drawn(2, dtype=dtype)]
+    norm = norm_of_all(lambda: None)
+    with Waits() as waits:
+        found, nothing = norm(1, None, lists, False)
+    assert waits.count == 0
+    assert nothing is None
+    assert (found.shape, found.dtype) == ((1,), torch.float32)
+    whole = torch.cat([each.flatten().double() for tensors in lists for each in tensors])
+    torch.testing.assert_close(found[0].double(), whole.norm(), rtol=1e-6, atol=0)
+
+
+def test_a_norm_with_what_is_not_finite_is_not_finite() -> None:
+    for broken in (float("nan"), float("inf")):
+        tensors = drawn(1)
+        tensors[1][17] = broken
+        assert not norm_of_all(lambda: None)(1, None, [tensors], False)[0].isfinite()
+
+
+def test_megatron_uses_them() -> None:
+    """Its norm is upstream's, of the same gradients, and it clips by as much."""
+    rows = {row.target.rpartition(".")[2]: row for row in EVERYWHERE}
+    for name, bound in (
+        ("local_multi_tensor_l2_norm", clip_grads.l2_norm_impl),
+        ("local_multi_tensor_scale", clip_grads.multi_tensor_scale_impl),
+    ):
+        assert bound is resolve_active(rows[name].target)
+        assert bound.__wrapped__ is not bound
+    upstream = clip_grads.l2_norm_impl.__wrapped__
+    theirs, _ = upstream(1, None, [drawn(3)], False)
+    ours, _ = clip_grads.l2_norm_impl(1, None, [drawn(3)], False)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def resolve_active(target: str) -> Any:
+    import megatron.core.utils
+
+    return getattr(megatron.core.utils, target.rpartition(".")[2])
+
+
+def test_tensors_are_scaled_in_place_and_others_as_ever() -> None:
+    asked: list[Any] = []
+    scale = scale_of_all(lambda *given: asked.append(given))
+    tensors, expected = drawn(4), [each * 0.3 for each in drawn(4)]
+    addresses = [each.data_ptr() for each in tensors]
+    scale(1, None, [tensors, list(tensors)], 0.3)
+    assert [each.data_ptr() for each in tensors] == addresses
+    assert all(map(torch.equal, tensors, expected))
+    assert not asked
+    scale(1, None, [tensors, drawn(5)], 0.3)
+    assert len(asked) == 1
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    {"decoupled_weight_decay": False, "weight_decay": 0.1, "maximize": True},
+]
+DEFAULTS: dict[str, Any] = {
+    "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8, "maximize": False,
+}  # fmt: skip
+
+
+def state(device: str = "cpu") -> tuple[list[Tensor], ...]:
+    """Parameters, gradients, two moments, and steps on the host, which differ."""
+    params, grads, first, second = (drawn(seed, device=device) for seed in range(4))
+    steps = [torch.tensor(float(3 * (number % 2))) for number in range(len(SIZES))]
+    return params, grads, first, [each.square() for each in second], steps
+
+
+def by_torch(settings: dict[str, Any]) -> tuple[list[Tensor], ...]:
+    params, grads, first, second, steps = state()
+    torch_adam._fused_adam(
+        params,
+        grads,
+        first,
+        second,
+        [],
+        steps,
+        None,
+        None,
+        **{**DEFAULTS, **settings},
+        amsgrad=False,
+        has_complex=False,
+        capturable=False,
+        differentiable=False,
+    )
+    return params, first, second, steps
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_steps_are_those_of_torch_s_fused_adam(settings: dict[str, Any]) -> None:
+    """Tensors at different steps, too; these stay on the host."""
+    params, grads, first, second, steps = state()
+    step_all(params, grads, first, second, steps, **{**DEFAULTS, **settings})
+    for ours, theirs in zip((params, first, second, steps), by_torch(settings), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_what_the_kernel_does_not_serve_is_left_to_torch() -> None:
+    """On the CPU nothing is: its own table sees to that."""
+    asked: list[Any] = []
+    step = fused_adam(lambda *given, **settings: asked.append((given, settings)))
+    params, grads, first, second, steps = state()
+    settings = {"amsgrad": False, "capturable": False, "differentiable": False, **DEFAULTS}
+    step(params, grads, first, second, [], steps, **settings)
+    ((given, passed),) = asked
+    assert given == (params, grads, first, second, [], steps)
+    assert passed == settings
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    in_fresh_interpreter(__file__, "steps_on_a_gpu")
+
+
+def steps_on_a_gpu() -> None:
+    """Adam's steps with the platform's table are torch's one by one, and nothing waits."""
+    assert current_platform().name == "cuda"
+    for decoupled in (True, False):
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        found = []
+        for options in ({}, {"foreach": False}):
+            parameters = drawn(0, device="cuda")
+            optimizer = kind(parameters, lr=0.01, weight_decay=0.1, **options)
+            for seed in (5, 6, 7):
+                for parameter, grad in zip(parameters, drawn(seed, device="cuda"), strict=True):
+                    parameter.grad = grad
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.set_sync_debug_mode("error" if seed > 5 and not options else "default")
+                optimizer.step()
+                torch.cuda.set_sync_debug_mode("default")
+                if seed > 5 and not options:
+                    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+            found.append(parameters)
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    norms = [
+        norm_of_all(lambda: None)(1, None, [drawn(1, device=each)], False)[0]
+        for each in ("cpu", "cuda")
+    ]
+    torch.testing.assert_close(norms[1].cpu(), norms[0])

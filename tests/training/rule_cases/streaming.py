@@ -1,0 +1,33 @@
+"""Cases of the rules in rules/streaming.py."""
+
+from rule_cases.kinds import PP, Cases
+from rule_cases.overlap import EP2
+
+FULL = {"enable_full_hetero_dp": True}
+STREAMED = {**FULL, "full_hetero_dp_schedule": "streamed"}
+AUTO = {**FULL, "full_hetero_dp_schedule": "auto"}
+OFFLOADS = ("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state")
+VIRTUAL = {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2}
+VIRTUAL = {**PP, **VIRTUAL, "num_layers": 8, "overlap_p2p_comm": False}
+FLUSH = {"overlap_p2p_comm_warmup_flush": True}
+
+CASES: Cases = {
+    "streamed-mode": (
+        [
+            {"full_hetero_dp_schedule": "streamed"},
+            {"full_hetero_dp_schedule": "auto"},
+            {"full_hetero_dp_schedule": "auto", "enable_encoder_hetero_dp": True},
+        ],
+        [STREAMED, AUTO, {"full_hetero_dp_schedule": "separated"}],
+    ),
+    "streamed-offload": (
+        [{**STREAMED, name: True} for name in OFFLOADS],
+        [{**each, name: True} for each in (FULL, AUTO) for name in OFFLOADS],
+    ),
+    "streamed-overlap": ([{**STREAMED, **FLUSH}], [{**AUTO, **FLUSH}]),
+    "streamed-virtual": (
+        [{**STREAMED, **VIRTUAL}],
+        [{**AUTO, **VIRTUAL}, {**STREAMED, **VIRTUAL, "overlap_p2p_comm": True}],
+    ),
+}
+WITH_EXPERTS: Cases = {"streamed-overlap": ([{**STREAMED, **EP2}], [{**AUTO, **EP2}])}

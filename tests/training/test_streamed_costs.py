@@ -1,0 +1,86 @@
+"""What a step that may stream is counted to take: by parts as much as a model's step in one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import command_line
+
+from loongplug.models.entries import encoders
+from loongplug.models.lora.mapping import adapter_table, with_adapters
+from loongplug.training.arguments import parse_arguments
+from loongplug.training.freezing import freezing_of
+from loongplug.training.streamed_costs import streamed_costs
+from loongplug.training.work import StepWork
+
+pytestmark = pytest.mark.quick
+
+GRIDS = [(1, 4, 4), (1, 8, 4), (2, 4, 4)]
+PP2 = ("--pipeline-model-parallel-size", "2")
+STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
+FROZEN = ("model.image_encoder.freeze=true", "model.image_projector.freeze=true")
+RECOMPUTED = ("model.image_encoder.recompute=true",)
+
+
+def counted(folder: Path, *flags: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The costs, the count of the whole step, and the arguments."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
+    parsed = parse_arguments(command_line(folder, *PP2, *STREAMED, *flags))
+    (entry,) = encoders(parsed.model.entries())
+    hugging_face = parsed.family.load_hugging_face(parsed.model)
+    mapping = with_adapters(hugging_face.mapping, adapter_table(parsed.model, hugging_face))
+    trains = freezing_of(parsed.args, parsed.model).trains
+    work = StepWork.of(parsed.model, mapping, trains=trains)
+    return streamed_costs(parsed.args, parsed.model, entry=entry), work, parsed.args
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ()),
+        (2, ("--num-virtual-stages-per-pipeline-rank", "2")),
+        (4, ("--tensor-model-parallel-size", "2")),
+        (2, FROZEN),
+        (2, ("model.image_encoder.freeze=true",)),
+        (2, ("+model.image_encoder.lora.rank=4",)),
+    ],
+)
+def test_parts_add_up_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, flags: tuple[str, ...]
+) -> None:
+    costs, work, args = counted(tmp_path, *flags, ranks=ranks, monkeypatch=monkeypatch)
+    (of_units,) = work.encoders
+    piece = costs.of_media(GRIDS)
+    assert piece.forward + piece.backward == pytest.approx(of_units.of_media(GRIDS), rel=1e-6)
+    assert bool(piece.backward) == costs.trains == (flags != FROZEN)
+    # Of media together as much as of each: attention is within a frame.
+    alone = [costs.of_media([grid]) for grid in GRIDS]
+    assert sum(each.forward for each in alone) == pytest.approx(piece.forward, rel=1e-6)
+    rows = [args.seq_length] * args.micro_batch_size
+    text = work.of_samples(rows, {})
+    found = sum(costs.forward) + sum(costs.backward)
+    assert found * args.tensor_model_parallel_size == pytest.approx(text, rel=1e-6)
+    assert len(costs.forward) == 2 * (args.virtual_pipeline_model_parallel_size or 1)
+
+
+def test_recompute_is_one_forward_of_the_layers_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _, _ = counted(tmp_path, ranks=2, monkeypatch=monkeypatch)
+    again, _, _ = counted(tmp_path, *RECOMPUTED, ranks=2, monkeypatch=monkeypatch)
+    one, other = plain.of_media(GRIDS), again.of_media(GRIDS)
+    assert one.forward == other.forward
+    assert one.backward < other.backward <= one.backward + one.forward
+
+
+def test_an_uneven_split_is_that_of_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--decoder-first-pipeline-num-layers", "1")
+    costs, _, args = counted(tmp_path, *flags, ranks=2, monkeypatch=monkeypatch)
+    first, last = costs.forward
+    assert last > (args.num_layers - 1) * first > 0
+    layout = ("--pipeline-model-parallel-layout", "Et|t*3L")
+    found, _, _ = counted(tmp_path, *layout, ranks=2, monkeypatch=monkeypatch)
+    assert found.forward == costs.forward

@@ -1,0 +1,133 @@
+"""Encoders in the pipeline's bubbles against a single rank, and what must not go unseen."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity.mutations import (
+    around,
+    give_a_gradient_to_the_wrong_owner,
+    swap_two_microbatches_gradients,
+)
+from sweeps import sweep
+from verify_cases import Mutation, Pair, failing, made_plan
+
+from loongplug.data.order import epoch_permutation
+from loongplug.verify.report import report
+
+STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
+PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
+TP2 = ("--tensor-model-parallel-size", "2")
+SP = (*TP2, "--sequence-parallel")
+VPP2 = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+RECOMPUTED = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1", "model.image_encoder.recompute=true"),
+)
+ENCODER = "model.image_encoder"
+SEES = {"image_encoder", "image_projector"}
+
+# Ranks in all, and flags.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "pp2-tp2-sp-overlapped": (4, (*PP2, *SP, *OVERLAPPED)),
+    "pp2-vpp2": (2, (*VPP2, "--global-batch-size", "8")),
+    "pp2-vpp2-overlapped": (2, (*VPP2, *OVERLAPPED)),
+    "pp2-tp2": (4, (*PP2, *TP2)),
+    "pp2-tp2-encoder-tp2": (4, (*PP2, *SP, f"{ENCODER}.tensor_model_parallel_size=2")),
+    "pp2-frozen": (2, (*PP2, f"{ENCODER}.freeze=true", *OVERLAPPED)),
+    "pp2-nothing-to-learn": (
+        2,
+        (*PP2, f"{ENCODER}.freeze=true", "model.image_projector.freeze=true"),
+    ),
+    "pp2-packed": (2, (*PP2, "--packing", "--global-batch-size", "4")),
+    "pp2-mbs2-recomputed": (2, (*PP2, *RECOMPUTED, "--micro-batch-size", "2")),
+    "pp2-adapted": (2, (*PP2, f"+{ENCODER}.lora.rank=4", "+model.foundation.lora.rank=4")),
+    "pp2-dp2-overlapped": (4, (*PP2, *OVERLAPPED)),
+    "pp4-two-microbatches": (
+        4,
+        (*PP4, "--micro-batch-size", "2", "--global-batch-size", "4"),
+    ),
+    "pp4": (4, PP4),
+    "pp2-experts": (
+        4,
+        (*PP2, "--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
+    ),
+}
+
+
+def noting(rank: int, *, folder: Path, fault: Mutation | None = None) -> None:
+    """Write down the pieces of each microbatch of steps that stream, and how many work within."""
+
+    def noted(original: Callable[..., Any], self: Any) -> None:
+        original(self)
+        last = len(self._planned.passes[self._streaming.stage])
+        work = self.stream.work
+        within = sum(0 < each.before < last for each in work)
+        with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
+            print(json.dumps([[len(each) for each in self.stream.pieces], within]), file=file)
+
+    around("loongplug.hetero.piece_work:PiecesOfStep.end", noted)
+    if fault is not None:
+        fault(rank)
+
+
+def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int]]:
+    """What was noted: of each step of each rank."""
+    files = [folder / f"streamed-{rank}" for rank in range(ranks)]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return [(pieces, within) for pieces, within in map(json.loads, lines)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sweep(CASES, but=("pp2-tp2-sp-overlapped", "pp2-vpp2")))
+def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
+    ranks, flags = CASES[name]
+    plan = made_plan(tmp_path, demo, *STREAMED, *flags, ranks=ranks, steps=2)
+    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
+    assert comparison.agrees, report(plan, comparison)
+    found = streamed(tmp_path, ranks)
+    assert any(within for _, within in found), "nothing was done between passes"
+
+
+def partly_text(demo: Path, folder: Path) -> None:
+    """The demo's data in a folder; of four rows in their order, the second has no images."""
+    shutil.copytree(demo, folder)
+    rows = folder / "train.jsonl"
+    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    text = epoch_permutation(len(samples), seed=1234, epoch=0)[1::4]  # Megatron's default seed
+    for message in (message for number in text for message in samples[number]["messages"]):
+        if not isinstance(message["content"], str):
+            parts = message["content"]
+            message["content"] = [part for part in parts if part["type"] == "text"]
+    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def pair(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """PP 2, rows without images among the others."""
+    folder = tmp_path_factory.mktemp("streamed")
+    partly_text(demo, folder / "demo")
+    return Pair(made_plan(folder, demo, *STREAMED, *PP2, steps=2), folder)
+
+
+def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> None:
+    comparison = pair.compared(partial(noting, folder=tmp_path))
+    assert comparison.agrees, report(pair.plan, comparison)
+    found = streamed(tmp_path, 2)
+    assert any(within for _, within in found)
+    assert any(0 in pieces and max(pieces) > 1 for pieces, _ in found)
+
+
+@pytest.mark.parametrize(
+    "fault", [swap_two_microbatches_gradients, give_a_gradient_to_the_wrong_owner]
+)
+def test_gradients_that_go_astray(pair: Pair, fault: Mutation) -> None:
+    comparison = pair.compared(fault)
+    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
+    assert {each.module for each in first} == SEES
+    assert failing(comparison, "gradients") >= SEES
