@@ -144,7 +144,8 @@ class _Bench:
                 found = Gradients(its_grad, q=queries, out=merged.out, lse=merged.lse, scale=None)
                 found.add(k, v, groups)
 
-        return _seconds(all_tiles) / _seconds(one_call)
+        tiled, whole_row = _seconds(all_tiles, one_call)
+        return tiled / whole_row
 
     def lpt_over_zigzag(self, *, turned: bool) -> float:
         """The rate of attention over the packs, all ranks waiting for the slowest of each."""
@@ -165,7 +166,8 @@ class _Bench:
     def plan_ms(self) -> float:
         """Of one plan of a long pack."""
         segments = Segments.of(document_lengths(self._work.planned, seed=0))
-        return 1e3 * _seconds(lambda: balanced(segments, cp=_PLANNED_FOR), turns=15)
+        (took,) = _seconds(lambda: balanced(segments, cp=_PLANNED_FOR), turns=15)
+        return 1e3 * took
 
     def imbalance(self, lengths: Sequence[int], balance: Balance) -> float:
         """Pairs of query and key of the slowest rank over the mean."""
@@ -246,12 +248,16 @@ def _exact(
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _seconds(work: Callable[[], object], *, turns: int = 3) -> float:
-    """The median of some turns, after one that does not count."""
-    work()
-    took = []
-    for _ in range(turns):
-        begun = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - begun)
-    return median(took)
+def _seconds(*works: Callable[[], object], turns: int = 3) -> list[float]:
+    """Of the processor, for each work the median of some turns, in each of which all are done.
+
+    A turn before them does not count.
+    """
+    took: list[list[float]] = [[] for _ in works]
+    for turn in range(1 + turns):
+        for work, its in zip(works, took, strict=True):
+            begun = time.process_time()
+            work()
+            if turn:
+                its.append(time.process_time() - begun)
+    return [median(its) for its in took]
