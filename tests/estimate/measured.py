@@ -177,6 +177,7 @@ class _Watch:
         load, MicrobatchLoader.__next__ = MicrobatchLoader.__next__, next_uncounted
         MultimodalModel.encode = encode_counted
         around(MultimodalModel, "_encoded", inside=lambda: tape.region(ENCODER))  # of any stage
+        around(EncoderOfStep, "_given", inside=lambda: tape.region(ENCODER))  # units in one pass
         for name in ("gather_variable_shape_embeddings", "scatter_variable_shape_embeddings"):
             setattr(Exchange, name, exchange_counted(getattr(Exchange, name)))
         around(Executor, "_gather", inside=lambda: tape.region(FEATURES))

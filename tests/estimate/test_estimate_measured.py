@@ -93,6 +93,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "hetero-dp-tp2-shared": (2, (DP, TP, "2", *ONE_UNIT)),
     "full-tp2-pp2-sp-shared": (4, (FULL, TP, "2", PP, "2", SP, SHARDED, *ONE_UNIT)),
     "full-pp2-shared-offload": (2, (FULL, PP, "2", *ONE_UNIT, *OFFLOAD)),
+    "full-cp2": (2, (FULL, CP, "2", SHARDED)),
     "full-bf16": (2, (FULL, SHARDED, "--bf16", BF16_GRADIENTS)),
     "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
     "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),

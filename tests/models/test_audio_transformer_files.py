@@ -79,7 +79,7 @@ def test_config_json_gives_the_config_back(name: str) -> None:
     of_training = {
         *("data_parallel_size", "rank_offset", "tensor_model_parallel_size", "mode"),
         *("pipeline_model_parallel_size", "stage_layers"),
-        *("freeze", "lora", "lr_mult", "recompute"),
+        *("freeze", "joined_rows", "lora", "lr_mult", "recompute"),
     }
     assert left <= of_training | {"layernorm_epsilon", "longest"}
 
