@@ -97,6 +97,9 @@ CORE: dict[str, str] = {
     ),
     f"training/test_run.py::{_LAYOUT}[--micro-batch-size 1 --use-distributed-optimizer "
     "--overlap-grad-reduce-2]": "two replicas with data of their own",
+    "verify/test_verify_streamed.py::test_rows_without_images_and_others_agree": (
+        "pieces of microbatches, encoded and gone back between the decoder's passes"
+    ),
     "training/test_run.py::test_frozen_modules_keep_their_weights[both]": (
         "weights that have to stay, bit by bit"
     ),
