@@ -103,6 +103,7 @@ def environment(
     first = [*flags, "--lr", "0", "--train-iters", "1", "--save-hf", str(folder)]
     run_ranks(losses, 1, flags=first, timeout=200.0)
     sizes = {"TP": "1", "GPUS_PER_NODE": "1", "SEQ_LENGTH": "80", "MICRO_BATCH_SIZE": "2"}
+    sizes["PACKING"] = "false"
     steps = {"GLOBAL_BATCH_SIZE": "8", "TRAIN_ITERS": str(STEPS), "FREEZE_ENCODER": "false"}
     return {"MODEL_DIR": str(folder), "TRAIN_DATA": str(demo / "train.jsonl"), **sizes, **steps}
 
