@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from loongplug.estimate.ledger import (
     ENCODER,
     FEATURE_GRADIENTS,
@@ -21,7 +19,6 @@ from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.multimodal import MultimodalModel
 
 _INPUT_BYTES = 4  # float32, as it comes
-_FIRST_MAPS = ("patch_embed", "conv1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class UnitCosts:
             kept=at(low.kept, high.kept),
             forward=at(low.forward, high.forward),
             backward=at(low.backward, high.backward),
-            keeps_states=high.keeps_states,
+            keeps_input=high.keeps_input,
         )
 
 
@@ -153,22 +150,11 @@ def encoded_units(
     """The ``units`` of a step in ``encoder``; ``chunk`` is the rank's first, with it or without."""
     architecture, config = model.encoder(encoder), chunk.config
     row = architecture.row_values * _INPUT_BYTES
-    kept = blank_unit(architecture).rows * row if _keeps_input(chunk, encoder) else 0
+    kept = blank_unit(architecture).rows * row if costs.blank.keeps_input else 0
     return EncodedUnits(
         units=units,
         costs=costs,
         payload=(1 + len(architecture.taps())) * config.hidden_size * config.params_dtype.itemsize,
         row=row,
         blank_input=kept,
-    )
-
-
-def _keeps_input(chunk: MultimodalModel, encoder: str) -> bool:
-    """Whether a backward takes it as it comes: of the first map, where that trains."""
-    return any(
-        parameter.requires_grad and parameter.dtype == torch.float32
-        for entry in chunk.encoders
-        if entry.name == encoder
-        for name, parameter in chunk.modules_of(entry)[entry.name].named_parameters()
-        if name.startswith(_FIRST_MAPS)
     )

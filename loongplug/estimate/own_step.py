@@ -81,7 +81,7 @@ class OwnStep:
         self._given: tuple[int, ...] = ()
         if before is not None:
             self._given = tuple(states(each, width=before.width) for each in units)
-            kept = states(blank, width=before.width) if costs.blank.keeps_states else 0
+            kept = states(blank, width=before.width) if costs.blank.keeps_input else 0
             encoded = replace(encoded, row=0, blank_input=kept)
         self._encoded: EncodedUnits = encoded
 
@@ -119,5 +119,5 @@ class OwnStep:
         return GivenStates(
             nbytes=self._given,
             trains=self._trains_before,
-            keeps=self._encoded.costs.largest.keeps_states,
+            keeps=self._encoded.costs.largest.keeps_input,
         )

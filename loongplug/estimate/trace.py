@@ -49,13 +49,13 @@ class Cost:
 
     ``kept`` stays between its forward and its backward; ``forward`` is the most that its forward
     holds at one time, ``backward`` the most that its backward holds besides what stayed. None of
-    these has the states that the stage before has made; ``keeps_states``: they stay, too.
+    these has its input, media or what the stage before has made; ``keeps_input``: it stays, too.
     """
 
     kept: int = 0
     forward: int = 0
     backward: int = 0
-    keeps_states: bool = False
+    keeps_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,9 @@ class Tracer:
         ``before`` is the stage before this one, None for the first.
         """
         given = self._given(entry, before, dtype=chunk.config.params_dtype)
-        states = None
-        if isinstance(given, HandedOn):
-            states = weakref.ref(given.states.untyped_storage())
+        taken = given.states if isinstance(given, HandedOn) else given.rows
+        input_ = weakref.ref(taken.untyped_storage())
+        del taken
         with self._tape(ENCODER, chunk) as tape:
             payload = chunk.payload(entry, given)
             del given
@@ -124,11 +124,11 @@ class Tracer:
             kept = tape.live[ENCODER] - payload.nbytes
             if not payload.requires_grad:
                 return Cost(forward=forward)
-            keeps_states = states is not None and states() is not None
+            keeps_input = input_() is not None
             tape.restart()
             payload.backward(torch.empty_like(payload))
             backward = max(0, tape.most - kept)
-            return Cost(kept=kept, forward=forward, backward=backward, keeps_states=keeps_states)
+            return Cost(kept=kept, forward=forward, backward=backward, keeps_input=keeps_input)
 
     def _given(
         self, entry: Entry, before: StageBefore | None, *, dtype: torch.dtype
@@ -137,7 +137,8 @@ class Tracer:
         unit, architecture = self._units[entry.name], self._model.encoder(entry.name)
         assert unit.media is not None
         if before is None:
-            return unit.media
+            # Nothing else holds them.
+            return MediaInput(rows=torch.empty_like(unit.media.rows), grids=unit.media.grids)
         count = sum(map(architecture.states, unit.grids))
         payload = torch.empty(count, before.width, dtype=dtype, device="meta")
         return HandedOn.unpacked(
