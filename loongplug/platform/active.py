@@ -79,8 +79,8 @@ def activate(name: str = "auto") -> Platform:
     """Choose the process's platform, before the first ``import megatron``.
 
     ``"auto"`` takes CUDA where ``torch.cuda.is_available()``, and the CPU elsewhere; it keeps
-    a platform that is already active. On the CPU this applies the table of
-    ``loongplug.platform.cpu``; on CUDA it changes nothing.
+    a platform that is already active. This applies the table of replacements of
+    ``loongplug.platform.cpu`` or ``loongplug.platform.cuda``.
 
     Raises ValueError for an unknown name, for ``"cuda"`` without a usable GPU, and when
     another platform is active already.

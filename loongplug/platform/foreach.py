@@ -29,6 +29,8 @@ def norm_of_all(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
         *args: Any,
     ) -> tuple[Tensor, None]:
         tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+        if not tensors:
+            return torch.zeros(1, device=torch.cuda.current_device()), None
         norms = torch._foreach_norm(tensors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
@@ -46,7 +48,7 @@ def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
         scale: float,
     ) -> None:
         sources, targets = tensor_lists
-        if len(sources) == len(targets) and all(map(_same, sources, targets)):
+        if sources and len(sources) == len(targets) and all(map(_same, sources, targets)):
             torch._foreach_mul_(list(targets), scale)
         else:
             original(chunk_size, noop_flag, tensor_lists, scale)
@@ -86,7 +88,7 @@ def fused_adam(original: Callable[..., None]) -> Callable[..., None]:
         )
         numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
         on_host = not any(step.is_cuda for step in state_steps)
-        if not scaling and plain and unscaled and alike and numbers and on_host:
+        if params and not scaling and plain and unscaled and alike and numbers and on_host:
             step_all(*lists, state_steps, **settings)
         else:
             original(*lists, max_exp_avg_sqs, state_steps, *scaling, **settings)

@@ -264,6 +264,13 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="full separation: streamed lets encoders work where the pipeline would wait; auto"
         " does so where that can be done and is faster; separated (default) does not",
     )
+    value(
+        "--full-hetero-dp-encoder-speed",
+        "X",
+        "streamed plans count X operations of an encoder in the time of one of the decoder's"
+        " (default: 1)",
+        type=float,
+    )
     switch(
         "--use-vit-dp-balance",
         "give the encoder's replicas images of about equal cost in each step",

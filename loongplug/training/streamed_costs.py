@@ -34,7 +34,8 @@ class MediaCosts:
 
     ``per_state`` and ``per_token`` are of a state of the encoder's layers and of a feature's
     projectors. Of ``layers`` attentions, so many are ``attended``: they have a backward. With
-    ``again``, a backward has a forward of the layers besides.
+    ``again``, a backward has a forward of the layers besides. ``speed``: so many operations of
+    these take as long as one of the decoder's.
     """
 
     encoder: EncoderArchitecture
@@ -43,6 +44,7 @@ class MediaCosts:
     attended: int
     again: bool
     tp: int
+    speed: float
 
     def of(self, grids: Sequence[Grid]) -> PieceCost:
         """Of these media together."""
@@ -54,7 +56,7 @@ class MediaCosts:
         backward = states * self.per_state[1] + tokens * self.per_token[1]
         backward += 2 * attention * self.attended // self.encoder.computed_layers
         backward += layers if self.again else 0
-        return PieceCost(forward // self.tp, backward // self.tp)
+        return PieceCost(*(round(each / self.tp / self.speed) for each in (forward, backward)))
 
 
 def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCosts:
@@ -79,6 +81,7 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
         attended=chain.attended,
         again=encoder.recompute and chain.trains,
         tp=encoder_tp(args, encoder),
+        speed=args.full_hetero_dp_encoder_speed or 1.0,
     )
     rows = [(args.seq_length,) * args.micro_batch_size]
     decoder = decoder_costs(args, model.foundation, chains.decoder, rows)

@@ -26,7 +26,9 @@ def test_the_copies_of_a_rank_are_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     args = Namespace(offload_tensors=["qkv"], min_offloaded_tensor_size=1)
-    offload = tensor_offload_of(args, platform=CudaPlatform())
+    platform = CudaPlatform()
+    offload = tensor_offload_of(args, platform=platform)
+    platform.deactivate()  # its replacements are not the other tests'
     assert offload is not None
     assert made == []
     gpu = 5

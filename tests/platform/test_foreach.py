@@ -147,6 +147,18 @@ def test_what_the_kernel_does_not_serve_is_left_to_torch() -> None:
     assert passed == settings
 
 
+def test_an_optimizer_without_parameters_is_torch_s_and_so_is_a_norm_of_nothing() -> None:
+    """As where a rank's part of the model has nothing to train."""
+    asked: list[Any] = []
+    step = fused_adam(lambda *given, **settings: asked.append(given))
+    settings = {"amsgrad": False, "capturable": False, "differentiable": False, **DEFAULTS}
+    step([], [], [], [], [], [], **settings)
+    assert asked == [([], [], [], [], [], [])]
+    assert norm_of_all(lambda: None)(1, None, [[]], False)[0].tolist() == [0.0]
+    scale_of_all(lambda *given: asked.append(given))(1, None, [[], []], 0.5)
+    assert asked[1:] == [(1, None, [[], []], 0.5)]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     in_fresh_interpreter(__file__, "steps_on_a_gpu")

@@ -144,11 +144,12 @@ def decoded(rank: int, *, flags: list[str]) -> dict[str, Any]:
             begun += 1
         begin(self, chunk, microbatches, training=training)
 
-    def encoding(self: EncoderOfStep, unit: Any, **states: Any) -> Any:
-        if unit is not None and unit.rows:
-            (number,) = (n for n, each in enumerate(step) if unit_of(each) is unit)
-            seen["encoded"].append(begun - 8 + number)
-        return payload(self, unit, **states)
+    def encoding(self: EncoderOfStep, unit: Any, *, joined: Any = (), **states: Any) -> Any:
+        for one in (unit, *joined):
+            if one is not None and one.rows:
+                (number,) = (n for n, each in enumerate(step) if unit_of(each) is one)
+                seen["encoded"].append(begun - 8 + number)
+        return payload(self, unit, joined=joined, **states)
 
     media.decode_image, UnitLoader.__call__ = decoding, loading
     Executor.begin, EncoderOfStep.payload = beginning, encoding

@@ -74,6 +74,14 @@ def test_recompute_is_one_forward_of_the_layers_more(
     assert one.backward < other.backward <= one.backward + one.forward
 
 
+def test_a_speed_is_the_encoders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _, _ = counted(tmp_path, ranks=2, monkeypatch=monkeypatch)
+    flags = ("--full-hetero-dp-encoder-speed", "0.5")
+    slow, _, _ = counted(tmp_path, *flags, ranks=2, monkeypatch=monkeypatch)
+    assert slow.of_media(GRIDS) == tuple(2 * each for each in plain.of_media(GRIDS))
+    assert (slow.forward, slow.backward) == (plain.forward, plain.backward)
+
+
 def test_an_uneven_split_is_that_of_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from loongplug.verify.plan import Request
 from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
 
-CUT = "loongplug.data.image_patches:FixedPatches._cut"
+CUT = "loongplug.data.image_patches:cut"
 
 
 def pair_of(model, folder):
@@ -60,15 +60,15 @@ def test_an_encoder_of_transformers_agrees(tmp_path):
 
 def turn_tiles(rank: int) -> None:
     """The last tile of an image comes first."""
-    around(CUT, lambda original, self, frames: original(self, frames.flip(0)))
+    around(CUT, lambda original, frames, **size: original(frames.flip(0), **size))
 
 
 def turn_blocks(rank: int) -> None:
     """Within what becomes one token, the last patch comes first."""
 
-    def turned(original, self, frames: Tensor) -> Tensor:
-        rows = original(self, frames)
-        return rows.unflatten(0, (-1, self.spatial_merge_size**2)).flip(1).flatten(0, 1)
+    def turned(original, frames: Tensor, *, patch: int, merge: int) -> Tensor:
+        rows = original(frames, patch=patch, merge=merge)
+        return rows.unflatten(0, (-1, merge**2)).flip(1).flatten(0, 1)
 
     around(CUT, turned)
 

@@ -27,6 +27,21 @@ def streamed_mode(args: Namespace, model: Any) -> str | None:
     return f"--full-hetero-dp-schedule {schedule}"
 
 
+@rule(
+    reason="it says how long an encoder's operations take beside the decoder's, for streamed plans",
+    cure="give more than 0 together with --full-hetero-dp-schedule streamed or auto, or drop it",
+)
+def streamed_speed(args: Namespace, model: Any) -> str | None:
+    """`--full-hetero-dp-encoder-speed` of 0 or less, or without `--full-hetero-dp-schedule
+    streamed` or `auto`
+    """
+    speed, schedule = args.full_hetero_dp_encoder_speed, args.full_hetero_dp_schedule
+    if speed is None or (speed > 0 and schedule != "separated"):
+        return None
+    with_schedule = f" with --full-hetero-dp-schedule {schedule}" if speed > 0 else ""
+    return f"--full-hetero-dp-encoder-speed {speed}{with_schedule}"
+
+
 streamed_offload = excludes(
     _STREAMED,
     any_of(

@@ -20,6 +20,14 @@ CASES: Cases = {
         ],
         [STREAMED, AUTO, {"full_hetero_dp_schedule": "separated"}],
     ),
+    "streamed-speed": (
+        [
+            {**FULL, "full_hetero_dp_encoder_speed": 2.0},
+            {**STREAMED, "full_hetero_dp_encoder_speed": 0.0},
+            {**AUTO, "full_hetero_dp_encoder_speed": -1.0},
+        ],
+        [{**each, "full_hetero_dp_encoder_speed": 0.5} for each in (STREAMED, AUTO)],
+    ),
     "streamed-offload": (
         [{**STREAMED, name: True} for name in OFFLOADS],
         [{**each, name: True} for each in (FULL, AUTO) for name in OFFLOADS],
