@@ -36,6 +36,7 @@ def test_own_data_in_ten_minutes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # its commands are tested one by one elsewhere
 @pytest.mark.timeout(1200)
 def test_adding_a_model(tmp_path: Path) -> None:
     printed = run_page(ROOT / "docs" / "adding_a_model.md", folder=tmp_path, timeout=BOUND)
@@ -60,6 +61,7 @@ def test_extend_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # its commands are tested one by one elsewhere
 @pytest.mark.timeout(1200)
 def test_choose_a_layout(tmp_path: Path) -> None:
     printed = run_page(HOWTO / "choose_a_layout.md", folder=tmp_path, timeout=BOUND)
