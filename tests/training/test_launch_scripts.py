@@ -366,6 +366,15 @@ def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_microbatches_of_several_samples_are_packed_or_not(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        launch(ALL[0], tmp_path, MICRO_BATCH_SIZE="4")
+    assert "MICRO_BATCH_SIZE is 4, but a pack of samples is a microbatch" in refused.value.stderr
+    args = parse(launch(ALL[0], tmp_path, MICRO_BATCH_SIZE="4", PACKING="false")).args
+    assert (args.micro_batch_size, args.packing) == (4, False)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("script", ALL, ids=str)
 def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> None:
     given = {"ENCODER_RANK_OFFSET": "8", "ENCODER_DP": "3", "ENCODER_TP": "2", "ENCODER_PP": "2"}
