@@ -385,13 +385,13 @@ def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", ALL, ids=str)
+@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=str)
 def test_rows_are_shared_by_as_many_gpus_as_the_environment_says(
     script: Script, tmp_path: Path
 ) -> None:
     args = parse(launch(script, tmp_path, CP="2")).args
     assert args.context_parallel_size == 2
-    assert args.data_parallel_size == 8 // (2 * script.tp)
+    assert args.data_parallel_size == 8 // (2 * script.tp * args.pipeline_model_parallel_size)
     assert parse(launch(script, tmp_path)).args.context_parallel_size == 1
 
 
