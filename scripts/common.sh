@@ -55,7 +55,14 @@ FLAGS=(
 )
 # Rows of 1,000 tokens padded to 4,096 would be three quarters padding, which is computed like text.
 case "${PACKING:-true}" in
-    true) FLAGS+=(--packing) ;;
+    true)
+        FLAGS+=(--packing)
+        if [[ "${MICRO_BATCH_SIZE:-1}" != 1 ]]; then
+            echo "MICRO_BATCH_SIZE is $MICRO_BATCH_SIZE, but a pack of samples is a microbatch by itself: leave" \
+                "it out, and raise SEQ_LENGTH for more samples at once, or set PACKING=false" >&2
+            exit 1
+        fi
+        ;;
     false) ;;
     *)
         echo "PACKING is $PACKING: it has to be true or false" >&2

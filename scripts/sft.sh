@@ -35,7 +35,8 @@ for encoder in image_encoder:vision_config audio_encoder:audio_config; do
         ENCODERS+=("${encoder%:*}")
         add_freezing "${encoder%:*}"
         # Over more ranks an encoder's matrices are small, and of widths that no kernel likes.
-        if ((${TP:-2} > 2)) && [[ "${MODE:-uniform}" == uniform && -z "${ENCODER_TP:-}${ENCODER_RANK_OFFSET:-}" ]]; then
+        if ((${TP:-2} > 2 && ${TP:-2} % 2 == 0)) && [[ "${MODE:-uniform}" == uniform ]] &&
+            [[ -z "${ENCODER_TP:-}${ENCODER_RANK_OFFSET:-}" ]]; then
             FLAGS+=("model.${encoder%:*}.tensor_model_parallel_size=2")
         fi
     fi

@@ -15,7 +15,8 @@
 # Layout: two pipeline stages of two virtual chunks each, experts over 4 GPUs (EP), no TP. All GPUs
 # encode images before the decoder's pipeline starts. One microbatch's forward runs together with
 # another's backward, so that the tokens of the one travel while the other computes
-# (docs/moe_overlap.md). More nodes mean more replicas.
+# (docs/moe_overlap.md). More nodes mean more replicas. CP=2 spreads each row's tokens over two GPUs
+# (docs/context_parallelism.md).
 set -euo pipefail
 MODEL=qwen3_vl_30b_a3b FOLDER=Qwen3-VL-30B-A3B PHASE=sft
 # Computation, the experts' exchange, the pipeline's transfers and copies each want a connection.
@@ -43,4 +44,5 @@ FLAGS+=(
     --no-gradient-accumulation-fusion
 )
 add_experts
+add_context
 launch "$@"

@@ -29,8 +29,11 @@ def norm_of_all(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
         *args: Any,
     ) -> tuple[Tensor, None]:
         tensors = [tensor for tensors in tensor_lists for tensor in tensors]
-        if not tensors:
-            return torch.zeros(1, device=torch.cuda.current_device()), None
+        if len({tensor.device for tensor in tensors}) != 1:  # of none, or of several
+            upstream_s: tuple[Tensor, None] = original(
+                chunk_size, noop_flag, tensor_lists, per_tensor, *args
+            )
+            return upstream_s
         norms = torch._foreach_norm(tensors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
@@ -48,7 +51,8 @@ def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
         scale: float,
     ) -> None:
         sources, targets = tensor_lists
-        if sources and len(sources) == len(targets) and all(map(_same, sources, targets)):
+        in_place = len(sources) == len(targets) and all(map(_same, sources, targets))
+        if targets and in_place:  # torch takes no empty lists, as of a rank of padding only
             torch._foreach_mul_(list(targets), scale)
         else:
             original(chunk_size, noop_flag, tensor_lists, scale)
@@ -88,6 +92,7 @@ def fused_adam(original: Callable[..., None]) -> Callable[..., None]:
         )
         numbers = all(isinstance(settings[name], float) for name in ("lr", "beta1", "beta2"))
         on_host = not any(step.is_cuda for step in state_steps)
+        # A rank whose shard has none of a group's parameters steps with empty lists.
         if params and not scaling and plain and unscaled and alike and numbers and on_host:
             step_all(*lists, state_steps, **settings)
         else:

@@ -4,11 +4,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+_CAPABILITY = (8, 0)  # from which on GPUs have such kernels
 _ASKED = ("scale", "window_size", "enable_gqa")  # that the first versions did not have
 
 
 def varlen_attention() -> Callable[..., Any] | None:
-    """``torch.nn.attention.varlen.varlen_attn``; None where torch has none, or an older one."""
+    """``torch.nn.attention.varlen.varlen_attn``; None where torch has none, or an older one.
+
+    None as well where the current GPU is too old for its kernels.
+    """
+    # Here and not above, so that loongplug doctor can say that there is no torch.
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _CAPABILITY:
+        return None
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,6 +1,7 @@
 """Norms, scales and Adam's steps of all tensors at once: the numbers of one by one."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ def test_a_norm_with_what_is_not_finite_is_not_finite() -> None:
         assert not norm_of_all(lambda: None)(1, None, [tensors], False)[0].isfinite()
 
 
+def test_norms_of_nothing_and_of_several_devices_are_upstream_s() -> None:
+    asked: list[Any] = []
+    norm = norm_of_all(lambda *given: asked.append(given))
+    for tensors in ([], [torch.ones(2), torch.ones(2, device="meta")]):
+        norm(1, None, [tensors], False)
+        assert asked.pop() == (1, None, [tensors], False)
+
+
 def test_megatron_uses_them() -> None:
     """Its norm is upstream's, of the same gradients, and it clips by as much."""
     rows = {row.target.rpartition(".")[2]: row for row in EVERYWHERE}
@@ -88,6 +97,11 @@ def test_tensors_are_scaled_in_place_and_others_as_ever() -> None:
     assert not asked
     scale(1, None, [tensors, drawn(5)], 0.3)
     assert len(asked) == 1
+
+
+def test_a_rank_without_gradients_clips_nothing() -> None:
+    """Its shard may hold padding only, or none of a group's parameters."""
+    clip_grads.clip_grad_by_total_norm_fp32([], max_norm=1.0, total_norm=2.0)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -147,16 +161,11 @@ def test_what_the_kernel_does_not_serve_is_left_to_torch() -> None:
     assert passed == settings
 
 
-def test_an_optimizer_without_parameters_is_torch_s_and_so_is_a_norm_of_nothing() -> None:
-    """As where a rank's part of the model has nothing to train."""
-    asked: list[Any] = []
-    step = fused_adam(lambda *given, **settings: asked.append(given))
-    settings = {"amsgrad": False, "capturable": False, "differentiable": False, **DEFAULTS}
-    step([], [], [], [], [], [], **settings)
-    assert asked == [([], [], [], [], [], [])]
-    assert norm_of_all(lambda: None)(1, None, [[]], False)[0].tolist() == [0.0]
-    scale_of_all(lambda *given: asked.append(given))(1, None, [[], []], 0.5)
-    assert asked[1:] == [(1, None, [[], []], 0.5)]
+def test_a_group_without_parameters_is_left_to_torch() -> None:
+    """Torch says of empty lists that they go over lists, on any device."""
+    optimizer = torch.optim.AdamW([{"params": [torch.ones(2)]}, {"params": [torch.ones(3)]}])
+    with patch.object(torch_adam, "_multi_tensor_adam", fused_adam(torch_adam._multi_tensor_adam)):
+        optimizer.step()
 
 
 @pytest.mark.gpu

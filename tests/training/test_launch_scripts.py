@@ -366,6 +366,15 @@ def test_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_microbatches_of_several_samples_are_packed_or_not(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        launch(ALL[0], tmp_path, MICRO_BATCH_SIZE="4")
+    assert "MICRO_BATCH_SIZE is 4, but a pack of samples is a microbatch" in refused.value.stderr
+    args = parse(launch(ALL[0], tmp_path, MICRO_BATCH_SIZE="4", PACKING="false")).args
+    assert (args.micro_batch_size, args.packing) == (4, False)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("script", ALL, ids=str)
 def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> None:
     given = {"ENCODER_RANK_OFFSET": "8", "ENCODER_DP": "3", "ENCODER_TP": "2", "ENCODER_PP": "2"}
@@ -376,13 +385,13 @@ def test_encoder_s_ranks_come_by_environment(script: Script, tmp_path: Path) -> 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("script", ALL, ids=str)
+@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=str)
 def test_rows_are_shared_by_as_many_gpus_as_the_environment_says(
     script: Script, tmp_path: Path
 ) -> None:
     args = parse(launch(script, tmp_path, CP="2")).args
     assert args.context_parallel_size == 2
-    assert args.data_parallel_size == 8 // (2 * script.tp)
+    assert args.data_parallel_size == 8 // (2 * script.tp * args.pipeline_model_parallel_size)
     assert parse(launch(script, tmp_path)).args.context_parallel_size == 1
 
 

@@ -150,6 +150,18 @@ def _older_one_is_not_used() -> None:
         assert varlen_attention() is None
 
 
+def test_gpus_that_have_no_such_kernels_are_not_asked() -> None:
+    if varlen_attention() is None:
+        pytest.skip("this torch has none")
+    with (
+        patch("torch.cuda.is_available", return_value=True),
+        patch("torch.cuda.get_device_capability", return_value=(7, 5)) as capability,
+    ):
+        assert varlen_attention() is None
+        capability.return_value = (8, 0)
+        assert varlen_attention() is not None
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     in_fresh_interpreter(__file__, "agrees_on_a_gpu")
