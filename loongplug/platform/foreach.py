@@ -36,7 +36,10 @@ def norm_of_all(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
 
 
 def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap Megatron's product of tensors and a number; of tensors in place, in one go."""
+    """Wrap Megatron's product of tensors and a number; of tensors in place, in one go.
+
+    There may be none: of an optimizer's lists, those of a dtype that it has not.
+    """
 
     @functools.wraps(original)
     def local_multi_tensor_scale(
@@ -46,7 +49,7 @@ def scale_of_all(original: Callable[..., None]) -> Callable[..., None]:
         scale: float,
     ) -> None:
         sources, targets = tensor_lists
-        if len(sources) == len(targets) and all(map(_same, sources, targets)):
+        if targets and len(sources) == len(targets) and all(map(_same, sources, targets)):
             torch._foreach_mul_(list(targets), scale)
         else:
             original(chunk_size, noop_flag, tensor_lists, scale)
