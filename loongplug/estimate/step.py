@@ -18,9 +18,9 @@ from loongplug.estimate.ledger import DECODER, ENCODER, PIPELINE, Ledger
 from loongplug.estimate.ranks import EstimatedRank
 from loongplug.estimate.stage import Held, buffers
 from loongplug.estimate.state import State
-from loongplug.estimate.streamed_side import StreamedSide
+from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Cost, Tracer
-from loongplug.estimate.units import MicrobatchSize, UnitSize
+from loongplug.estimate.units import MicrobatchSize, UnitSize, parts_of
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
     BEGIN,
@@ -32,8 +32,7 @@ from loongplug.hetero.operations import (
     gradient,
 )
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
-from loongplug.hetero.routes import Rows, common, size
-from loongplug.hetero.streamed_pieces import Piece
+from loongplug.hetero.routes import Rows, size
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -238,7 +237,6 @@ class Step:
         replica = edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
         encoded = self._encoded(encoder)
-        consumer = edge.consumers.index(rank) if rank in edge.consumers else None
         sizes = [
             UnitSize(grids=units[each.microbatch].grids[each.media.start : each.media.stop])
             for each in planned.pieces
@@ -255,8 +253,8 @@ class Step:
             pieces=planned.pieces,
             replica=replica,
             consumed=[
-                encoded.payload * _needed(each, units[each.microbatch], consumer)
-                for each in planned.pieces
+                encoded.payload * each
+                for each in consumed_tokens(planned.pieces, units, edge=edge, rank=rank)
             ],
             encoded=replace(
                 encoded,
@@ -313,7 +311,7 @@ class Step:
         consumed = received = [0] * count
         if needed:
             edge = needed[0].edge
-            parts = next((len(each.shards) for each in encoded.units if each.shards), 1)
+            parts = parts_of(encoded.units)
             part = edge.part_of(rank, parts=parts)
             consumed = [
                 encoded.features(unit) if shards is None else size(shards[part]) * encoded.payload
@@ -341,15 +339,6 @@ class Step:
             [each.units[encoder] for each in self._microbatches],
             costs=self._costs.get(encoder, _NO_COSTS),
         )
-
-
-def _needed(piece: Piece, unit: UnitSize, consumer: int | None) -> int:
-    """How many of a piece's features a consumer takes, by its place among them; None takes none."""
-    if consumer is None:
-        return 0
-    if unit.shards is None:
-        return piece.tokens
-    return size(common(unit.shards[consumer], (piece.rows,)))
 
 
 def _shards(units: Sequence[UnitSize]) -> tuple[tuple[Rows, ...], ...] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from loongplug.estimate.encoded_units import EncodedUnits
 from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
+from loongplug.estimate.units import UnitSize, parts_of
 from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
@@ -23,7 +24,24 @@ from loongplug.hetero.operations import (
     TakeFeatures,
     When,
 )
+from loongplug.hetero.placement import Edge
+from loongplug.hetero.routes import common, size
 from loongplug.hetero.streamed_pieces import Piece
+
+
+def consumed_tokens(
+    pieces: Sequence[Piece], units: Sequence[UnitSize], *, edge: Edge, rank: int
+) -> list[int]:
+    """How many of each piece's features the decoder of ``rank`` takes; ``units`` by microbatch."""
+    if rank not in edge.consumers:
+        return [0] * len(pieces)
+    part = edge.part_of(rank, parts=parts_of(units))
+
+    def of_piece(piece: Piece) -> int:
+        shards = units[piece.microbatch].shards
+        return piece.tokens if shards is None else size(common(shards[part], (piece.rows,)))
+
+    return [of_piece(each) for each in pieces]
 
 
 @dataclass(kw_only=True)

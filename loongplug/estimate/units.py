@@ -48,6 +48,11 @@ class UnitSize:
         return self
 
 
+def parts_of(units: Sequence[UnitSize]) -> int:
+    """In how many parts the sequences of these units' microbatches are split over ranks."""
+    return next((len(each.shards) for each in units if each.shards), 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchSize:
     """A microbatch's units by encoder; ``segments`` are the lengths of the samples in a pack."""

@@ -91,9 +91,9 @@ class Executor:
 
         ``evaluating``: what steps of an evaluation exchange by, where that is not ``exchange``.
         ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
-        decoder's first layers. ``outside_schedule``: it works before and behind the schedule
-        alone, in every step and on every rank. ``links`` are to the encoder's other stages, None
-        where it has one. ``streaming``: where steps of training may stream.
+        decoder's first layers. ``outside_schedule``: the schedule has nothing to gather or to
+        reduce for it, in any step and on any rank. ``links`` are to the encoder's other stages,
+        None where it has one. ``streaming``: where steps of training may stream.
         """
         self._planned = planned
         self._exchange = exchange

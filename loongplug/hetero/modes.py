@@ -25,8 +25,9 @@ class Mode:
     ``place`` is called with the decoder's layout, the encoder's entry and its ``tp``; ``policy``
     says when units are encoded. With ``around_schedule`` its operations are done around and within
     Megatron's schedule, by an executor; else the decoder's forward does all there is. With
-    ``outside_schedule`` encoders work before the schedule and behind it alone, so that it has
-    nothing to gather or to reduce for them.
+    ``outside_schedule`` encoders work before the schedule and behind it, or between its passes, so
+    that it has nothing to gather or to reduce for them. With ``fills_bubbles`` they may do the
+    latter in steps of training, whose costs have to be known.
     ``encoder_tp`` is the encoder's tensor parallel size where its YAML gives none; None stands
     for the decoder's. With ``any_owner``, every replica may encode any units of a step, and as
     many as it likes. ``on_host`` is what is there while the decoder works.

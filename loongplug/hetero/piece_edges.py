@@ -137,7 +137,7 @@ class PieceEdges:
         """A step of these pieces begins, which stand where units do; ``trains``: gradients return.
 
         The same on every rank of the model replica. ``shards`` are, by piece, the rows of it that
-        each consumer needs.
+        each part of the sequence has.
         """
         assert self._features is None, "the last step has not ended"
         owners, parts = pieces.encoder_replicas, pieces.parts
@@ -184,7 +184,7 @@ class PieceEdges:
         if pieces.shards is None:
             (transfer,) = coming
             return self._take(way, transfer)
-        # Every row lies in one consumer's part of the sequence, and is placed there.
+        # Every row lies in one part of the sequence, and is placed there.
         whole = torch.empty(
             pieces.tokens[piece], pieces.width, dtype=pieces.dtype, device=self.device
         )  # [tokens, width]

@@ -70,7 +70,7 @@ class ModuleDataParallel(DistributedDataParallel):
         }
         # Parts that run outside of the schedule, which so cannot tell when their parameters are
         # needed and their gradients made: each module waits for the ones, the last of the
-        # others starts the reduction.
+        # others starts the reduction. Who runs them may do both for all modules.
         self.outside_schedule: set[str] = set()
 
     def _all(self, name: str) -> list[Any]:

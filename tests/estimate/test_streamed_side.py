@@ -5,11 +5,12 @@ import pytest
 from loongplug.data.positions import Grid
 from loongplug.estimate.encoded_units import EncodedUnits, UnitCosts
 from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledger
-from loongplug.estimate.streamed_side import StreamedSide
+from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import BEGIN, END, before_pass, forward, gradient
 from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
 
@@ -91,3 +92,26 @@ def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None
     first = followed(found, 0)
     if microbatches == 16:
         assert first.most[FEATURES] <= whole // 3
+
+
+@pytest.mark.parametrize("ranks_of_a_part", [1, 2])
+def test_ranks_of_one_part_take_the_same_of_a_piece(ranks_of_a_part: int) -> None:
+    """Without sequence parallelism, the ranks that share a context parallel part do."""
+    found = planned(2, 4)
+    first, second = (slice(0, 7),), (slice(7, 4 * TOKENS),)
+    units = [UnitSize(grids=(GRID,) * 4, tokens=4 * TOKENS, shards=(first, second))] * 4
+    consumers = tuple(range(2 * ranks_of_a_part))
+    edge = Edge(replicas=tuple((rank,) for rank in consumers), consumers=consumers)
+    by_rank = [consumed_tokens(found.pieces, units, edge=edge, rank=rank) for rank in consumers]
+    parts = by_rank[::ranks_of_a_part]
+    assert by_rank == [each for each in parts for _ in range(ranks_of_a_part)]
+    assert [sum(each) for each in parts] == [4 * 7, 4 * (4 * TOKENS - 7)]
+    assert [sum(each) for each in zip(*parts, strict=True)] == [
+        each.tokens for each in found.pieces
+    ]
+    behind = consumers[-1] + 1
+    assert consumed_tokens(found.pieces, units, edge=edge, rank=behind) == [0] * len(found.pieces)
+    whole = [UnitSize(grids=(GRID,) * 4, tokens=4 * TOKENS)] * 4
+    for rank in consumers:
+        taken = consumed_tokens(found.pieces, whole, edge=edge, rank=rank)
+        assert taken == [each.tokens for each in found.pieces]

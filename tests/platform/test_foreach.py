@@ -97,6 +97,8 @@ def test_tensors_are_scaled_in_place_and_others_as_ever() -> None:
     assert not asked
     scale(1, None, [tensors, drawn(5)], 0.3)
     assert len(asked) == 1
+    scale(1, None, [[], []], 0.3)  # torch takes no empty lists
+    assert len(asked) == 2
 
 
 def test_a_rank_without_gradients_clips_nothing() -> None:
