@@ -94,7 +94,8 @@ class EncodedUnits:
         cost = self.costs.of(rows)
         if not rows:
             return replace(cost, kept=cost.kept + self.blank_input)
-        copy = rows * self.row if joined else 0
+        several = sum(self._rows(each) > 0 for each in (unit, *joined)) > 1
+        copy = rows * self.row if several else 0
         kept = copy if self.blank_input else 0
         return replace(cost, kept=cost.kept + kept, forward=cost.forward + copy)
 

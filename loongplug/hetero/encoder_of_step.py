@@ -56,11 +56,7 @@ class EncoderOfStep:
         if states is None and not joined:
             return _media(unit)
         if states is None:
-            media = [_media(each) for each in units]
-            return MediaInput(
-                rows=torch.cat([each.rows for each in media]),
-                grids=torch.cat([each.grids for each in media]),
-            )
+            return put_together([_media(each) for each in units])
         grids = torch.tensor(unit.grids, dtype=torch.int64).reshape(-1, 3)
         states.requires_grad_(self.trains_before)
         return HandedOn.unpacked(states, grids=grids, hidden=self._architecture.hidden_size)
@@ -105,6 +101,21 @@ class EncoderOfStep:
 def _media(unit: Unit) -> MediaInput:
     assert unit.media is not None, "the unit was loaded somewhere else"
     return unit.media
+
+
+def put_together(media: Sequence[MediaInput]) -> MediaInput:
+    """Media of several units for one pass.
+
+    Those without rows are left out: nothing says how wide their rows would be, which is that of
+    images for an encoder of sounds, too.
+    """
+    filled = [each for each in media if len(each.rows)] or media[:1]
+    if len(filled) == 1:
+        return filled[0]
+    return MediaInput(
+        rows=torch.cat([each.rows for each in filled]),
+        grids=torch.cat([each.grids for each in filled]),
+    )
 
 
 def units_of(
