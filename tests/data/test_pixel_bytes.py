@@ -58,6 +58,19 @@ def test_values_are_those_of_transformers_to_the_bit(
     for (rows, _), values in zip(coded, made, strict=True):
         assert rows.dtype == torch.uint8
         assert rows.untyped_storage().nbytes() == rows.nbytes == values.nbytes // 8
+        table = replace(patches.pixel_bytes, formula=None)
+        assert torch.equal(table.decoded(rows), values)
+    assert patches.pixel_bytes.formula is not None
+
+
+def test_a_formula_that_is_not_the_processors_to_the_bit_is_not_used(processor: Processor) -> None:
+    transform = copy.copy(processor.vision.transform)
+    transform.rescale_factor = 0.0123  # its inverse is no number of float32
+    pixel_bytes = QwenPatches(transform).pixel_bytes
+    assert pixel_bytes.formula is None
+    coded, _ = QwenPatches(transform).coded([noise(32, 32)])[0]
+    expected = transform(images=[noise(32, 32)], return_tensors="pt")["pixel_values"].float()
+    assert torch.equal(pixel_bytes.decoded(coded), expected)
 
 
 def test_each_channel_has_its_own_values_and_each_frame_the_same() -> None:
