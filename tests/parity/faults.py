@@ -84,7 +84,7 @@ CORE: dict[str, str] = {
     f"{_TRAINING}_edges.py::test_few_images_and_uneven_ones[one-text-full-overlap]": (
         "ranks without units, reductions that overlap"
     ),
-    f"{_TRAINING}_dp.py::test_losses_and_norms_are_those_of_one_rank[full-pp2-one-unit]": (
+    f"{_TRAINING}_edges.py::test_few_images_and_uneven_ones[all-but-one-text-full-one-unit]": (
         "a rank without any unit, whose reductions others wait for"
     ),
     f"{_TRAINING}_edges.py::test_bf16[full]": "weights of which an optimizer has copies",

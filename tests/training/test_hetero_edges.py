@@ -59,6 +59,8 @@ CASES = {
     "dp-pp2-three-a-step": (4, (*DP, *PP2, "--global-batch-size", "3")),
     "dp-sp": (2, (*DP, SP)),
     "full-overlap": (2, (*FULL, *OVERLAP)),
+    # One unit a step: a rank without any has to go through its encoder, as others wait for it.
+    "full-one-unit": (2, (*FULL, *OVERLAP, "--micro-batch-size", "4", "--global-batch-size", "4")),
     "full-tp2-three-a-step": (4, (*FULL, *TP2, *OVERLAP, "--global-batch-size", "3")),
     # The large image's tokens lie in both halves of the sequence, in one row of two.
     "full-tp2-sp-pairs": (4, (*FULL, *TP2, SP, "--micro-batch-size", "2")),
@@ -95,6 +97,7 @@ def alone(flags, tmp_path_factory):
 FEW = (
     *(("all-but-one-text", "full-tp2-sp-pairs"), ("one-text", "dp-pp2-three-a-step")),
     *(("one-text", "dp-sp"), ("one-text", "full-overlap"), ("all-text", "dp-overlap")),
+    ("all-but-one-text", "full-one-unit"),
 )
 
 
