@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loongplug.bench.context_work import ContextWork, document_lengths
+from loongplug.bench.context_work import ContextWork, document_lengths, packs_of
 from loongplug.bench.cores import on_own_core
 from loongplug.context.balance import balanced
 from loongplug.context.row_parts import Balance, RowParts
@@ -43,6 +44,7 @@ class AttentionFigures:
     lpt_over_zigzag: tuple[float, ...]  # rates of attention alone, over the same packs
     imbalance_lpt: float  # slowest rank over mean by count, the worst of those packs
     imbalance_zigzag: float
+    most: float  # times the rate, if the slowest rank's pairs were all that takes time
     plan_ms: float  # of a pack of `planned` tokens for 8 ranks
 
 
@@ -76,6 +78,7 @@ def measured_attention(
         lpt_over_zigzag=tuple(rates),
         imbalance_lpt=max(bench.imbalance(each, "lpt") for each in bench.packs),
         imbalance_zigzag=max(bench.imbalance(each, "zigzag") for each in bench.packs),
+        most=bench.most(),
         plan_ms=plan_ms,
     )
 
@@ -84,7 +87,7 @@ class _Bench:
     def __init__(self, work: ContextWork, *, rank: int) -> None:
         self._work, self._rank = work, rank
         self._ranks = dist.get_world_size()
-        self.packs = [document_lengths(work.length, seed=seed) for seed in range(work.packs)]
+        self.packs = packs_of(work, work.packs)
 
     def error(self) -> float:
         """Of all ways of communication, over a row of one sample and over a pack."""
@@ -151,7 +154,7 @@ class _Bench:
         """The rate of attention over the packs, all ranks waiting for the slowest of each."""
         took: dict[Balance, float] = {"lpt": 0.0, "zigzag": 0.0}
         for lengths in self.packs:
-            given = self._drawn(self._work.length)
+            given = self._drawn(self._work.pack_length)
             for balance in (*took,)[:: -1 if turned else 1]:
                 split = self._split(lengths, balance)
                 mine = torch.from_numpy(split.parts[self._rank].places)
@@ -171,11 +174,21 @@ class _Bench:
 
     def imbalance(self, lengths: Sequence[int], balance: Balance) -> float:
         """Pairs of query and key of the slowest rank over the mean."""
-        row, split = Segments.of(lengths), self._split(lengths, balance)
-        pairs = np.array(
-            [(part.places - row.starts(part.places) + 1).sum() for part in split.parts]
-        )
+        pairs = self._pairs(lengths, balance)
         return float(pairs.max() / pairs.mean())
+
+    def most(self) -> float:
+        """Pairs of the slowest rank of each pack, with a zigzag over lpt."""
+        zigzags, balanced_ones = (
+            sum(int(self._pairs(each, balance).max()) for each in self.packs)
+            for balance in ("zigzag", "lpt")
+        )
+        return zigzags / balanced_ones
+
+    def _pairs(self, lengths: Sequence[int], balance: Balance) -> NDArray[np.int64]:
+        """Pairs of query and key of each rank, int64 [ranks]."""
+        row, split = Segments.of(lengths), self._split(lengths, balance)
+        return np.array([(part.places - row.starts(part.places) + 1).sum() for part in split.parts])
 
     def _split(self, lengths: Sequence[int], balance: Balance) -> TokenSplit:
         parts = RowParts(cp=self._ranks, rank=self._rank, balance=balance)

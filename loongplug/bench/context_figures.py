@@ -96,6 +96,7 @@ def _rows(figures: ContextFigures) -> Iterator[tuple[str, str, str]]:
         spread(attention.lpt_over_zigzag, form=".2f"),
         "at least 1.2",
     )
+    yield "the most that lpt can gain by count, attention alone", f"{attention.most:.2f}", ""
     yield (
         "slowest rank over mean by count, lpt (zigzag)",
         f"{attention.imbalance_lpt:.3f} ({attention.imbalance_zigzag:.2f})",

@@ -1,5 +1,6 @@
 """What ``loongplug bench context`` runs: rows of text, packs, rows of images, and their flags."""
 
+import itertools
 import json
 import math
 import random
@@ -8,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from loongplug.bench.levels_work import SEQ_LENGTH, write_levels_data
 from loongplug.data.demo_processor import write_processor
+from loongplug.data.order import epoch_permutation
 
 RANKS: Final = 2  # of a row that is split
 UNIFORM: Final = "uniform"
@@ -24,7 +28,9 @@ _TEMPLATE: Final = 32  # tokens of a sample's roles and its question, at most
 class ContextWork:
     """Sizes of everything that is measured."""
 
-    length: int = 8192  # tokens of a long row, and of a pack
+    length: int = 8192  # tokens of a long row
+    pack_length: int = 16384
+    documents: int = 8  # of a pack
     layers: int = 2  # of the decoder, over such rows
     heads: int = 8  # of attention alone, and their key/value heads and width
     groups: int = 2
@@ -67,10 +73,13 @@ class Comparison:
 
 
 _SPLIT: Final = ("--context-parallel-size", str(RANKS))
+_SEED: Final = 1234  # which orders samples, too
 
 
 def comparisons(work: ContextWork) -> tuple[Comparison, ...]:
     """Those of whole steps."""
+    # So far that a pack's own documents are all that it can be made of.
+    packed = (*_SPLIT, "--packing", "--packing-look-ahead", str(work.documents))
     return (
         Comparison(
             name=f"step of {work.length:,} tokens: cp 2 over one rank",
@@ -80,10 +89,10 @@ def comparisons(work: ContextWork) -> tuple[Comparison, ...]:
             wanted=1.6,
         ),
         Comparison(
-            name="step of packs: lpt over zigzag",
+            name=f"step of packs of {work.pack_length:,} tokens: lpt over zigzag",
             data=PACKS,
-            base=Side(name="zigzag", flags=(*_SPLIT, "--packing")),
-            side=Side(name="lpt", flags=(*_SPLIT, "--packing", "--cp-balance", "lpt")),
+            base=Side(name="zigzag", flags=packed),
+            side=Side(name="lpt", flags=(*packed, "--cp-balance", "lpt")),
             wanted=1.2,
         ),
         Comparison(
@@ -99,6 +108,8 @@ def comparisons(work: ContextWork) -> tuple[Comparison, ...]:
 def run_flags(work: ContextWork, *, data: str, folder: Path) -> tuple[str, ...]:
     """Of train.py, all but those of a side; ``folder`` has the data's."""
     images = data == IMAGES
+    tokens = {LONG: work.length, PACKS: work.pack_length, IMAGES: SEQ_LENGTH}[data]
+    length = -(-tokens // (2 * RANKS)) * 2 * RANKS
     microbatches = work.image_microbatches if images else work.microbatches
     model = (
         (
@@ -110,15 +121,14 @@ def run_flags(work: ContextWork, *, data: str, folder: Path) -> tuple[str, ...]:
         if images
         else (
             f"model.foundation.num_layers={work.layers}",
-            f"model.foundation.max_position_embeddings={max(work.length, 4096)}",
+            f"model.foundation.max_position_embeddings={max(length, 4096)}",
         )
     )
-    length = -(-SEQ_LENGTH // (2 * RANKS)) * 2 * RANKS if images else work.length
     return (
         *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
         *("--tokenizer-model", str(folder / data / "processor")),
         *("--train-data-path", str(folder / data / "train.jsonl")),
-        *("--seq-length", str(length), "--seed", "1234"),
+        *("--seq-length", str(length), "--seed", str(_SEED)),
         *("--micro-batch-size", "1", "--global-batch-size", str(microbatches)),
         *("--lr", "1e-3", "--lr-decay-style", "constant", "--weight-decay", "0.0"),
         *("--lr-decay-iters", "1000000"),  # so short a run is all warm-up by most schedules
@@ -131,14 +141,17 @@ def write_data(work: ContextWork, folder: Path) -> None:
     """Rows of text that fill the length, documents for packs, and rows of images."""
     rows = work.iterations * work.microbatches
     _write_texts(folder / LONG, [work.length - _TEMPLATE] * rows)
-    # More than a run takes: packs are chosen among the samples that follow.
-    documents = [
-        max(each - _TEMPLATE, 1)
-        for seed in range(2 * rows)
-        for each in document_lengths(work.length, seed=seed)
-    ]
-    _write_texts(folder / PACKS, documents)
+    # One pack more than a run takes: a planner looks ahead.
+    documents = [max(each - _TEMPLATE, 1) for pack in packs_of(work, rows + 1) for each in pack]
+    order = epoch_permutation(len(documents), seed=_SEED, epoch=0)  # in which a run takes them
+    _write_texts(folder / PACKS, [documents[place] for place in np.argsort(order)])
     write_levels_data(folder / IMAGES, samples=work.iterations * work.image_microbatches)
+
+
+def packs_of(work: ContextWork, number: int) -> list[list[int]]:
+    """The lengths of the documents of so many packs, all of equally many documents."""
+    drawn = (document_lengths(work.pack_length, seed=seed) for seed in itertools.count())
+    return list(itertools.islice((each for each in drawn if len(each) == work.documents), number))
 
 
 def document_lengths(tokens: int, *, seed: int) -> list[int]:

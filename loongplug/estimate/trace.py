@@ -38,6 +38,7 @@ from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform import Platform
 from loongplug.schedule.chunk_plan import plan_schedules
 from loongplug.schedule.named_tensors import offload_layers
+from loongplug.training.apart import decoder_layout_of
 from loongplug.training.provider import tensor_offload_of
 
 _SHARED = "shared buffers"  # one set for all layers and microbatches
@@ -91,8 +92,8 @@ class Tracer:
         self._segments = like.segments
         self._features_train = features_train
         # Parts of the sequence, over which tokens of media are spread evenly.
-        self._parts = args.context_parallel_size * (
-            args.tensor_model_parallel_size if args.sequence_parallel else 1
+        self._parts = decoder_layout_of(args).sequence_shards(
+            sequence_parallel=args.sequence_parallel
         )
         self._units = {
             name: Unit(

@@ -15,6 +15,7 @@ from loongplug.data.units import token_ids
 from loongplug.estimate.own_ranks import own_ranks_of
 from loongplug.hetero.routes import Rows, sequence_shards, size
 from loongplug.models.entries import encoders
+from loongplug.training.apart import decoder_layout_of
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
 
@@ -81,8 +82,9 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
         ValueError: the data do not fit the model, or a row cannot be used.
     """
     data = _Data(args, model, step=step)
-    tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    split = args.context_parallel_size * tp > 1
+    layout = decoder_layout_of(args)
+    tp = layout.tp if args.sequence_parallel else 1
+    split = layout.sequence_shards(sequence_parallel=args.sequence_parallel) > 1
     found = []
     for planned, microbatch in data.microbatches(0):
         units = {}
@@ -202,8 +204,7 @@ def microbatches_of_size(
     tokens = visual_tokens * args.micro_batch_size
 
     def shards(count: int) -> tuple[Rows, ...] | None:
-        tp = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        parts = args.context_parallel_size * tp
+        parts = decoder_layout_of(args).sequence_shards(sequence_parallel=args.sequence_parallel)
         if parts == 1:
             return None
         each = -(-count // parts)

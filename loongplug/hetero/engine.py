@@ -434,7 +434,7 @@ class EncoderEngine:
             for direction in ("features", "gradients")
         ]
         decoder = decoder_layout()
-        parts = decoder.cp * (decoder.tp if self._sequence_parallel else 1)
+        parts = decoder.sequence_shards(sequence_parallel=self._sequence_parallel)
         pairs = sorted(
             {
                 (sender, receiver)

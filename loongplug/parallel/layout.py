@@ -78,6 +78,14 @@ class Layout:
         """The ranks of the module."""
         return self.stage_size * self.pp
 
+    def sequence_shards(self, *, sequence_parallel: bool) -> int:
+        """In how many shards a row's tokens lie on the ranks of a stage's replica.
+
+        Tensor parallel ranks hold the same tokens of a context parallel part, but with sequence
+        parallelism.
+        """
+        return self.cp * (self.tp if sequence_parallel else 1)
+
     @property
     def ranks(self) -> range:
         """The module's ranks, as torch.distributed's default group counts them."""

@@ -151,9 +151,7 @@ class DatasetProvider:
         """What ``--eval-generate`` asks this rank's model replica; nothing where none decodes."""
         assert self._valid is not None, "a rule asks for validation data"
         args, processor, decoder = self._args, self._valid.processor, decoder_layout()
-        parts = args.context_parallel_size * (
-            args.tensor_model_parallel_size if args.sequence_parallel else 1
-        )
+        parts = decoder.sequence_shards(sequence_parallel=args.sequence_parallel)
         longest = max(len(each.input_ids) for each in self.questions)
         length = -(-(longest + MAX_NEW_TOKENS) // parts) * parts
         rows = args.eval_micro_batch_size

@@ -10,6 +10,8 @@ from loongplug.bench.context_work import ContextWork, comparisons, document_leng
 
 TINY = ContextWork(
     length=512,
+    pack_length=512,
+    documents=3,
     layers=2,
     heads=4,
     dim=16,
@@ -54,6 +56,7 @@ def test_a_small_run_measures_all_sides(tmp_path: Path, capsys: pytest.CaptureFi
     assert figures.attention.error <= 2e-6
     assert figures.attention.wire == 1.0
     assert figures.attention.imbalance_lpt < figures.attention.imbalance_zigzag
+    assert 1 < figures.attention.most <= figures.attention.imbalance_zigzag
     # Of so short a row, what does not depend on its length still counts.
     assert 0.4 < figures.activations < 0.6
     made = {each.name for each in figures.steps}

@@ -104,6 +104,7 @@ OWN_LAYOUTS = {
         Layout(ranks=3, own="2/1/1"),
         Layout(ranks=3, own="1/2/1"),
         Layout(ranks=3, own="1/1/1", tp=2),
+        Layout(ranks=3, own="1/1/1", cp=2),
         Layout(ranks=3, own="1/1/1", pp=2),
         Layout(ranks=3, own="1/1/1", pp=2, vpp=2),
         Layout(ranks=3, own="1/1/1", ep=2),
@@ -112,6 +113,8 @@ OWN_LAYOUTS = {
         Layout(ranks=4, own="1/1/3"),
         Layout(ranks=4, own="1/1/2"),
         Layout(ranks=4, own="1/1/2", tp=2),
+        Layout(ranks=4, own="1/1/2", cp=2),
+        Layout(ranks=4, own="2/1/1", cp=2),
         Layout(ranks=4, own="2/1/1", pp=2),
         Layout(ranks=4, own="1/2/1", pp=2),
         Layout(ranks=4, own="1/1/2", pp=2, vpp=2),
@@ -119,6 +122,7 @@ OWN_LAYOUTS = {
     ),
     6: (
         Layout(ranks=6, own="1/1/2", tp=2, pp=2),
+        Layout(ranks=6, own="1/1/2", cp=2, pp=2),
         Layout(ranks=6, own="2/1/1", pp=2, vpp=2),
         Layout(ranks=6, own="1/1/4"),
     ),
@@ -131,6 +135,7 @@ OWN_LAYOUTS_OF_TWO = {
         Layout(ranks=4, own="1/1/1|1/1/2"),
         Layout(ranks=4, own="1/1/1|1/1/1", pp=2),
         Layout(ranks=4, own="1/1/1|1/1/1", tp=2),
+        Layout(ranks=4, own="1/1/1|1/1/1", cp=2),
     ),
     6: (
         Layout(ranks=6, own="1/1/1|1/1/1", pp=2, vpp=2),
@@ -157,14 +162,12 @@ def modes_of(layout: Layout) -> tuple[str, ...]:
     """Those that a layout can have."""
     if layout.own:
         return ("apart",)
-    within = {"uniform", "hetero-tp"}  # the decoder's forward, which takes parts of rows
-    needs = dict.fromkeys(set(MODES) - within, False) if layout.cp > 1 else {}
-    needs |= {
+    needs = {
         "apart": False,
         "hetero-tp": layout.tp > 1,
-        "hetero-dp": layout.tp > 1 and layout.cp == 1,
-        "full-wide": layout.pp > 1 and layout.cp == 1,
-        "full-streamed": layout.pp > 1 and layout.cp == 1,
+        "hetero-dp": layout.tp * layout.cp > 1,
+        "full-wide": layout.pp > 1,
+        "full-streamed": layout.pp > 1,
     }
     return tuple(mode for mode in MODES if needs.get(mode, True))
 
@@ -191,7 +194,7 @@ def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
             *("--dp-balance-trigger-threshold-vit", "0"),
         ),
         "full-streamed": (*full, "--full-hetero-dp-schedule", "auto"),
-        "full-wide": (*full, f"{own_tp}={layout.tp * layout.pp}"),
+        "full-wide": (*full, f"{own_tp}={layout.tp * layout.cp * layout.pp}"),
         "apart": tuple(_apart_flags(layout)),
     }[mode]
 

@@ -126,6 +126,12 @@ def test_a_stage_has_its_ranks_replica_by_replica() -> None:
     assert layout.stage(-1) == layout.stage(2) == [[12, 13], [14, 15]]
 
 
+def test_a_row_lies_in_a_shard_for_each_rank_that_holds_other_tokens() -> None:
+    layout = Layout(tp=4, cp=3, pp=2, dp=5)
+    assert layout.sequence_shards(sequence_parallel=False) == 3
+    assert layout.sequence_shards(sequence_parallel=True) == 12
+
+
 def test_tensor_parallel_ranks_are_next_to_each_other() -> None:
     layout = Layout(tp=2, cp=2, dp=2, pp=2)
     assert layout.groups("tp")[0] == [0, 1]

@@ -155,11 +155,12 @@ class Cell:
             given += ["--recompute-num-layers", "1"]
         if self.recompute in ("encoder", "both"):
             given += [f"model.{encoder}.recompute=true" for encoder in self.encoders]
-        if self.mode != UNIFORM:
+        exchanged = self.mode in (ENCODER_DP, FULL)
+        if exchanged:
             given += [f"--enable-{self.mode}"]
         if self.balance:
             given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
-        if self.heterogeneous or self.mode != UNIFORM:  # whose encoder has TP 1 where none is given
+        if self.heterogeneous or exchanged:  # whose encoder has TP 1 where none is given
             size = f"tensor_model_parallel_size={self.encoder_tp}"
             given += [f"model.{encoder}.{size}" for encoder in self.encoders]
         if self.optimizer != "plain":
@@ -226,17 +227,24 @@ def few_cells(model: str) -> list[Cell]:
 
     One of them is heterogeneous TP, and one has an encoder of several stages.
     """
-    cover = Cover[Cell](with_mode_alone=True)
-    candidates = [cover.candidate(cell) for layout in layouts(model) for cell in choices(layout)]
-    random.Random(model).shuffle(candidates)  # the layouts that are first have one rank
-    while cover.wanted:
-        cover.take_best(candidates)
+    everything = [cell for layout in layouts(model) for cell in choices(layout)]
+    cells = few_of(everything, seed=model)
     for apart in (
         lambda cell: cell.mode == UNIFORM and cell.encoder_tp < cell.tp,
         lambda cell: cell.mode == FULL and cell.encoder_tp > cell.tp,
     ):
-        if not any(apart(cell) for cell in cover.cells):
-            cover.cells.append(next(cell for cell, _ in candidates if apart(cell)))
+        if not any(apart(cell) for cell in cells):
+            cells.append(next(cell for cell in everything if apart(cell)))
+    return sorted(cells)
+
+
+def few_of[CellT: Cell](everything: list[CellT], *, seed: str) -> list[CellT]:
+    """Cells of ``everything``, which is shuffled, until each value was in each mode that it can."""
+    cover = Cover[CellT](with_mode_alone=True)
+    random.Random(seed).shuffle(everything)  # the layouts that are first have one rank
+    candidates = [cover.candidate(cell) for cell in everything]
+    while cover.wanted:
+        cover.take_best(candidates)
     return sorted(cover.cells)
 
 

@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass, replace
 from itertools import product
-from math import lcm
+from math import lcm, prod
 
 from parity.cells import (
+    FULL,
     MODELS,
+    MODES,
     MOST_RANKS,
-    UNIFORM,
     covering,
+    few_of,
     sequence_parallel_choices,
 )
-from parity.saving_cells import TrainedCell, one_word
+from parity.placement_cells import TWO, own_flags, sizes_of
+from parity.saving_cells import AWAY, TrainedCell, one_word
 
 CPS = (2, 3, 4)
+APART = "apart"  # encoders on ranks of their own
+CONTEXT_MODES = (*MODES, APART)
 COMM_TYPES = ("all_gather", "a2a", "p2p")
 # How samples lie in rows, by the flags for it: to the layout, and to the single rank as well.
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -21,6 +26,9 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "packs, zigzag": ((), ("--packing",)),
     "packs, lpt": (("--cp-balance", "lpt"), ("--packing",)),
 }
+# TP/PP/DP of each encoder on ranks of its own, by how many there are.
+OWN = {1: ("1/1/1", "1/1/2"), 2: ("1/1/1|1/1/1", "2/1/1|1/1/2")}
+_AWAY = ("nothing", "all three")
 _SIZES = (1, 2)
 _TRAINED = ("all", "all but the encoder", "decoder's LoRA")
 _KEY_HEADS = 4  # of the small models
@@ -29,16 +37,32 @@ _CANDIDATES = 400  # that are looked at for the next cell
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ContextCell(TrainedCell):
-    """One run in which ``cp`` ranks share each row."""
+    """One run in which ``cp`` ranks share each row.
+
+    ``own`` has TP/PP/DP of each encoder on ranks of its own, and nothing where encoders lie on
+    the decoder's. ``away`` is what leaves the device in phase 2.
+    """
 
     cp: int = 2
     rows: str = "padded"
     comm: str = "all_gather"
+    away: str = "nothing"
+    own: str = ""
+
+    @property
+    def decoder_ranks(self) -> int:
+        """The first of all."""
+        return self.cp * super().ranks
 
     @property
     def ranks(self) -> int:
         """How many it takes."""
-        return self.cp * super().ranks
+        return self.decoder_ranks + sum(map(prod, sizes_of(self.own)))
+
+    @property
+    def encoder_replicas(self) -> int:
+        """That share the units of one replica of the decoder in full separation."""
+        return self.cp * super().encoder_replicas
 
     @property
     def divides(self) -> int:
@@ -50,11 +74,18 @@ class ContextCell(TrainedCell):
         """Whether it fits the ranks; experts may lie on those that share a row, too."""
         return (
             self.ranks <= MOST_RANKS
-            and self.tp % self.encoder_tp == 0
+            and (self.tp % self.encoder_tp == 0 or self._on_several_stages)
+            and (self.mode != APART or self.encoder_tp == self.tp)
             and (self.pp > 1 or self.vpp == 1)
             and self.tp * self.dp * self.cp % self.ep == 0
             and ("moe" in self.model or self.ep == 1)
         )
+
+    @property
+    def _on_several_stages(self) -> bool:
+        """Whether a replica of the encoder makes up whole stages, each of all parts of a row."""
+        stages, rest = divmod(self.encoder_tp, self.tp * self.cp)
+        return self.mode == FULL and rest == 0 and stages > 0 and self.pp % stages == 0
 
     @property
     def can_communicate(self) -> bool:
@@ -72,7 +103,9 @@ class ContextCell(TrainedCell):
     @property
     def name(self) -> str:
         """A short one that tells cells apart."""
-        marks = (f"c{self.cp}", self.comm, one_word(self.rows), one_word(self.trained))
+        marks = [f"c{self.cp}", self.comm, one_word(self.rows), one_word(self.trained)]
+        marks += [] if self.away == "nothing" else [f"away-{one_word(self.away)}"]
+        marks += [f"own-{self.own.replace('/', '.').replace('|', '+')}"] if self.own else []
         return "-".join([super().name, *marks])
 
     def shared_flags(self) -> list[str]:
@@ -82,16 +115,18 @@ class ContextCell(TrainedCell):
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
         shared = ("--context-parallel-size", str(self.cp), "--cp-comm-type", self.comm)
-        return [*super().flags(), *shared, *ROWS[self.rows][0]]
+        own = own_flags(self.encoders, sizes_of(self.own), first=self.decoder_ranks)
+        return [*super().flags(), *shared, *ROWS[self.rows][0], *AWAY[self.away], *own]
 
 
 def context_cells() -> list[ContextCell]:
-    """All of them."""
-    return [
+    """All of them; of the model with two encoders few."""
+    whole = [
         cell
         for model in MODELS
         for cell in covering(possible_cells(model), seed=model, candidates=_CANDIDATES)
     ]
+    return whole + few_of(possible_cells(TWO), seed=TWO)
 
 
 def possible_cells(model: str) -> list[ContextCell]:
@@ -105,25 +140,31 @@ def possible_cells(model: str) -> list[ContextCell]:
             trained=trained,
             rows=rows,
             comm=comm,
+            balance=balance,
+            away=away,
         )
         for layout in _layouts(model)
-        for sequence, recompute, optimizer, trained, rows, comm in product(
+        for sequence, recompute, optimizer, trained, rows, comm, balance, away in product(
             sequence_parallel_choices(layout),
             ("none", "both"),
             ("plain", "overlapped"),
             _TRAINED,
             ROWS,
             COMM_TYPES,
+            (False, True) if layout.can_balance else (False,),
+            _AWAY if layout.mode == FULL else ("nothing",),
         )
     )
     return [cell for cell in every if cell.can_communicate]
 
 
 def _layouts(model: str) -> list[ContextCell]:
+    apart = OWN[2 if model == TWO else 1]
     cells = (
         ContextCell(
             model=model,
-            mode=UNIFORM,
+            mode=mode,
+            own=own,
             encoder_tp=encoder_tp,
             tp=tp,
             cp=cp,
@@ -133,6 +174,7 @@ def _layouts(model: str) -> list[ContextCell]:
             ep=ep,
         )
         for cp in CPS
+        for mode, own in (*((mode, "") for mode in MODES), *((APART, each) for each in apart))
         for encoder_tp, tp, pp, vpp, dp, ep in product(_SIZES, repeat=6)
     )
     return [cell for cell in cells if cell.possible]

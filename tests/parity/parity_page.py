@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
 from parity.cells import HEARING_MODELS, MODES, MORE_MODELS, MOST_RANKS, Cell
-from parity.context_cells import COMM_TYPES, CPS, ROWS, ContextCell
+from parity.context_cells import COMM_TYPES, CONTEXT_MODES, CPS, ROWS, ContextCell
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
@@ -18,7 +18,7 @@ _MORE: dict[type[Cell], tuple[str, ...]] = {
     Cell: (),
     SavingCell: ("trains", "away in phase 2"),
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
-    ContextCell: ("CP", "rows", "keys come by", "trains"),
+    ContextCell: ("CP", "rows", "keys come by", "trains", "away in phase 2", "own ranks"),
     StreamedCell: ("trains",),
 }
 
@@ -127,14 +127,18 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
     ways = {name: [each for each in results if _context(each).comm == name] for name in COMM_TYPES}
     lines = [
         *page_head("Parity of context parallelism", results, whole=whole, code=code),
-        "Each row's tokens lie on CP ranks ([context_parallelism.md](context_parallelism.md)), "
-        "encoders work in the uniform mode. *Rows* are padded samples, or packs that are split "
-        "alike (zigzag) or each by its samples (lpt). *Keys come by* is `--cp-comm-type`. The "
+        "Each row's tokens lie on CP ranks ([context_parallelism.md](context_parallelism.md)). "
+        "Encoders work in every mode, or lie *apart*, on ranks of their own behind the decoder's: "
+        "*own ranks* are their TP/PP/DP. *Rows* are padded samples, or packs that are split alike "
+        "(zigzag) or each by its samples (lpt). *Keys come by* is `--cp-comm-type`. *Away in phase "
+        "2* is what leaves the device while the decoder works, in full separation. The "
         f"other columns are those of [parity.md](parity.md), over layouts of up to {MOST_RANKS} "
         "ranks with sizes of 1 and 2; every value of a column meets every value of every other "
         "that it can be with.",
         "",
         *by_group("", by_ranks | {"all": list(results)}),
+        "",
+        *by_group("mode", _modes(results, CONTEXT_MODES)),
         "",
         *by_group("rows", rows),
         "",
@@ -184,8 +188,8 @@ def page_head(title: str, results: Sequence[Result], *, whole: int, code: str) -
     ]
 
 
-def _modes(results: Sequence[Result]) -> dict[str, list[Result]]:
-    return {mode: [each for each in results if each.cell.mode == mode] for mode in MODES}
+def _modes(results: Sequence[Result], modes: Sequence[str] = MODES) -> dict[str, list[Result]]:
+    return {mode: [each for each in results if each.cell.mode == mode] for mode in modes}
 
 
 def by_group(head: str, groups: Mapping[str, Sequence[Result]]) -> Iterable[str]:
@@ -238,7 +242,7 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
     yield table_line([*_LAYOUT, *_OPTIONS, *more, *FIGURES, "verdict"])
     texts = ["---"] * (len(_OPTIONS) + len(more))
     yield table_line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
-    order = {mode: place for place, mode in enumerate(MODES)}
+    order = {mode: place for place, mode in enumerate(CONTEXT_MODES)}
     for each in sorted(results, key=lambda result: (order[result.cell.mode], result.cell)):
         figures = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
         yield table_line([*_columns(each), *figures, verdict_of(each)])
@@ -256,7 +260,7 @@ def _columns(result: Result) -> Iterable[str]:
     if isinstance(cell, SavingCell):
         yield from (cell.trained, cell.away)
     if isinstance(cell, ContextCell):
-        yield from (str(cell.cp), cell.rows, cell.comm, cell.trained)
+        yield from (str(cell.cp), cell.rows, cell.comm, cell.trained, cell.away, cell.own)
     if isinstance(cell, StreamedCell):
         yield cell.trained
     if isinstance(cell, OverlapCell):

@@ -4,6 +4,7 @@ Sizes are written as published tables have them, TP/PP/DP of the decoder, then o
 ``2/1/2|1/1/4``. An encoder's ranks begin behind those of the modules before it.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -39,7 +40,7 @@ class PlacementCell(TrainedCell):
     @property
     def own_sizes(self) -> tuple[tuple[int, int, int], ...]:
         """TP, PP and DP of each encoder."""
-        return tuple(_sizes(each) for each in self.own.split("|"))
+        return sizes_of(self.own)
 
     @property
     def ranks(self) -> int:
@@ -89,13 +90,24 @@ class PlacementCell(TrainedCell):
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
         given = [*super().flags(), *(["--overlap-moe-expert-parallel-comm"] * self.overlap)]
-        offsets = accumulate(map(prod, self.own_sizes), initial=super().ranks)
-        for key, (tp, pp, dp), offset in zip(self.encoders, self.own_sizes, offsets, strict=False):
-            sizes = {"rank_offset": offset, "tensor_model_parallel_size": tp}
-            sizes |= {"data_parallel_size": dp}
-            sizes |= {} if pp == 1 else {"pipeline_model_parallel_size": pp}
-            given += [f"model.{key}.{name}={value}" for name, value in sizes.items()]
-        return given
+        return [*given, *own_flags(self.encoders, self.own_sizes, first=super().ranks)]
+
+
+def sizes_of(own: str) -> tuple[tuple[int, int, int], ...]:
+    """TP, PP and DP of each encoder; of none where nothing is written."""
+    return tuple(_sizes(each) for each in own.split("|") if each)
+
+
+def own_flags(
+    encoders: Sequence[str], sizes: Sequence[tuple[int, int, int]], *, first: int
+) -> Iterator[str]:
+    """What lays encoders on ranks of their own, one behind the other from ``first`` on."""
+    offsets = accumulate(map(prod, sizes), initial=first)
+    for key, (tp, pp, dp), offset in zip(encoders, sizes, offsets, strict=False):
+        given = {"rank_offset": offset, "tensor_model_parallel_size": tp}
+        given |= {"data_parallel_size": dp}
+        given |= {} if pp == 1 else {"pipeline_model_parallel_size": pp}
+        yield from (f"model.{key}.{name}={value}" for name, value in given.items())
 
 
 def placed(sizes: str, *, model: str = DEEPSTACK, **options: Any) -> PlacementCell:

@@ -39,10 +39,10 @@ def _kind(cell: Mapping[str, Any]) -> type[Cell]:
     """By a field that the others don't have."""
     if "delayed" in cell:
         return OverlapCell
-    if "own" in cell:
-        return PlacementCell
     if "cp" in cell:
         return ContextCell
+    if "own" in cell:
+        return PlacementCell
     if "schedule" in cell:
         return StreamedCell
     return SavingCell if "away" in cell else Cell

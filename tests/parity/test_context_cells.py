@@ -7,9 +7,11 @@ from rich.console import Console
 
 from loongplug.training.flags import read_command_line
 from loongplug.verify.flags import LAYOUT
-from parity.cells import BATCH, MODELS, MOST_RANKS, pairs
+from parity.cells import BATCH, FULL, MODELS, MOST_RANKS, pairs
 from parity.context_cells import (
+    APART,
     COMM_TYPES,
+    CONTEXT_MODES,
     CPS,
     ROWS,
     ContextCell,
@@ -18,6 +20,7 @@ from parity.context_cells import (
 )
 from parity.matrix import run_cells
 from parity.parity_page import context_page
+from parity.placement_cells import TWO
 from parity.results import Result, as_result
 
 CELL = ContextCell(
@@ -45,6 +48,21 @@ class TestWithoutRuns:
         # There are four key/value heads.
         possible = set(product(CPS, COMM_TYPES)) - {(3, "a2a")}
         assert {(cell.cp, cell.comm) for cell in mine} == possible
+        assert {(cell.mode, cell.cp) for cell in mine} == set(product(CONTEXT_MODES, CPS))
+        assert {cell.away for cell in mine if cell.mode == FULL} == {"nothing", "all three"}
+
+    def test_two_encoders_are_in_every_mode(self):
+        mine = [cell for cell in context_cells() if cell.model == TWO]
+        assert {(cell.mode, cell.cp) for cell in mine} == set(product(CONTEXT_MODES, CPS))
+        assert {(cell.mode, cell.rows) for cell in mine} == set(product(CONTEXT_MODES, ROWS))
+
+    def test_encoders_of_their_own_ranks_lie_behind_the_decoders(self):
+        cell = ContextCell(model=TWO, mode=APART, own="2/1/1|1/1/2", cp=3)
+        assert (cell.decoder_ranks, cell.ranks) == (3, 7)
+        offsets = [each for each in cell.flags() if "rank_offset" in each]
+        assert [each.split("=")[1] for each in offsets] == ["3", "5"]
+        line = {"cell": {**vars(cell)}, "failed": "so"}
+        assert as_result(line) == Result(cell=cell, failed="so")
 
     @pytest.mark.not_quick
     def test_they_are_the_same_every_time_and_fit(self):

@@ -45,6 +45,13 @@ def lies(offset: int, *, tp: int = 1, dp: int = 1) -> tuple[str, ...]:
     )
 
 
+def hears_from(offset: int, *, dp: int = 1) -> tuple[str, ...]:
+    """The same of an encoder of sounds."""
+    return tuple(each.replace(ENCODER, "model.audio_encoder") for each in lies(offset, dp=dp))
+
+
+HEARS = ("--model-name", "qwen2_5_omni_tiny")
+MBS2 = ("--micro-batch-size", "2")
 OFFLOADED = (
     "--full-hetero-dp-cpu-offload",
     "--offload-encoder-activations",
@@ -69,11 +76,11 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         (*CP2, *FULL, *EXPERTS, "aux_loss", OVERLAP, "--packing"),
     ),
     "cp2-text": (2, CP2),
-    "cp2-sees-and-hears": (2, (*CP2, "--model-name", "qwen2_5_omni_tiny")),
+    "cp2-sees-and-hears": (2, (*CP2, *HEARS)),
     "cp3-separated-balanced-packed": (3, (*CP3, *FULL, "--use-vit-dp-balance", "--packing")),
     "cp2-separated-no-deepstack": (2, (*CP2, *FULL, *QWEN2_5)),
     "cp2-separated-frozen": (2, (*CP2, *FULL, "model.image_encoder.freeze=true")),
-    "cp2-separated-sees-and-hears": (2, (*CP2, *FULL, "--model-name", "qwen2_5_omni_tiny")),
+    "cp2-separated-sees-and-hears": (2, (*CP2, *FULL, *HEARS)),
     "cp2-tp2-shards-separated": (4, (*CP2, *SP, *FULL, "--micro-batch-size", "2")),
     "cp2-separated-offload": (2, (*CP2, *FULL, *OFFLOADED)),
     "cp2-pp2-separated": (4, (*CP2, *PP2, *FULL)),
@@ -83,6 +90,12 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "cp2-vpp2-separated": (4, (*CP2, *VPP2, *FULL)),
     "cp2-apart": (3, (*CP2, *lies(2), "--micro-batch-size", "2")),
+    "cp2-sees-and-hears-apart": (5, (*CP2, *HEARS, *lies(2), *hears_from(3, dp=2), *MBS2)),
+    "cp2-pp2-sees-and-hears-apart-packed": (
+        6,
+        (*CP2, *PP2, *HEARS, *lies(4), *hears_from(5), "--packing"),
+    ),
+    "cp3-hears-apart": (4, (*CP3, *HEARS, *hears_from(3), *MBS2)),
     "cp2-tp2-apart-packed": (5, (*CP2, *TP2, *lies(4), "--packing")),
     "cp2-tp2-shards-apart": (6, (*CP2, *SP, *lies(4, dp=2), "--micro-batch-size", "2")),
     "cp2-vpp2-apart-tp2": (6, (*CP2, *VPP2, *lies(4, tp=2))),
@@ -115,7 +128,7 @@ OF_MODES = {
     "cp3-separated-balanced-packed",
     "cp2-tp2-shards-separated",
     "cp2-tp2-encoder-dp",
-    "cp2-apart",
+    "cp2-sees-and-hears-apart",
 }
 EXCHANGES = "separated", "encoder-dp", "apart"
 FEW = {name for name in CASES if not any(each in name for each in EXCHANGES)} | OF_MODES
