@@ -40,6 +40,7 @@ PHASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 ENCODER: Final = ("encoder forward", "encoder backward")
 DECODER: Final = ("decoder forward", "decoder backward")
+BUBBLE: Final = ("exchange", "waiting", "data", "idle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,13 @@ class TracedFigures:
         encoder = sum(rank[phase] for rank in self.phase_ms for phase in ENCODER)
         decoder = sum(rank[phase] for rank in self.phase_ms for phase in DECODER)
         return encoder / (encoder + decoder)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Of every rank, the share of its step in which it does not compute."""
+        return tuple(
+            sum(rank[phase] for phase in BUBBLE) / sum(rank.values()) for rank in self.phase_ms
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,12 +272,15 @@ def phases_table(figures: SettingFigures) -> Table:
     table.add_column("rank", justify="right")
     for phase in PHASES:
         table.add_column(phase.replace(" ", "\n"), justify="right")
+    table.add_column("bubble\nof step", justify="right")
     for each in figures.levels:
+        bubbles = each.traced.bubbles
         for rank, took in enumerate(each.traced.phase_ms):
             table.add_row(
                 each.level if rank == 0 else "",
                 str(rank),
                 *(f"{took[phase]:,.0f}" for phase in PHASES),
+                f"{bubbles[rank]:.0%}",
             )
         table.add_section()
     return table

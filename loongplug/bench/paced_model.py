@@ -18,7 +18,7 @@ from loongplug.models.features import Features, FeatureSource
 from loongplug.partition.clock import StageTime
 
 HIDDEN: Final = 8  # channels
-TOKENS: Final = 2  # of a sample; all of them stand for media
+TOKENS: Final = 4  # of a sample; all of them stand for media, of which there may be four
 
 
 class PacedChunk(nn.Module):
@@ -44,7 +44,10 @@ class PacedChunk(nn.Module):
         self.encoders = tuple(each.entry for each in encoders)
         self.outside_schedule: set[str] = set()
         self.feature_sources: dict[str, FeatureSource] = {}
-        self.parts = {each.name: SimpleNamespace(no_sync=nullcontext) for each in encoders}
+        alone = SimpleNamespace(overlap_param_gather=False, overlap_grad_reduce=False)
+        self.parts = {
+            each.name: SimpleNamespace(no_sync=nullcontext, ddp_config=alone) for each in encoders
+        }
         self.vp_stage = vp_stage
         self._case = case
         self._paced = {each.name: each for each in encoders}

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from loongplug.bench.pace import Pace
 from loongplug.bench.paced_model import HIDDEN, TOKENS, PacedChunk
-from loongplug.bench.pipeline_work import Case, PacedEncoder
-from loongplug.bench.streamed_ranks import StreamedSide
+from loongplug.bench.pipeline_work import Case, PacedEncoder, paced_costs
 from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
+from loongplug.data.positions import Grid
 from loongplug.hetero.engine import EncoderEngine, Engine
 from loongplug.hetero.pipeline_graph import ahead
 from loongplug.observe.recorder import TraceRecorder
@@ -74,10 +74,6 @@ def _steps(
     """Do so many, and give each one's number behind it."""
     chunks = _chunks(case, engine, pace=pace)
     schedule = engine.schedules(get_forward_backward_func)()
-    if case.streams:
-        side = StreamedSide(case, pace=pace, recorder=recorder, minutes=_MINUTES)
-        chunks[0].feature_sources = {case.encoders[0].name: side}
-        schedule = side.around(schedule)
     for step in range(1, count + 1):
         pace.next_step(sleeps=step > EMPTY_STEPS)
         data = [iter(list(_microbatches(case, engine))) for _ in chunks]
@@ -106,10 +102,10 @@ def _engine(case: Case, *, recorder: TraceRecorder) -> Engine:
             ahead=ahead(pipeline=len(case.stages), virtual=case.chunks > 1),
             sequence_parallel=False,
             timeout_minutes=_MINUTES,
+            costs=paced_costs(case) if case.streams else None,
         )
 
-    encoders = () if case.streams else case.encoders
-    engine = Engine({each.name: of_encoder(each) for each in encoders})
+    engine = Engine({each.name: of_encoder(each) for each in case.encoders})
     engine.report_to(recorder)
     return engine
 
@@ -199,13 +195,14 @@ def _forward_step(data: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
 def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
     """Of a step, as this rank takes them: all samples, or those of an encoder replica's pieces."""
     pieces = [range(case.samples)]
+    shares = {each.name: _shares(case, engine, each) for each in case.encoders}
     if engine.own is not None:
         made = engine.encoders[engine.own].place.made_by(dist.get_rank(), training=True)
         pieces = [each.samples for each in made]
     for number in range(case.microbatches):
         for samples in pieces:
             units = {
-                each.name: _unit(len(samples), replica=_replica(case, engine, each, number=number))
+                each.name: _unit(case, len(samples), shares=shares[each.name][number])
                 for each in case.encoders
             }
             tokens = len(samples) * TOKENS
@@ -220,24 +217,34 @@ def _microbatches(case: Case, engine: Engine) -> Iterator[Microbatch]:
             )
 
 
-def _replica(case: Case, engine: Engine, encoder: PacedEncoder, *, number: int) -> int:
-    """Which one of the encoder's encodes a microbatch's unit: in turn."""
-    if case.apart or case.streams or not engine.encoders[encoder.name].steps:
-        return 0
-    edge = engine.encoders[encoder.name].place.edge
-    assert edge is not None, "it lies where the decoder lies"
-    return number % len(edge.replicas)
+def _shares(case: Case, engine: Engine, encoder: PacedEncoder) -> Sequence[tuple[Share, ...]]:
+    """Which of the encoder's replicas encode each microbatch's unit: its plan's, or in turn."""
+    side = engine.encoders[encoder.name]
+    planner = side.planner if case.streams else None
+    planned = planner and planner.shares([_grids(case, case.samples)] * case.microbatches)
+    if planned:
+        return planned
+    replicas = 1
+    if side.steps and not case.apart:
+        assert side.place.edge is not None, "it lies where the decoder lies"
+        replicas = len(side.place.edge.replicas)
+    return [(Share(encoder_replica=number % replicas),) for number in range(case.microbatches)]
 
 
-def _unit(samples: int, *, replica: int) -> Unit:
-    rows = samples * TOKENS
-    grid = (1, 1, rows)
+def _unit(case: Case, samples: int, *, shares: tuple[Share, ...]) -> Unit:
+    """All of its media are here, of whatever shares: nothing is computed of them."""
+    grids = _grids(case, samples)
     return Unit(
         places=tuple(np.arange(TOKENS) for _ in range(samples)),
-        grids=(grid,),
-        shares=(Share(encoder_replica=replica),),
-        media=MediaInput(rows=torch.zeros(rows, 1), grids=torch.tensor([grid])),
+        grids=grids,
+        shares=shares,
+        media=MediaInput(rows=torch.zeros(samples * TOKENS, 1), grids=torch.tensor(grids)),
     )
+
+
+def _grids(case: Case, samples: int) -> tuple[Grid, ...]:
+    """Of as many media as a microbatch has pieces."""
+    return ((1, 1, samples * TOKENS // case.pieces),) * case.pieces
 
 
 def _place(engine: Engine) -> dict[str, int]:

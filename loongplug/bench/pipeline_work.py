@@ -3,12 +3,13 @@
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import isfinite, lcm
+from math import isfinite, lcm, prod
 from typing import Any, Final
 
-from loongplug.hetero.modes import NAMED, Mode, mode_of
+from loongplug.hetero.modes import NAMED, SCHEDULED, Mode, mode_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_clock import PieceCost, Step, decoder_passes, simulate
+from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
 from loongplug.parallel.layout import Layout
@@ -20,6 +21,7 @@ MODES: Final = (*NAMED, OWN_RANKS)
 # Full separation whose encoders fill the pipeline's bubbles, which a schedule's flag asks for.
 STREAMED: Final = "streamed"
 _PIECES: Final = 4  # that a microbatch's media are cut into there
+_MEDIUM: Final = (1, 1, 1)  # a piece has one of these
 _MICROSECONDS: Final = 1000  # in a millisecond; plans want integers
 _DECODER: Final = Entry(name=TEXT_DECODER, role=Role.DECODER)
 
@@ -122,13 +124,15 @@ class Case:
     @property
     def site(self) -> Hashable:
         """Cases of one site can be run in the same process groups, one behind the other."""
+        if self.streams:
+            return self  # its plans are made of its times
         encoders = [(e.name, e.tp, e.replicas, e.time.backward > 0) for e in self.encoders]
         return self.mode, self.tp, len(self.stages), self.chunks, tuple(encoders)
 
     def mode_of(self, encoder: PacedEncoder) -> Mode:
         """The product's, for one of the case's encoders."""
         if not self.apart:
-            return NAMED["full_hetero_dp" if self.streams else self.mode]
+            return SCHEDULED[STREAMED] if self.streams else NAMED[self.mode]
         before = self.encoders[: self.encoders.index(encoder)]
         offset = self.decoder.world_size + sum((each.tp or 1) * each.replicas for each in before)
         yaml: Any = Namespace(
@@ -143,16 +147,29 @@ class Case:
         return encoder.tp or self.mode_of(encoder).encoder_tp or self.tp
 
 
+def paced_costs(case: Case) -> StreamedCosts:
+    """What the product's planner is told of a case that streams; costs are microseconds."""
+    (encoder,) = case.encoders
+    time, chunks = encoder.time, case.chunks
+    forward, backward = (
+        round(_MICROSECONDS * each / case.pieces) for each in (time.forward, time.backward)
+    )
+    return StreamedCosts(
+        of_media=lambda grids: PieceCost(forward * len(grids), backward * len(grids)),
+        tokens=prod,
+        forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
+        backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
+        group=len(case.stages),
+        trains=time.backward > 0,
+        joined=forward * case.pieces * case.microbatches,
+    )
+
+
 def streamed_step(case: Case) -> Step:
     """What plans of a case that streams are made of; costs are microseconds."""
-    (encoder,) = case.encoders
+    costs = paced_costs(case)
     stages, chunks = len(case.stages), case.chunks
-    piece = PieceCost(
-        *(
-            round(_MICROSECONDS * each / case.pieces)
-            for each in (encoder.time.forward, encoder.time.backward)
-        )
-    )
+    piece = costs.of_media([_MEDIUM])
     pipelines = (
         Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages) for stage in range(stages)
     )
@@ -160,9 +177,10 @@ def streamed_step(case: Case) -> Step:
         pieces=((piece,) * case.pieces,) * case.microbatches,
         replicas=tuple(range(stages)),
         passes=tuple(decoder_passes(each, case.microbatches) for each in pipelines),
-        forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
-        backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
-        trains=encoder.time.backward > 0,
+        forward=costs.forward,
+        backward=costs.backward,
+        trains=costs.trains,
+        joined=costs.joined,
     )
 
 

@@ -11,11 +11,11 @@ from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    EncodePiece,
+    EncodePieces,
     Event,
     KeepGradient,
     Operation,
-    PieceBackward,
+    PiecesBackward,
     ReceiveFeatures,
     ReceiveGradient,
     SendFeatures,
@@ -92,8 +92,8 @@ class StreamedSide:
 
     def _enter(self, ledger: Ledger, operation: Operation, *, held: int) -> None:
         match operation:
-            case EncodePiece(piece=piece):
-                self.encoded.encode(ledger, piece)
+            case EncodePieces(pieces=(piece, *joined)):
+                self.encoded.encode(ledger, piece, joined=joined)
             case SendFeatures(piece=piece):
                 # What this rank needs itself stays; the rest is gone when it has been received.
                 ledger.take(FEATURES, self.encoded.features(piece) - self.consumed[piece])
@@ -116,8 +116,8 @@ class StreamedSide:
                 else:  # of all consumers, put together
                     more = self.encoded.features(piece) - self.consumed[piece]
                     ledger.add(FEATURE_GRADIENTS, more)
-            case PieceBackward(piece=piece):
-                self.encoded.go_back(ledger, piece, held=held)
+            case PiecesBackward(pieces=(piece, *joined)):
+                self.encoded.go_back(ledger, piece, joined=joined, held=held)
             case _:
                 pass  # nothing that takes memory
 

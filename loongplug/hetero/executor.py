@@ -23,7 +23,7 @@ from loongplug.hetero.operations import (
     Await,
     Encode,
     EncodeInForward,
-    EncodePiece,
+    EncodePieces,
     EncoderBackward,
     GatherFeatures,
     GatherWeights,
@@ -33,7 +33,7 @@ from loongplug.hetero.operations import (
     Kept,
     Offload,
     Operation,
-    PieceBackward,
+    PiecesBackward,
     ReceiveFeatures,
     ReceiveGradient,
     ReduceGradients,
@@ -325,7 +325,7 @@ class Executor:
                 step.features[unit] = step.of_pieces.receive(pieces)
             case SendGradients(unit=unit, pieces=pieces):
                 step.of_pieces.give_back(pieces, step.gradients.pop(unit))
-            case EncodePiece() | SendFeatures() | ReceiveGradient() | PieceBackward():
+            case EncodePieces() | SendFeatures() | ReceiveGradient() | PiecesBackward():
                 step.of_pieces.operate(operation)
             case GatherWeights():
                 step.encoder.gather_weights()

@@ -80,6 +80,8 @@ NAMED = {
     "encoder_hetero_dp": ENCODER_HETERO_DP,
     "full_hetero_dp": FULL_HETERO_DP,
 }
+# Full separation, by its schedule.
+SCHEDULED = {"separated": FULL_HETERO_DP, "streamed": STREAMED}
 
 
 def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode:
@@ -103,8 +105,8 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
         found = ENCODER_HETERO_DP
     else:
         found = UNIFORM
-    if found is FULL_HETERO_DP and args.full_hetero_dp_schedule == "streamed":
-        found = STREAMED
+    if found is FULL_HETERO_DP:
+        found = SCHEDULED.get(args.full_hetero_dp_schedule, FULL_HETERO_DP)  # "auto": not yet known
     if not found.outside_schedule:  # nothing of it can be away in between
         return found
     on_host = frozenset(what for flag, what in _OFFLOADS.items() if getattr(args, flag))

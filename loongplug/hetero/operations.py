@@ -163,10 +163,10 @@ class EncoderBackward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodePiece:
-    """Make a piece's features here; pieces are numbered over all of the step."""
+class EncodePieces:
+    """Make these pieces' features here, in one pass; pieces are numbered over all of the step."""
 
-    piece: int
+    pieces: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +200,13 @@ class ReceiveGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PieceBackward:
-    """A piece's gradient goes through the encoder; :class:`ReduceGradients` comes behind all."""
+class PiecesBackward:
+    """The gradients of pieces that were made in one pass go through the encoder, in one, too.
 
-    piece: int
+    :class:`ReduceGradients` comes behind all.
+    """
+
+    pieces: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,12 +259,12 @@ Operation = (
     | TakeBack
     | GiveBack
     | EncoderBackward
-    | EncodePiece
+    | EncodePieces
     | SendFeatures
     | ReceiveFeatures
     | SendGradients
     | ReceiveGradient
-    | PieceBackward
+    | PiecesBackward
     | GatherWeights
     | ReduceGradients
     | Offload

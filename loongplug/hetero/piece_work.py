@@ -1,4 +1,4 @@
-"""Pieces in a step that streams: encoded, sent, and gone backward through, one at a time."""
+"""Pieces in a step that streams: encoded, sent, and gone backward through."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +17,8 @@ from loongplug.hetero.bubbles import BubbleCommunicator, BubbleWork
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
-    EncodePiece,
-    PieceBackward,
+    EncodePieces,
+    PiecesBackward,
     ReceiveGradient,
     SendFeatures,
 )
@@ -90,7 +90,7 @@ class PiecesOfStep:
         self.stream: Stream = planned.stream(streaming.replica)
         self._spec = _of_pieces(planned.pieces, spec)
         self._payloads: dict[int, Tensor] = {}
-        self._own: dict[int, GradientEdge] = {}
+        self._own: dict[tuple[int, ...], GradientEdge] = {}  # by the pieces of a pass
         self._gradients: dict[int, Tensor] = {}  # of payloads
         self._received: dict[int, int] = {}  # rows of each piece, where it is consumed
         self._edges.begin(self._spec, trains=encoder.trains)
@@ -123,19 +123,21 @@ class PiecesOfStep:
             assert not what, f"nobody used what there is of pieces {list(what)}"
 
     def operate(
-        self, operation: EncodePiece | SendFeatures | ReceiveGradient | PieceBackward
+        self, operation: EncodePieces | SendFeatures | ReceiveGradient | PiecesBackward
     ) -> None:
-        """One of those on a rank that encodes the piece."""
+        """One of those on a rank that encodes the pieces."""
         match operation:
-            case EncodePiece(piece=piece):
-                self._encode(piece)
+            case EncodePieces(pieces=pieces):
+                self._encode(pieces)
             case SendFeatures(piece=piece):
                 self._edges.send_features(piece, self._payloads.pop(piece))
             case ReceiveGradient(piece=piece):
                 self._gradients[piece] = self._edges.receive_gradient(piece)
-            case PieceBackward(piece=piece):
+            case PiecesBackward(pieces=pieces):
+                first, *others = map(self._gradients.pop, pieces)
+                gradient = torch.cat([first, *others]) if others else first
                 # Whatever replica is through last, all reduce together.
-                self._encoder.backward(self._own.pop(piece), self._gradients.pop(piece), more=True)
+                self._encoder.backward(self._own.pop(pieces), gradient, more=True)
 
     def receive(self, pieces: range) -> Tensor:
         """The features of a microbatch that this rank's decoder needs, [rows, width].
@@ -157,13 +159,19 @@ class PiecesOfStep:
         for each, part in zip(pieces, gradient.split(rows) if rows else (), strict=True):
             self._edges.send_gradient(each, part)
 
-    def _encode(self, number: int) -> None:
-        piece = self._planned.pieces[number]
-        unit = self._units[piece.microbatch]
-        payload = self._encoder.payload(replace(unit, media=self._media(piece, unit)))
+    def _encode(self, numbers: tuple[int, ...]) -> None:
+        pieces = [self._planned.pieces[each] for each in numbers]
+        unit, *joined = map(self._unit, pieces)
+        payload = self._encoder.payload(unit, joined=joined)
         if self._encoder.trains:
-            self._own[number] = get_gradient_edge(payload)
-        self._payloads[number] = payload
+            self._own[numbers] = get_gradient_edge(payload)
+        parts = payload.detach().split([each.tokens for each in pieces])
+        self._payloads |= zip(numbers, parts, strict=True)
+
+    def _unit(self, piece: Piece) -> Unit:
+        """The piece's media alone, of those of its unit that are here."""
+        unit = self._units[piece.microbatch]
+        return replace(unit, media=self._media(piece, unit))
 
     def _media(self, piece: Piece, unit: Unit) -> MediaInput:
         """A piece's, of those of the replica's share; neighbours there, too."""

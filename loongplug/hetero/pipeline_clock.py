@@ -40,18 +40,22 @@ class PieceCost(NamedTuple):
     backward: int
 
 
+FREE = PieceCost(0, 0)
+
+
 class EncoderWork(NamedTuple):
-    """A piece's forward or backward, and before which of its stage's passes it is done.
+    """A pass through the encoder, forward or backward, before one of its stage's passes.
 
     ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
     are stands for behind the last. What earlier passes made has been sent then, and what the next
-    one takes is not waited for yet. ``piece`` numbers those of the microbatch.
+    one takes is not waited for yet. ``pieces`` go together, forward and backward, each by its
+    microbatch and its number in it, in order: features are there when all of them are made, and
+    the backward waits for the gradients of all.
     """
 
     before: int
     forward: bool
-    microbatch: int
-    piece: int
+    pieces: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,8 @@ class Step:
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
         trains: the encoders have a backward.
+        each: what a pass through an encoder takes besides its pieces, however many these are.
+        joined: pieces go together as long as their forwards take no more than this.
     """
 
     pieces: tuple[tuple[PieceCost, ...], ...]
@@ -74,6 +80,8 @@ class Step:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     trains: bool = True
+    each: PieceCost = FREE
+    joined: int = 0
 
     def __post_init__(self) -> None:
         stages = len(self.passes)
@@ -109,6 +117,11 @@ class Step:
         """What a piece takes forward and, where encoders train, backward."""
         cost = self.pieces[microbatch][piece]
         return cost.forward + cost.backward if self.trains else cost.forward
+
+    def encoder_pass(self, work: EncoderWork) -> int:
+        """What it takes."""
+        kind = 0 if work.forward else 1
+        return self.each[kind] + sum(self.pieces[unit][piece][kind] for unit, piece in work.pieces)
 
     @cached_property
     def names(self) -> tuple[tuple[int, int], ...]:
@@ -181,6 +194,23 @@ def simulate(step: Step, plan: EncoderPlan) -> Times | None:
     return clock.read()
 
 
+def passes_in_turn(step: Step) -> list[tuple[int, int, DecoderPass]]:
+    """All passes with stage and number, each behind what it waits for."""
+    found: list[tuple[int, int, DecoderPass]] = []
+    done: set[DecoderPass | None] = {None}
+    at, seen = [0 for _ in step.passes], -1
+    while seen < len(found):
+        seen = len(found)
+        for stage, passes in enumerate(step.passes):
+            while at[stage] < len(passes) and step.before(passes[at[stage]]) in done:
+                one = passes[at[stage]]
+                done.add(one)
+                found.append((stage, at[stage], one))
+                at[stage] += 1
+    assert len(found) == sum(map(len, step.passes)), "Megatron's order never waits for itself"
+    return found
+
+
 class _Clock:
     """How far each stage and each replica has come."""
 
@@ -241,24 +271,24 @@ class _Clock:
             begins = self._begins(one)
             if begins is None:
                 return moved, False
-            cost = self._step.pieces[one.microbatch][one.piece]
-            takes = cost.forward if one.forward else cost.backward
+            takes = self._step.encoder_pass(one)
             end = max(begins, self._at[replica]) + takes
             self._at[replica] = end
             self._busy[replica] += takes
             self._next_work[replica] += 1
             moved = True
-            if one.forward:
-                self._encoded[one.microbatch, one.piece] = end
-                self._missing[one.microbatch] -= 1
-                self._features[one.microbatch] = max(self._features[one.microbatch], end)
+            for microbatch, piece in one.pieces if one.forward else ():
+                self._encoded[microbatch, piece] = end
+                self._missing[microbatch] -= 1
+                self._features[microbatch] = max(self._features[microbatch], end)
         return moved, True
 
     def _begins(self, one: EncoderWork) -> int | None:
         """From when on its input is there; None for not yet known."""
         if one.forward:
             return 0
-        last = one.microbatch if self._plan.streamed else len(self._step.pieces) - 1
+        # Gradients come in the order of microbatches.
+        last = one.pieces[-1][0] if self._plan.streamed else len(self._step.pieces) - 1
         return self._ends.get(DecoderPass(forward=False, place=0, microbatch=last))
 
     def _ready(self, one: DecoderPass) -> int | None:

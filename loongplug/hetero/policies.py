@@ -11,7 +11,7 @@ from loongplug.hetero.operations import (
     Await,
     Encode,
     EncodeInForward,
-    EncodePiece,
+    EncodePieces,
     EncoderBackward,
     GatherFeatures,
     GatherWeights,
@@ -21,7 +21,7 @@ from loongplug.hetero.operations import (
     Kept,
     Offload,
     Operation,
-    PieceBackward,
+    PiecesBackward,
     ReceiveFeatures,
     ReceiveGradient,
     ReduceGradients,
@@ -43,11 +43,11 @@ from loongplug.hetero.operations import (
 
 
 class PieceWork(NamedTuple):
-    """A piece's forward or backward through the encoder, before a pass of this rank's stage."""
+    """Pieces that go through the encoder together, before a pass of this rank's stage."""
 
     before: int
     forward: bool
-    piece: int
+    pieces: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,12 +287,14 @@ def _reduced_later(operation: Operation) -> Operation:
 
 def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
     """Encoder work before passes; features and gradients when the decoder's passes need them."""
-    for before, forwards, piece in stream.work:
+    for before, forwards, together in stream.work:
         when = before_pass(before)
         if forwards:
-            plan.at(when, EncodePiece(piece=piece), SendFeatures(piece=piece))
+            plan.at(when, EncodePieces(pieces=together))
+            plan.at(when, *(SendFeatures(piece=piece) for piece in together))
         else:
-            plan.at(when, ReceiveGradient(piece=piece), PieceBackward(piece=piece))
+            plan.at(when, *(ReceiveGradient(piece=piece) for piece in together))
+            plan.at(when, PiecesBackward(pieces=together))
     for unit in step.units if step.consumes else ():
         pieces = stream.pieces[unit]
         plan.at(forward(unit), ReceiveFeatures(unit=unit, pieces=pieces), TakeFeatures(unit=unit))

@@ -14,6 +14,7 @@ from loongplug.hetero.balance import shares_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pieces import cut
 from loongplug.hetero.pipeline_clock import (
+    FREE,
     DecoderPass,
     EncoderPlan,
     PieceCost,
@@ -38,7 +39,8 @@ class StreamedCosts:
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
     microbatch takes in the decoder, by place (:class:`~.pipeline_clock.DecoderPass`). With several
     chunks to a rank, each takes ``group`` microbatches in turn. ``trains``: the encoder has a
-    backward. ``tokens`` has a medium's in the text.
+    backward. ``tokens`` has a medium's in the text. ``each`` is what a pass through the encoder
+    takes besides its media; pieces go together up to ``joined`` operations of their forwards.
     """
 
     of_media: Callable[[Sequence[Grid]], PieceCost]
@@ -47,6 +49,8 @@ class StreamedCosts:
     backward: tuple[int, ...]
     group: int
     trains: bool
+    each: PieceCost = FREE
+    joined: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,20 +159,23 @@ class Planner:
             forward=costs.forward,
             backward=costs.backward,
             trains=costs.trains,
+            each=costs.each,
+            joined=costs.joined,
         )
         plan = streamed(step)
         if not plan.streamed:
             return None
-        joined = _joined(step, plan)
-        first = {names[0]: number for number, names in enumerate(joined)}
+        runs = _runs(plan)
+        first = {names[0]: number for number, names in enumerate(runs)}
         owners = {
-            (one.microbatch, one.piece): replica
+            name: replica
             for replica, work in enumerate(plan.work)
             for one in work
+            for name in one.pieces
         }
         ends = [list(accumulate(map(costs.tokens, grids), initial=0)) for grids in units]
         pieces = []
-        for names in joined:
+        for names in runs:
             (unit, begin), (_, end) = names[0], names[-1]
             media = range(cuts[unit][begin].start, cuts[unit][end].stop)
             rows = slice(ends[unit][media.start], ends[unit][media.stop])
@@ -178,9 +185,12 @@ class Planner:
             pieces=tuple(pieces),
             work=tuple(
                 tuple(
-                    PieceWork(one.before, one.forward, first[one.microbatch, one.piece])
+                    PieceWork(
+                        one.before,
+                        one.forward,
+                        tuple(first[name] for name in one.pieces if name in first),
+                    )
                     for one in work
-                    if (one.microbatch, one.piece) in first
                 )
                 for work in plan.work
             ),
@@ -195,31 +205,18 @@ class Planner:
         return cut([each.forward + each.backward for each in of_media], count)
 
 
-def _joined(step: Step, plan: EncoderPlan) -> list[list[tuple[int, int]]]:
-    """The names of pieces that are one launch forward and backward, together; all, in order.
+def _runs(plan: EncoderPlan) -> list[list[tuple[int, int]]]:
+    """The names of pieces that are sent as one, together; all, in order.
 
-    Those are neighbours of a microbatch that one replica has, with nothing in between. A decoder's
-    pass takes all of a microbatch, and gives all of it back, so that no time is lost by that.
+    Those are neighbours of a microbatch that go through an encoder in one pass.
     """
-    at = {
-        (one.forward, one.microbatch, one.piece): (replica, place, one.before)
-        for replica, work in enumerate(plan.work)
-        for place, one in enumerate(work)
-    }
-
-    def behind(name: tuple[int, int], last: tuple[int, int], *, forward: bool) -> bool:
-        replica, place, before = at[forward, *last]
-        return at[forward, *name] == (replica, place + 1, before)
-
+    passes = (one.pieces for work in plan.work for one in work if one.forward)
     found: list[list[tuple[int, int]]] = []
-    for name in step.names:
-        last = found[-1][-1] if found else None
-        if (
-            last is not None
-            and last[0] == name[0]
-            and all(behind(name, last, forward=each) for each in {True, not step.trains})
-        ):
-            found[-1].append(name)
-        else:
-            found.append([name])
-    return found
+    for names in passes:
+        found.append([names[0]])
+        for last, name in pairwise(names):
+            if name == (last[0], last[1] + 1):
+                found[-1].append(name)
+            else:
+                found.append([name])
+    return sorted(found)

@@ -221,6 +221,7 @@ def test_the_encoders_share_is_of_the_models_work():
     second = nothing | {"decoder forward": 30, "decoder backward": 60}
     found = TracedFigures(phase_ms=(first, second), exchange_bytes=0)
     assert found.encoder_share == pytest.approx(0.25)
+    assert found.bubbles == pytest.approx((1000 / 1030, 0))
 
 
 @pytest.mark.quick
@@ -237,6 +238,7 @@ def test_tables_and_json_hold_every_level(tmp_path):
     text = shown.getvalue()
     assert "2.00 (2.00 to 2.00)" in text
     assert "the encoder is 50% of" in text
+    assert text.count("44%") == 4  # four of the nine phases, on each rank of each level
     assert "first-stage layers tried: tokens/s are 1: 90, 2: 95" in " ".join(text.split())
     write_json(tmp_path / "levels.json", [figures], work=Work(), rounds=1)
     content = json.loads((tmp_path / "levels.json").read_text())

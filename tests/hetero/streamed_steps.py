@@ -80,6 +80,8 @@ def steps(draw: st.DrawFn) -> Step:
         forward=tuple(draw(times)),
         backward=tuple(draw(times)),
         trains=draw(st.booleans()),
+        each=draw(st.builds(PieceCost, st.integers(0, 20), st.integers(0, 40))),
+        joined=draw(st.sampled_from([0, 60, 10_000])),
     )
 
 
@@ -88,11 +90,14 @@ class Traffic:
     """What ranks send and receive: in which order, and the programs of all ranks.
 
     ``pieces`` has, by direction, source, target and end, which pieces pass in turn. A replica is
-    one rank; those of one stage are in one tensor parallel group, which does a pass together.
+    one rank; those of one stage are in one tensor parallel group, which does a pass together. So do
+    those of other model replicas, by ``name``, that this one is ``tied`` to, as experts tie them.
     """
 
     step: Step
     plan: EncoderPlan
+    name: str = "replica"
+    tied: tuple[str, ...] = ()
     programs: dict[Rank, list[Exchange]] = field(default_factory=dict)
     pieces: defaultdict[tuple[str, int, int, bool], list[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -100,13 +105,13 @@ class Traffic:
 
     def __post_init__(self) -> None:
         self._owners = {
-            (one.microbatch, one.piece): replica
+            name: replica
             for replica, work in enumerate(self.plan.work)
             for one in work
-            if one.forward
+            for name in one.pieces
         }
         for replica in range(len(self.step.replicas)):
-            self.programs["replica", replica] = self._program(replica)
+            self.programs[self.name, replica] = self._program(replica)
 
     def _program(self, replica: int) -> list[Exchange]:
         stage = self.step.replicas[replica]
@@ -114,37 +119,49 @@ class Traffic:
         work = list(self.plan.work[replica])
         for number, one in enumerate(self.step.passes[stage]):
             while work and work[0].before <= number:
-                program.append(self._encoder(replica, work.pop(0)))
+                program += self._encoder(replica, work.pop(0))
             program += self._decoder(replica, one)
-        program += [self._encoder(replica, one) for one in work]
-        return program
+        return program + [each for one in work for each in self._encoder(replica, one)]
 
-    def _encoder(self, replica: int, one: EncoderWork) -> Exchange:
-        name = (one.microbatch, one.piece)
+    def _encoder(self, replica: int, one: EncoderWork) -> list[Exchange]:
+        """A pass sends the features of its pieces in turn, and takes their gradients in turn."""
+        lanes = self.step.lanes[0]
         if one.forward:
-            return self._pieces("features", replica, [(each, name) for each in self.step.lanes[0]])
-        first = self.step.lanes[0][0]
-        return self._pieces("gradients", replica, [(first, name)], sends=False)
+            return [
+                self._pieces("features", replica, [(each, name) for each in lanes])
+                for name in one.pieces
+            ]
+        return [
+            self._pieces("gradients", replica, [(lanes[0], name)], sends=False)
+            for name in one.pieces
+        ]
 
     def _decoder(self, replica: int, one: DecoderPass) -> list[Exchange]:
         lanes = self.step.lanes[self.step.replicas[replica]]
         others = [each for each in lanes if each != replica]
-        ready = tuple(_move("ready", replica, other) for other in others)
-        all_ready = tuple(_move("ready", other, replica, sends=False) for other in others)
+        ready = tuple(self._move("ready", replica, other) for other in others)
+        all_ready = tuple(self._move("ready", other, replica, sends=False) for other in others)
         takes: list[Move] = []
         gives: list[Move] = []
         before, behind = self.step.before(one), self.step.behind(one)
         if before is not None and (other := self._peer(replica, before)) != replica:
-            takes.append(_move(f"{before.forward} {before.place}", other, replica, sends=False))
+            takes.append(
+                self._move(f"{before.forward} {before.place}", other, replica, sends=False)
+            )
         if behind is not None and (other := self._peer(replica, behind)) != replica:
-            gives.append(_move(f"{one.forward} {one.place}", replica, other))
+            gives.append(self._move(f"{one.forward} {one.place}", replica, other))
         names = [(one.microbatch, n) for n in range(len(self.step.pieces[one.microbatch]))]
         owned = [(self._owners[name], name) for name in names]
         if one[:2] == (True, 0):
             takes += self._pieces("features", replica, owned, sends=False)
         elif one[:2] == (False, 0) and self.step.trains and replica == self.step.lanes[0][0]:
             gives += self._pieces("gradients", replica, owned)
-        return [tuple(takes), ready, all_ready, tuple(gives)]
+        here, elsewhere = (self.name, replica), [(name, replica) for name in self.tied]
+        ties = (
+            tuple(Move(sends=True, what="tie", source=here, target=each) for each in elsewhere),
+            tuple(Move(sends=False, what="tie", source=each, target=here) for each in elsewhere),
+        )
+        return [tuple(takes), ready, all_ready, *ties, tuple(gives)]
 
     def _peer(self, replica: int, one: DecoderPass) -> int:
         """Of its place in the tensor parallel group, on the stage of a pass."""
@@ -159,9 +176,8 @@ class Traffic:
         for other, name in others:
             source, target = (rank, other) if sends else (other, rank)
             self.pieces[what, source, target, sends].append(name)
-            moves.append(_move(what, source, target, sends=sends))
+            moves.append(self._move(what, source, target, sends=sends))
         return tuple(moves)
 
-
-def _move(what: str, source: int, target: int, *, sends: bool = True) -> Move:
-    return Move(sends=sends, source=("replica", source), target=("replica", target), what=what)
+    def _move(self, what: str, source: int, target: int, *, sends: bool = True) -> Move:
+        return Move(sends=sends, source=(self.name, source), target=(self.name, target), what=what)

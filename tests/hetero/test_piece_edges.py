@@ -142,11 +142,12 @@ def drive(edges: PieceEdges, replica: int, *, step: Step, plan: EncoderPlan, wir
     for place, one in enumerate([*step.passes[stage], None]):
         posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
-            number = numbers[work[0].microbatch, work[0].piece]
-            if work.pop(0).forward:
-                edges.send_features(number, torch.zeros(number + 1, 1))
-            else:
-                edges.receive_gradient(number)
+            forward, names = work.pop(0)[1:]
+            for number in map(numbers.__getitem__, names):
+                if forward:
+                    edges.send_features(number, torch.zeros(number + 1, 1))
+                else:
+                    edges.receive_gradient(number)
         if one is None:
             break
         if posted is not None:
@@ -217,10 +218,10 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
 def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     """Which replica encodes a piece."""
     return {
-        (one.microbatch, one.piece): replica
+        name: replica
         for replica, work in enumerate(plan.work)
         for one in work
-        if one.forward
+        for name in one.pieces
     }
 
 

@@ -30,7 +30,7 @@ SMALL = Step(
 
 
 def work(*each: tuple[int, bool, int]) -> tuple[EncoderWork, ...]:
-    return tuple(EncoderWork(before, forward, unit, 0) for before, forward, unit in each)
+    return tuple(EncoderWork(before, forward, ((unit, 0),)) for before, forward, unit in each)
 
 
 def test_by_hand() -> None:
@@ -73,6 +73,27 @@ def test_two_replicas_on_a_stage() -> None:
     slower = simulate(step, one_by_one)
     assert slower is not None
     assert slower.step == 6 + 9
+
+
+def test_pieces_in_one_pass_by_hand() -> None:
+    """Features come with the pass's last piece, a backward waits for the last gradient."""
+    # Stage 0: encodes both 0-7, F0 7-8, F1 8-9, B0 11-13, B1 14-16, encodes both back 16-28.
+    # Stage 1: F0 8-9, B0 9-11, F1 11-12, B1 12-14.
+    step = replace(SMALL, each=PieceCost(1, 2))
+    both = ((0, 0), (1, 0))
+    work = (EncoderWork(0, True, both), EncoderWork(4, False, both))
+    times = simulate(step, EncoderPlan(work=(work, ()), streamed=True))
+    assert times is not None
+    assert times.step == 28
+    assert times.idle == (28 - 19 - 6, 28 - 6)
+    assert times.encoded == {(0, 0): 7, (1, 0): 7}
+    too_early = (work[0], EncoderWork(3, False, both))
+    assert simulate(step, EncoderPlan(work=(too_early, ()), streamed=True)) is None
+    apart = tuple(EncoderWork(one.before, one.forward, (name,)) for one in work for name in both)
+    slower = simulate(step, EncoderPlan(work=(apart, ()), streamed=True))
+    assert slower is not None
+    assert slower.step == 28 + 1 + 2  # both before the first pass
+    assert slower.idle == (31 - 22 - 6, 31 - 6)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +144,10 @@ def test_the_decoder_alone(step: Step) -> None:
 
 @given(steps())
 def test_idle_is_what_is_not_work(step: Step) -> None:
-    times = simulate(step, separated(step))
+    plan = separated(step)
+    times = simulate(step, plan)
     assert times is not None
     all_work = sum(step.encoding(*name) for name in step.names)
+    all_work += sum(step.each[not one.forward] for work in plan.work for one in work)
     all_work += sum(step.decoding[stage] for stage in step.replicas)
     assert sum(times.idle) == times.step * len(step.replicas) - all_work

@@ -14,13 +14,13 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.operations import (
     BEGIN,
     END,
-    EncodePiece,
+    EncodePieces,
     EncoderBackward,
     Event,
     GatherWeights,
     KeepGradient,
     Operation,
-    PieceBackward,
+    PiecesBackward,
     ReceiveFeatures,
     ReceiveGradient,
     ReduceGradients,
@@ -29,7 +29,7 @@ from loongplug.hetero.operations import (
     StepPlan,
     TakeFeatures,
 )
-from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.pipeline_clock import FREE, PieceCost
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
 
@@ -45,7 +45,15 @@ def tokens(grid: Grid) -> int:
     return prod(grid) // 4
 
 
-def planner(stages: int, *, lanes: int = 1, chunks: int = 1, trains: bool = True) -> Planner:
+def planner(
+    stages: int,
+    *,
+    lanes: int = 1,
+    chunks: int = 1,
+    trains: bool = True,
+    each: PieceCost = FREE,
+    joined: int = 1_000_000,
+) -> Planner:
     """A stage takes as long for a forward as 20 rows do."""
     places = stages * chunks
     costs = StreamedCosts(
@@ -55,6 +63,8 @@ def planner(stages: int, *, lanes: int = 1, chunks: int = 1, trains: bool = True
         backward=(400 // chunks,) * places,
         group=stages,
         trains=trains,
+        each=each,
+        joined=joined,
     )
     return Planner(costs, stages=tuple(stage for stage in range(stages) for _ in range(lanes)))
 
@@ -116,24 +126,21 @@ def test_few_microbatches_are_cut_finer() -> None:
     assert {each.replica for each in found.pieces} == set(range(8))
 
 
-def test_neighbours_with_nothing_in_between_are_one_piece() -> None:
-    """As far as the clock is not slower for it: a pass takes all of a microbatch at once."""
-    found = planner(2).plan([[(1, 4, 4)] * 4] * 16)
+def test_what_goes_through_in_one_pass_is_sent_as_one() -> None:
+    """As far as it is of one microbatch, and neighbours in it; passes have several microbatches."""
+    media = [(1, 4, 4)] * 4
+    found = planner(2, each=PieceCost(100, 200)).plan([media] * 16)
     assert found is not None
-    assert 16 < len(found.pieces) < 64
-    for replica, work in enumerate(found.work):
-        kinds = [[x for x in work if x.forward is forward] for forward in (True, False)]
-        assert [x.piece for x in kinds[0]] == [x.piece for x in kinds[1]]
-        order = [(x.before, x.forward) for x in work]
-        for one, other in pairwise(work):
-            pieces = [found.pieces[x.piece] for x in (one, other)]
-            if (one.before, one.forward) != (other.before, other.forward):
-                continue
-            if other.piece != one.piece + 1 or pieces[0].microbatch != pieces[1].microbatch:
-                continue
-            at = [n for n, x in enumerate(work) if x.piece == one.piece]
-            between = (order[n] != order[n + 1] or work[n + 1].piece != other.piece for n in at)
-            assert any(between), replica
+    assert 16 <= len(found.pieces) < 64
+    passes = [x.pieces for work in found.work for x in work if x.forward]
+    assert len(passes) <= 16
+    assert any(len({found.pieces[n].microbatch for n in numbers}) > 1 for numbers in passes)
+    for numbers in passes:
+        for one, other in pairwise(found.pieces[n] for n in numbers):
+            if one.microbatch == other.microbatch:
+                assert one.media.stop < other.media.start
+    alone = planner(2, each=PieceCost(100, 200), joined=0).plan([media] * 16)
+    assert alone is None or all(len(x.pieces) == 1 for work in alone.work for x in work)
 
 
 def plans(found: StreamedStep, *, stages: int, trains: bool) -> list[StepPlan]:
@@ -170,11 +177,12 @@ def test_every_piece_goes_there_and_back_once(
     assert found is not None
     all_pieces = list(range(len(found.pieces)))
     ranks = plans(found, stages=stages, trains=trains)
-    for kind in (EncodePiece, SendFeatures):
-        assert sorted(each.piece for plan in ranks for each in done(plan, kind)) == all_pieces
-    for kind in (ReceiveGradient, PieceBackward):
-        back = sorted(each.piece for plan in ranks for each in done(plan, kind))
-        assert back == (all_pieces if trains else [])
+    back = all_pieces if trains else []
+    for kind, pieces in ((SendFeatures, all_pieces), (ReceiveGradient, back)):
+        assert sorted(each.piece for plan in ranks for each in done(plan, kind)) == pieces
+    for kind, pieces in ((EncodePieces, all_pieces), (PiecesBackward, back)):
+        passes = [each.pieces for plan in ranks for each in done(plan, kind)]
+        assert sorted(chain(*passes)) == pieces
     first, *others = ranks
     for kind in (ReceiveFeatures, SendGradients):
         taken = [piece for each in done(first, kind) for piece in each.pieces]

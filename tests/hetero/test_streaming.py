@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import chain
 
 import pytest
 from hypothesis import assume, given, settings
@@ -26,18 +27,21 @@ pytestmark = pytest.mark.quick
 
 def check(step: Step, plan: EncoderPlan) -> Times:
     """Every piece once, one order at both ends, and nobody waits for ever."""
-    for forward in (True, False):
-        works = [
-            [(one.microbatch, one.piece) for one in work if one.forward is forward]
-            for work in plan.work
-        ]
-        done = sorted(name for each in works for name in each)
+    passes = {
+        forward: [[one.pieces for one in work if one.forward is forward] for work in plan.work]
+        for forward in (True, False)
+    }
+    for forward, of_replicas in passes.items():
+        works = [[*chain(*each)] for each in of_replicas]
+        done = sorted(chain(*works))
         assert done == ([*step.names] if forward or step.trains else [])
         # Of one replica, in one order: the graphs of the first are free first.
         assert all(each == sorted(each) for each in works)
-    owners = [{one[2:] for one in work if one.forward} for work in plan.work]
-    for owned, work in zip(owners, plan.work, strict=True):
-        assert owned >= {one[2:] for one in work}, "a piece goes back where it was encoded"
+    assert not step.trains or passes[True] == passes[False], "what is one graph goes back as one"
+    for names in chain(*passes[True]):
+        forward = sum(step.pieces[unit][piece].forward for unit, piece in names)
+        assert len(names) == 1 or forward <= step.joined
+    for work in plan.work:
         assert [one.before for one in work] == sorted(one.before for one in work)
     traffic = Traffic(step, plan)
     for (what, source, target, sends), names in traffic.pieces.items():
@@ -70,21 +74,23 @@ def with_work(plan: EncoderPlan, replica: int, work: Iterable[EncoderWork]) -> E
 @given(steps(), st.data())
 @settings(deadline=None)
 def test_a_fault_in_a_plan_is_found(step: Step, data: st.DataObject) -> None:
-    """Two pieces of one replica change places, or work on one is forgotten."""
+    """Pieces of two passes of one replica, or within a pass, change places; a pass is forgotten."""
     plan = streamed(step)
     found = [
         (replica, first, second)
         for replica, work in enumerate(plan.work)
         for second in range(len(work))
-        for first in range(second)
+        for first in range(second + 1)
         if work[first].forward is work[second].forward
+        and (first < second or len(work[first].pieces) > 1)
     ]
     assume(found and plan.streamed)
     replica, first, second = data.draw(st.sampled_from(found))
     work = [*plan.work[replica]]
     one, other = work[first], work[second]
-    work[first] = one._replace(microbatch=other.microbatch, piece=other.piece)
-    work[second] = other._replace(microbatch=one.microbatch, piece=one.piece)
+    work[first], work[second] = one._replace(pieces=other.pieces), other._replace(pieces=one.pieces)
+    if first == second:
+        work[first] = one._replace(pieces=one.pieces[::-1])
     for faulty in (work, [each for each in plan.work[replica] if each != one]):
         with pytest.raises(AssertionError):
             check(step, with_work(plan, replica, faulty))
@@ -107,6 +113,37 @@ def test_work_that_comes_too_late_or_too_early_is_found() -> None:
         circle = with_work(plan, replica, work)
         assert not finish(Traffic(step, circle).programs)
         assert simulate(step, circle) is None
+
+
+@given(steps(), st.data())
+@settings(deadline=None)
+def test_model_replicas_may_be_tied_by_their_passes(step: Step, data: st.DataObject) -> None:
+    """Experts over replicas: those of a stage do each pass together, whatever each one encodes.
+
+    A send waits for nobody, and a rank waits for one message at a time of an order of its own. So
+    whoever goes on first, all come equally far: one order of events stands for all.
+    """
+    costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
+    pieces = tuple(tuple(data.draw(st.lists(costs, max_size=4))) for _ in step.pieces)
+    tied = {"one": step, "other": replace(step, pieces=pieces)}
+    plans = {
+        name: data.draw(st.sampled_from([streamed, separated]))(each) for name, each in tied.items()
+    }
+
+    def finishes(**changed: EncoderPlan) -> bool:
+        programs = {}
+        for name, each in tied.items():
+            others = tuple(other for other in tied if other != name)
+            plan = changed.get(name, plans[name])
+            programs |= Traffic(each, plan, name=name, tied=others).programs
+        return finish(programs)
+
+    assert finishes()
+    if any(pieces):  # a fault in one replica stops both
+        (work, *rest), last = plans["other"].work, len(step.passes[0])
+        late = tuple(one._replace(before=last) for one in work)
+        missing = any(one.forward for one in work)
+        assert finishes(other=EncoderPlan(work=(late, *rest), streamed=True)) is not missing
 
 
 def ratio(step: Step) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from free_passes import free_passes
 from rich.console import Console
 
 import loongplug
@@ -40,7 +41,7 @@ from parity.placement_cells import PlacementCell, placement_cells
 from parity.placement_page import placements_page
 from parity.results import Result, as_result, outcome
 from parity.saving_cells import one_word, saving_cells
-from parity.streamed_cells import streamed_cells
+from parity.streamed_cells import StreamedCell, streamed_cells
 
 STEPS = 2
 _BIT_STEPS = 3
@@ -109,7 +110,9 @@ class Matrix:
             base = self.base(cell)
             flags = [*base, *cell.flags()]
             expected = self._reference(cell, base)
-            found = _recorded(folder / "layout", flags, ranks=cell.ranks)
+            found = _recorded(
+                folder / "layout", flags, ranks=cell.ranks, freely=isinstance(cell, StreamedCell)
+            )
             comparison = compare(read_recording(found), read_recording(expected))
             bits = self._bits(cell, base, folder) if isinstance(cell, OverlapCell) else ""
         except (ValueError, RankError) as error:
@@ -191,8 +194,23 @@ def length_of(model: str, *, divides: int = _LARGEST) -> int:
     return up(demo_length(compose_model(model_name=model).config), divides)
 
 
-def _recorded(folder: Path, flags: Sequence[str], *, ranks: int) -> Path:
-    return record(flags, ranks=ranks, device="cpu", folder=folder, timeout=_SECONDS)
+def _recorded(folder: Path, flags: Sequence[str], *, ranks: int, freely: bool = False) -> Path:
+    """With ``freely``, a step that streams has many passes; see :func:`free_passes`."""
+    return record(
+        flags,
+        ranks=ranks,
+        device="cpu",
+        folder=folder,
+        timeout=_SECONDS,
+        record_rank=_record_freely if freely else None,
+    )
+
+
+def _record_freely(rank: int, tell: OnEvent, **options: Any) -> None:
+    from loongplug.verify.record import record_run
+
+    free_passes(rank)
+    record_run(rank, tell, **options)
 
 
 def _in_child(function: Callable[[], None]) -> None:

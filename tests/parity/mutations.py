@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,34 +122,36 @@ def swap_two_units(original: Any, self: Any, payloads: Any, units: Any) -> Any:
 
 @fault("two microbatches' gradients arrive for each other", spec="placement.md P2, sample order")
 def swap_two_microbatches_gradients(rank: int) -> None:
-    """Of pieces of one size that one replica has: the earlier backward waits for the later."""
-    from loongplug.hetero.operations import PieceBackward
+    """Of pieces of one size that one replica has: backwards wait for the gradients of both."""
+    from loongplug.hetero.operations import PiecesBackward
 
-    waits: list[int] = []
+    waits: list[Any] = []
 
-    def behind(self: Any, piece: int) -> list[int]:
-        pieces, work = self._planned.pieces, [x.piece for x in self.stream.work if not x.forward]
-        first = pieces[piece]
+    def pairs(self: Any, numbers: Any) -> list[tuple[int, int]]:
+        pieces = self._planned.pieces
         return [
-            each
-            for each in work[work.index(piece) + 1 :]
-            if pieces[each].tokens == first.tokens and pieces[each].microbatch != first.microbatch
+            (one, other)
+            for one in numbers
+            for other in numbers
+            if one < other and pieces[one].tokens == pieces[other].tokens
+            if pieces[one].microbatch != pieces[other].microbatch
         ]
 
     def swapped(original: Any, self: Any, operation: Any) -> None:
-        if not isinstance(operation, PieceBackward):
+        if not isinstance(operation, PiecesBackward):
             original(self, operation)
             return
-        if not waits and behind(self, operation.piece):
-            waits[:] = [operation.piece, behind(self, operation.piece)[0]]
+        found, work = self._gradients, [x.pieces for x in self.stream.work if not x.forward]
+        waits.append(operation)
+        here = pairs(self, sorted(found))
+        later = work[work.index(operation.pieces) + 1 :]
+        if not here and pairs(self, [*found, *chain(*later)]):
             return
-        if waits and waits[1] == operation.piece:
-            one, other = waits
-            waits.clear()
-            found = self._gradients
+        for one, other in here[:1]:
             found[one], found[other] = found[other], found[one]
-            original(self, PieceBackward(piece=one))
-        original(self, operation)
+        for each in waits:
+            original(self, each)
+        waits.clear()
 
     around(f"{PIECES}:PiecesOfStep.operate", swapped)
 

@@ -159,8 +159,10 @@ def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
         *page_head("Parity of streamed full separation", results, whole=whole, code=code),
         "Every layout of [parity.md](parity.md) in full separation that has pipeline stages, each "
         "with whole replicas of the encoder, with `--full-hetero-dp-schedule streamed`. Where the "
-        "clock says that a step would not be faster so, it is separated in these runs, too. Every "
-        "value of a column meets every value of every other that it can be with.",
+        "clock says that a step would not be faster so, it is separated in these runs, too. Passes "
+        "through the encoder count nothing there, so that there are many; of so small models plans "
+        "would otherwise join nearly all. Every value of a column meets every value of every other "
+        "that it can be with.",
         "",
         *by_group("trains", trains | {"all of them": list(results)}),
         *_models(results),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from compared_runs import Steps, same, steps, train
+from free_passes import free_passes
 
 from loongplug.hetero.piece_work import PiecesOfStep
 from loongplug.observe.trace_file import read_folder
@@ -29,6 +30,7 @@ def streams(rank: int, *, flags: list[str], at_least: int) -> Steps:
         ended += 1
 
     PiecesOfStep.end = counted
+    free_passes(rank)
     found = steps(rank, flags=flags)
     assert ended >= at_least, ended
     return found

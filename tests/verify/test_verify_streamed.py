@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from free_passes import free_passes
 from parity.mutations import (
     around,
     give_a_gradient_to_the_wrong_owner,
@@ -17,6 +19,7 @@ from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, made_plan
 
 from loongplug.data.order import epoch_permutation
+from loongplug.hetero.operations import PiecesBackward
 from loongplug.verify.report import report
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
@@ -63,27 +66,33 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def noting(rank: int, *, folder: Path, fault: Mutation | None = None) -> None:
-    """Write down the pieces of each microbatch of steps that stream, and how many work within."""
+def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) -> None:
+    """Write down what a rank does in steps that stream; ``before`` that, change what it runs.
+
+    That are the pieces of each microbatch, how many passes through the encoder are between the
+    decoder's, and how many microbatches each has pieces of.
+    """
 
     def noted(original: Callable[..., Any], self: Any) -> None:
         original(self)
         last = len(self._planned.passes[self._streaming.stage])
         work = self.stream.work
         within = sum(0 < each.before < last for each in work)
+        together = [{self._planned.pieces[n].microbatch for n in each.pieces} for each in work]
+        found = [[len(each) for each in self.stream.pieces], within, [*map(len, together)]]
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
-            print(json.dumps([[len(each) for each in self.stream.pieces], within]), file=file)
+            print(json.dumps(found), file=file)
 
     around("loongplug.hetero.piece_work:PiecesOfStep.end", noted)
-    if fault is not None:
-        fault(rank)
+    if before is not None:
+        before(rank)
 
 
-def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int]]:
+def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int]]]:
     """What was noted: of each step of each rank."""
     files = [folder / f"streamed-{rank}" for rank in range(ranks)]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return [(pieces, within) for pieces, within in map(json.loads, lines)]
+    return [(pieces, within, together) for pieces, within, together in map(json.loads, lines)]
 
 
 @pytest.mark.slow
@@ -94,7 +103,7 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
     comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(plan, comparison)
     found = streamed(tmp_path, ranks)
-    assert any(within for _, within in found), "nothing was done between passes"
+    assert any(within for _, within, _ in found), "nothing was done between passes"
 
 
 def partly_text(demo: Path, folder: Path) -> None:
@@ -122,15 +131,48 @@ def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> Non
     comparison = pair.compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(pair.plan, comparison)
     found = streamed(tmp_path, 2)
-    assert any(within for _, within in found)
-    assert any(0 in pieces and max(pieces) > 1 for pieces, _ in found)
+    assert any(within for _, within, _ in found)
+    assert any(0 in pieces and max(pieces) > 1 for pieces, _, _ in found)
+
+
+def test_several_microbatches_in_one_pass_agree(pair: Pair, tmp_path: Path) -> None:
+    """As plans are where passes count."""
+    comparison = pair.compared(partial(noting, folder=tmp_path, before=None))
+    assert comparison.agrees, report(pair.plan, comparison)
+    found = streamed(tmp_path, 2)
+    assert any(max(together, default=0) > 1 for _, _, together in found)
+
+
+def freely(rank: int, *, fault: Mutation) -> None:
+    """A fault in a run of many passes."""
+    free_passes(rank)
+    fault(rank)
+
+
+def turn_gradients_within_passes(rank: int) -> None:
+    """Those of a pass's pieces stand in the wrong order; all shapes are right."""
+
+    def turned(original: Callable[..., Any], self: Any, operation: Any) -> None:
+        if isinstance(operation, PiecesBackward):
+            own = [self._gradients[each] for each in operation.pieces]
+            turned = torch.cat(own[::-1]).split(list(map(len, own)))
+            self._gradients |= zip(operation.pieces, turned, strict=True)
+        original(self, operation)
+
+    around("loongplug.hetero.piece_work:PiecesOfStep.operate", turned)
 
 
 @pytest.mark.parametrize(
-    "fault", [swap_two_microbatches_gradients, give_a_gradient_to_the_wrong_owner]
+    "fault",
+    [
+        partial(freely, fault=swap_two_microbatches_gradients),
+        partial(freely, fault=give_a_gradient_to_the_wrong_owner),
+        turn_gradients_within_passes,
+    ],
 )
 def test_gradients_that_go_astray(pair: Pair, fault: Mutation) -> None:
     comparison = pair.compared(fault)
-    first = [each for each in comparison.tensors if each.step == 0 and each.fails]
-    assert {each.module for each in first} == SEES
+    fails = [each for each in comparison.tensors if each.fails and each.step is not None]
+    first = min((each.step for each in fails), default=None)  # a step may be separated
+    assert {each.module for each in fails if each.step == first} == SEES
     assert failing(comparison, "gradients") >= SEES

@@ -111,7 +111,8 @@ def streamed_stages(args: Namespace, model: Any) -> str | None:
 @rule(
     reason="a message that its receiver has not come to yet would hold up whatever the device is "
     "given behind it, and ranks would wait for each other for ever",
-    cure=f"set CUDA_DEVICE_MAX_CONNECTIONS=32, or {_SEPARATED}",
+    cure="set CUDA_DEVICE_MAX_CONNECTIONS=32, which Megatron refuses with tensor or context "
+    f"parallelism on GPUs below Blackwell, or {_SEPARATED}",
 )
 def streamed_queues(args: Namespace, model: Any) -> str | None:
     """`--full-hetero-dp-schedule streamed` on CUDA with `CUDA_DEVICE_MAX_CONNECTIONS=1`"""
