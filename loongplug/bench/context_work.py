@@ -43,6 +43,7 @@ class ContextWork:
     image_encoder_layers: int = 5
     image_encoder_size: int = 128
     image_microbatches: int = 8
+    image_samples: int = 3  # of a microbatch, as in the levels' bench
     warmup: int = 1  # steps that do not count
     steps: int = 2
 
@@ -111,6 +112,7 @@ def run_flags(work: ContextWork, *, data: str, folder: Path) -> tuple[str, ...]:
     tokens = {LONG: work.length, PACKS: work.pack_length, IMAGES: SEQ_LENGTH}[data]
     length = -(-tokens // (2 * RANKS)) * 2 * RANKS
     microbatches = work.image_microbatches if images else work.microbatches
+    samples = work.image_samples if images else 1  # of a microbatch
     model = (
         (
             f"model.foundation.num_layers={work.image_decoder_layers}",
@@ -129,7 +131,8 @@ def run_flags(work: ContextWork, *, data: str, folder: Path) -> tuple[str, ...]:
         *("--tokenizer-model", str(folder / data / "processor")),
         *("--train-data-path", str(folder / data / "train.jsonl")),
         *("--seq-length", str(length), "--seed", str(_SEED)),
-        *("--micro-batch-size", "1", "--global-batch-size", str(microbatches)),
+        *("--micro-batch-size", str(samples)),
+        *("--global-batch-size", str(samples * microbatches)),
         *("--lr", "1e-3", "--lr-decay-style", "constant", "--weight-decay", "0.0"),
         *("--lr-decay-iters", "1000000"),  # so short a run is all warm-up by most schedules
         *("--train-iters", str(work.iterations), "--log-interval", "1", "--eval-iters", "0"),
@@ -145,7 +148,8 @@ def write_data(work: ContextWork, folder: Path) -> None:
     documents = [max(each - _TEMPLATE, 1) for pack in packs_of(work, rows + 1) for each in pack]
     order = epoch_permutation(len(documents), seed=_SEED, epoch=0)  # in which a run takes them
     _write_texts(folder / PACKS, [documents[place] for place in np.argsort(order)])
-    write_levels_data(folder / IMAGES, samples=work.iterations * work.image_microbatches)
+    samples = work.iterations * work.image_microbatches * work.image_samples
+    write_levels_data(folder / IMAGES, samples=samples)
 
 
 def packs_of(work: ContextWork, number: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ TINY = ContextWork(
     image_encoder_layers=3,
     image_encoder_size=32,
     image_microbatches=2,
+    image_samples=1,
     steps=1,
 )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -28,6 +28,8 @@ from loongplug.models.layers.packed import PackedSegments, pack_segments
 
 HEADS, GROUPS, DIM = 24, 12, 8
 COMM_TYPES = ("all_gather", "a2a", "p2p")
+# Key/value heads that come at once; those of short rows are all of them.
+AT_ONCE = {"all_gather, one by one": 1, "all_gather, five at once": 5}
 TOLERANCE = 2e-6
 # Gradients of two tokens nearly cancel: of one rank alone they are off by 1.1e-6.
 OF_FEW_TOKENS = 4e-6
@@ -109,12 +111,25 @@ def of_this_rank(
     return [out.detach().reshape(grad.shape), *grads]
 
 
+@contextmanager
+def at_once(heads: int) -> Iterator[None]:
+    """All rows' key/value heads are gathered by so many."""
+    with patch.object(gathered, "_heads_at_once", lambda *_: heads):
+        yield
+
+
 def _every_row(rank: int, cp: int) -> dict[tuple[str, str], list[Tensor]]:
-    return {
+    found = {
         (name, comm_type): of_this_rank(name, comm_type, rank=rank, cp=cp)
         for name in ROWS
         for comm_type in COMM_TYPES
     }
+    for way, heads in AT_ONCE.items():
+        with at_once(heads):
+            found |= {
+                (name, way): of_this_rank(name, "all_gather", rank=rank, cp=cp) for name in ROWS
+            }
+    return found
 
 
 def error(found: list[list[Tensor]], expected: list[Tensor], split: TokenSplit) -> float:
@@ -173,8 +188,17 @@ def _watched(rank: int, cp: int) -> tuple[list[str], int]:
     with ExitStack() as stack:
         for name, (owner, place) in WATCHED.items():
             stack.enter_context(noting(name, getattr(owner, place)))
+        stack.enter_context(at_once(1))
         of_this_rank("two rows", "all_gather", rank=rank, cp=cp)
     return events, received
+
+
+def _gathers(rank: int, cp: int, together: int) -> int:
+    """Of a forward and a backward, with keys and values of so many bytes together."""
+    counted = MagicMock(side_effect=gathered_by)
+    with patch.object(gathered, "_TOGETHER", together), patch.object(gathered, "_gather", counted):
+        of_this_rank("two rows", "all_gather", rank=rank, cp=cp)
+    return counted.call_count
 
 
 WATCHED = {
@@ -200,6 +224,15 @@ def test_the_next_heads_keys_are_asked_for_before_one_is_computed() -> None:
     assert received == 6 * 48 * 2 * GROUPS * DIM // 2
 
 
+@pytest.mark.parametrize(("heads", "gathers"), [(0.5, GROUPS), (5.5, 3), (GROUPS, 1), (99, 1)])
+def test_heads_of_short_rows_come_together_and_those_of_long_ones_one_by_one(
+    heads: float, gathers: int
+) -> None:
+    of_head = 2 * 48 * 2 * DIM * 4  # keys and values of 48 tokens, two rows, four bytes each
+    together = int(heads * of_head)
+    assert run_ranks(_gathers, 2, cp=2, together=together) == [2 * gathers] * 2
+
+
 def _dies_within_a_row(rank: int, cp: int) -> None:
     calls = 0
 
@@ -210,7 +243,7 @@ def _dies_within_a_row(rank: int, cp: int) -> None:
             raise RuntimeError("no more keys")
         return gathered_by(*args)
 
-    with patch.object(gathered, "_gather", gather):
+    with at_once(1), patch.object(gathered, "_gather", gather):
         of_this_rank("one row", "all_gather", rank=rank, cp=cp)
 
 

@@ -1,4 +1,4 @@
-"""``--cp-comm-type all_gather``: a rank's queries against the whole row's keys, head by head."""
+"""``--cp-comm-type all_gather``: a rank's queries against the whole row's keys, by few heads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +11,9 @@ from torch.autograd.function import once_differentiable
 from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.context.row import ContextRow
 from loongplug.models.layers.context.tile_attention import Gradients, Merged, exact
+
+# Bytes of keys and values up to which heads are gathered together: less takes hardly less time.
+_TOGETHER = 1 << 20
 
 
 def attend_gathered(
@@ -25,8 +28,9 @@ def attend_gathered(
     """Attention for which keys and values are gathered, one key/value head after another.
 
     The next head's are on their way while one is computed, so a rank holds the row's keys and
-    values of two heads. The backward gathers them again, and sends their gradients to the ranks
-    that own the tokens, which add them up. All ranks of ``group`` have to call it, in one order.
+    values of two heads. Heads of short rows are taken several at once. The backward gathers them
+    again, and sends their gradients to the ranks that own the tokens, which add them up. All ranks
+    of ``group`` have to call it, in one order.
 
     Args:
         query: [s, b, heads, dim], this rank's tokens.
@@ -55,8 +59,8 @@ class _GatheredAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=exact(q.dtype), device=q.device)
         heads = q.size(1) // key.size(2)
-        for head, (k, v) in enumerate(_whole_heads(key, value, row, group)):
-            mine = slice(head * heads, (head + 1) * heads)
+        for groups, k, v in _whole_heads(key, value, row, group):
+            mine = slice(groups.start * heads, groups.stop * heads)
             merged = Merged(q[:, mine], scale=scale)
             merged.add(k, v, row.tiles)
             out[:, mine], lse[:, mine] = merged.out, merged.lse
@@ -72,16 +76,16 @@ class _GatheredAttention(torch.autograd.Function):
         grad = by_heads(grad_out.contiguous().permute(1, 2, 0, 3))
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, key, value))
         heads = q.size(1) // key.size(2)
-        returning: list[_Returning] = []  # of at most one head
-        for head, (k, v) in enumerate(_whole_heads(key, value, row, group)):
-            mine = slice(head * heads, (head + 1) * heads)
+        returning: list[_Returning] = []  # of heads that are computed at once, or of none
+        for groups, k, v in _whole_heads(key, value, row, group):
+            mine = slice(groups.start * heads, groups.stop * heads)
             found = Gradients(
                 grad[:, mine], q=q[:, mine], out=out[:, mine], lse=lse[:, mine], scale=ctx.scale
             )
             of_keys = torch.stack(found.add(k, v, row.tiles))
             grad_q[:, mine] = found.q
-            returning.append(_Returning(of_keys.to(key.dtype), head, row=row, group=group))
-            if head:
+            returning.append(_Returning(of_keys.to(key.dtype), groups, row=row, group=group))
+            if groups.start:
                 returning.pop(0).into(grad_k, grad_v)
         returning.pop().into(grad_k, grad_v)
         return grad_q.permute(2, 0, 1, 3), grad_k, grad_v, None, None, None
@@ -89,46 +93,58 @@ class _GatheredAttention(torch.autograd.Function):
 
 def _whole_heads(
     key: Tensor, value: Tensor, row: ContextRow, group: dist.ProcessGroup
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The row's keys and values of one key/value head after another, each [b, 1, length, dim]."""
-    coming = _gather(key, value, 0, row, group)
-    for head in range(key.size(2)):
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Key/value heads one after another, or a few at once, and the row's keys and values of them.
+
+    These are [b, heads, length, dim] each.
+    """
+    total, stride = key.size(2), _heads_at_once(key, row)
+    heads = [slice(first, min(first + stride, total)) for first in range(0, total, stride)]
+    coming = _gather(key, value, heads[0], row, group)
+    for these, following in zip(heads, [*heads[1:], None], strict=True):
         gathered, work = coming
-        if head + 1 < key.size(2):
-            coming = _gather(key, value, head + 1, row, group)
+        if following is not None:
+            coming = _gather(key, value, following, row, group)
         work.wait()
-        whole = gathered.index_select(0, row.back)  # [length, 2, b, dim]
+        whole = gathered.index_select(0, row.back)  # [length, 2, b, heads, dim]
         del gathered
-        k, v = whole.unsqueeze(3).permute(1, 2, 3, 0, 4).unbind()
-        yield by_heads(k), by_heads(v)
+        k, v = whole.permute(1, 2, 3, 0, 4).unbind()
+        yield these, by_heads(k), by_heads(v)
+
+
+def _heads_at_once(key: Tensor, row: ContextRow) -> int:
+    """How many key/value heads of this rank's ``key`` [s, b, groups, dim] are gathered together."""
+    b, groups, dim = key.shape[1:]
+    of_head = 2 * row.split.length * b * dim * key.element_size()
+    return min(max(_TOGETHER // of_head, 1), groups)
 
 
 def _gather(
-    key: Tensor, value: Tensor, head: int, row: ContextRow, group: dist.ProcessGroup
+    key: Tensor, value: Tensor, heads: slice, row: ContextRow, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    """Ask for all ranks' keys and values of a head: [length, 2, b, dim], part after part."""
-    own = torch.stack((key[:, :, head], value[:, :, head]), dim=1)
+    """Ask for all ranks' keys and values of heads: [length, 2, b, heads, dim], part after part."""
+    own = torch.stack((key[:, :, heads], value[:, :, heads]), dim=1)
     gathered = own.new_empty(row.split.length, *own.shape[1:])
     return gathered, dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
 
 
 class _Returning:
-    """The gradients of a head's keys and values, on their way to the ranks that own the tokens."""
+    """The gradients of heads' keys and values, on their way to the ranks that own the tokens."""
 
     def __init__(
-        self, found: Tensor, head: int, *, row: ContextRow, group: dist.ProcessGroup
+        self, found: Tensor, heads: slice, *, row: ContextRow, group: dist.ProcessGroup
     ) -> None:
-        """Send what this rank found of keys and values, [2, b, 1, length, dim]."""
-        self._sent = found[:, :, 0].permute(2, 0, 1, 3).index_select(0, row.order)
+        """Send what this rank found of keys and values, [2, b, heads, length, dim]."""
+        self._sent = found.permute(3, 0, 1, 2, 4).index_select(0, row.order)
         self._received = torch.empty_like(self._sent)
         self._work: Any = dist.all_to_all_single(
             self._received, self._sent, group=group, async_op=True
         )
-        self._head, self._ranks = head, row.ranks
+        self._heads, self._ranks = heads, row.ranks
 
     def into(self, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Write the sum of what all ranks found into the head's place in [s, b, groups, dim]."""
+        """Write the sum of what all ranks found into the heads' places in [s, b, groups, dim]."""
         self._work.wait()
-        by_rank = self._received.unflatten(0, (self._ranks, -1))  # [ranks, s, 2, b, dim]
+        by_rank = self._received.unflatten(0, (self._ranks, -1))  # [ranks, s, 2, b, heads, dim]
         total = by_rank.sum(0, dtype=exact(by_rank.dtype))
-        grad_k[:, :, self._head], grad_v[:, :, self._head] = total[:, 0], total[:, 1]
+        grad_k[:, :, self._heads], grad_v[:, :, self._heads] = total[:, 0], total[:, 1]
