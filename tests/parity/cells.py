@@ -157,6 +157,8 @@ class Cell:
             given += [f"model.{encoder}.recompute=true" for encoder in self.encoders]
         if self.mode != UNIFORM:
             given += [f"--enable-{self.mode}"]
+        if self.mode == FULL:
+            given += ["--full-hetero-dp-schedule", "separated"]
         if self.balance:
             given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
         if self.heterogeneous or self.mode != UNIFORM:  # whose encoder has TP 1 where none is given
