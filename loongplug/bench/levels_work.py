@@ -140,7 +140,7 @@ def level_variants(level: str, work: Work, setting: Setting) -> tuple[tuple[str,
         UNIFORM: (),
         HETERO_TP: ("model.image_encoder.tensor_model_parallel_size=1",),
         HETERO_DP: ("--enable-encoder-hetero-dp",),
-        FULL: ("--enable-full-hetero-dp",),
+        FULL: ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated"),
         STREAMED: ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),
         APART: ("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),
     }

@@ -94,6 +94,9 @@ class StreamedSide:
         match operation:
             case EncodePieces(pieces=(piece, *joined)):
                 self.encoded.encode(ledger, piece, joined=joined)
+                if joined:
+                    features = sum(map(self.encoded.features, [piece, *joined]))
+                    ledger.work("features of one pass are taken apart", features)
             case SendFeatures(piece=piece):
                 # What this rank needs itself stays; the rest is gone when it has been received.
                 ledger.take(FEATURES, self.encoded.features(piece) - self.consumed[piece])

@@ -1,98 +1,35 @@
 """The encoder's side of a run: its parallel state, its units, its place in the schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
-from loongplug.hetero.edge import WINDOW, Edges, Transport
+from loongplug.hetero.edge import WINDOW, Edges
+from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executor import Executor, Schedule, unwrapped
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
-from loongplug.hetero.piece_edges import PieceEdges, PieceGroups, create_piece_groups
+from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight, warmup
-from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
-from loongplug.hetero.placement import Edge, Piece, Placement
 from loongplug.hetero.policies import EncoderStep, Stream
-from loongplug.hetero.stage_links import StageLink, StageLinks, boundaries
+from loongplug.hetero.stage_links import StageLinks
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
-from loongplug.parallel.connections import connect
-from loongplug.parallel.layout import Layout
 from loongplug.parallel.module_state import ModuleState
 from loongplug.parallel.states import (
     TEXT_DECODER,
-    adopt_parallel_state,
-    create_exchange_group,
-    create_parallel_state,
     decoder_layout,
-    is_adopted,
-    process_groups,
 )
 from loongplug.platform import current_platform
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderPlace:
-    """What is known once the process groups are there.
-
-    ``state`` is the one that the encoder trains in, None where it lies on other ranks.
-    ``replica_group`` has the ranks of the encoder replica that this rank encodes with, of its own
-    stage alone; None where it does not encode.
-
-    ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
-    None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
-    no such edge: there ``layout`` is the encoder's, ``pieces`` are what a microbatch of all decoder
-    replicas is made of, in training and in evaluation, and ``transport`` are the groups of its
-    edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
-    rank's links to others.
-
-    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over, and
-    ``pipeline_groups`` what goes between the decoder's stages meanwhile.
-    """
-
-    state: ModuleState | None
-    replica_group: dist.ProcessGroup | None
-    edge: Edge | None = None
-    exchange_group: dist.ProcessGroup | None = None
-    layout: Layout | None = None
-    pieces: Mapping[bool, tuple[Piece, ...]] | None = None  # by whether a step is of training
-    transport: Transport | None = None
-    before: StageLink | None = None
-    behind: StageLink | None = None
-    piece_groups: PieceGroups | None = None
-    pipeline_groups: PipelineGroups | None = None
-
-    def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
-        """The pieces that ``rank`` encodes, or has a stage of, in their order.
-
-        There are none where it encodes whole units.
-        """
-        if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
-            return ()
-        replica = self.layout.coordinates(rank).dp
-        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
-
-    def needed_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
-        """The pieces that ``rank`` decodes, in the order of their samples."""
-        pieces = () if self.pieces is None else self.pieces[training]
-        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
-
-    def given_media(self, rank: int) -> tuple[int, ...]:
-        """The first stage's ranks of the replica that ``rank`` is of, ascending."""
-        assert self.layout is not None, "the encoder has no ranks of its own"
-        return tuple(self.layout.stage(0)[self.layout.coordinates(rank).dp])
 
 
 class EncoderEngine:
@@ -127,17 +64,23 @@ class EncoderEngine:
         assert mode.fills_bubbles == (costs is not None), mode.name
         self._mode = mode
         self._entry = entry
-        self._encoder_tp = encoder_tp or mode.encoder_tp
         self._taps = taps
         self._handed_on = handed_on
         self._joined_rows = joined_rows
-        self._seed = seed
-        self._micro_batch_sizes = micro_batch_sizes
         self._ahead = ahead
-        self._sequence_parallel = sequence_parallel
-        self._timeout = timeout_minutes
-        self._nccl_config_path = nccl_config_path
         self._costs = costs
+        self._found = PlaceOfEncoder(
+            mode=mode,
+            entry=entry,
+            encoder_tp=encoder_tp or mode.encoder_tp,
+            handed_on=handed_on,
+            seed=seed,
+            micro_batch_sizes=micro_batch_sizes,
+            sequence_parallel=sequence_parallel,
+            timeout_minutes=timeout_minutes,
+            nccl_config_path=nccl_config_path,
+            decoder_places=0 if costs is None else len(costs.forward),
+        )
         self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
         self._place: EncoderPlace | None = None
@@ -147,7 +90,7 @@ class EncoderEngine:
     def place(self) -> EncoderPlace:
         """Where the encoder is. Collective over all ranks when asked for the first time."""
         if self._place is None:
-            self._place = self._build_groups()
+            self._place = self._found.build()
         return self._place
 
     @cached_property
@@ -335,176 +278,6 @@ class EncoderEngine:
             )
         assert place.edge is not None
         return Exchange(place.edge, place.exchange_group, device=device, recorder=self.recorder)
-
-    def _build_groups(self) -> EncoderPlace:
-        name, decoder, rank = self._entry.name, decoder_layout(), dist.get_rank()
-        placement = self._mode.place(decoder, entry=self._entry, tp=self._encoder_tp or decoder.tp)
-        state = self._build_state(placement, decoder)
-        if placement.is_apart(name):
-            return self._apart(placement, state)
-        exchange_group = None
-        of_stage = "tp" if decoder.cp == 1 else "tp_cp"
-        if self._mode.around_schedule:
-            exchange_group = create_exchange_group(
-                name,
-                placement.exchange_groups(name),
-                options_of="mp" if placement.on_every_stage(name) else of_stage,
-                timeout_minutes=self._timeout,
-                nccl_config_path=self._nccl_config_path,
-            )
-        piece_groups = pipeline_groups = None
-        if self._costs is not None:
-            options: dict[str, Any] = {
-                "device": current_platform().device,
-                "timeout_minutes": self._timeout,
-                "nccl_config_path": self._nccl_config_path,
-            }
-            piece_groups = create_piece_groups(name, placement.edges(name), **options)
-            pipeline_groups = create_pipeline_groups(
-                decoder.groups("pp"),
-                virtual=len(self._costs.forward) > decoder.pp,
-                **options,
-            )
-        if rank not in decoder.ranks:  # another encoder's own
-            return EncoderPlace(state=None, replica_group=None)
-        edge = placement.edge(name, rank=rank)
-        mine = edge.replica_of(rank)
-        # The ranks that encode one unit together: replicas of one decoder group, or one replica.
-        together = None
-        if mine is not None:
-            assert state is not None, "a rank that encodes is of the encoder"
-            decoders = ProcessGroupCollection.use_mpu_process_groups()
-            together = next(
-                each
-                for each in (decoders.tp, decoders.tp_cp, state.groups.tp)
-                if tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
-            )
-        return EncoderPlace(
-            edge=edge,
-            state=state,
-            replica_group=together,
-            exchange_group=exchange_group,
-            piece_groups=piece_groups,
-            pipeline_groups=pipeline_groups,
-        )
-
-    def _build_state(self, placement: Placement, decoder: Layout) -> ModuleState | None:
-        """The state that the encoder trains in. Collective over all ranks."""
-        name, encoder = self._entry.name, placement.entry(self._entry.name).layout
-        if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp) and not placement.is_apart(name):
-            if dist.get_rank() not in decoder.ranks:
-                return None
-            return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
-        if not is_adopted():  # the first encoder with a state of its own
-            adopt_parallel_state()
-        create_parallel_state(
-            name,
-            encoder,
-            seed=self._seed,
-            timeout_minutes=self._timeout,
-            nccl_config_path=self._nccl_config_path,
-        )
-        if dist.get_rank() not in encoder.ranks:
-            return None
-        return ModuleState(
-            groups=process_groups(name),
-            state=name,
-            gradient_factor=placement.gradient_factor(name),
-        )
-
-    def _apart(self, placement: Placement, state: ModuleState | None) -> EncoderPlace:
-        """On ranks of its own. Collective over all ranks."""
-        name, rank = self._entry.name, dist.get_rank()
-        encoder = placement.entry(name).layout
-        pieces = {
-            training: placement.pieces(name, micro_batch_size=size)
-            for training, size in self._micro_batch_sizes.items()
-        }
-        # Every decoder replica needs its samples, whatever their number.
-        consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
-        ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
-        groups = [
-            create_exchange_group(
-                f"{name}_{direction}",
-                [ranks],
-                options_of="pp",
-                timeout_minutes=self._timeout,
-                nccl_config_path=self._nccl_config_path,
-            )
-            for direction in ("features", "gradients")
-        ]
-        decoder = decoder_layout()
-        parts = decoder.sequence_shards(sequence_parallel=self._sequence_parallel)
-        pairs = sorted(
-            {
-                (sender, receiver)
-                for each in chain(*pieces.values())
-                for sender in each.edge.feature_senders
-                for receiver in each.edge.feature_receivers(parts=parts)
-            }
-        )
-        self._connect(groups, pairs)
-        transport = replica = None
-        if state is not None:
-            replica = together = state.groups.tp
-        elif not self._sequence_parallel and rank in ranks:
-            together = ProcessGroupCollection.use_mpu_process_groups().tp
-        else:
-            together = None
-        if rank in ranks:
-            there, back = groups
-            assert there is not None
-            assert back is not None
-            alone = together is None or together.size() == 1
-            transport = Transport(there=there, back=back, together=None if alone else together)
-        before, behind = self._stage_links(encoder)
-        return EncoderPlace(
-            state=state,
-            replica_group=replica,
-            layout=encoder,
-            pieces=pieces,
-            transport=transport,
-            before=before,
-            behind=behind,
-        )
-
-    def _stage_links(self, encoder: Layout) -> tuple[StageLink | None, StageLink | None]:
-        """This rank's to the stages before and behind its own. Collective over all ranks."""
-        name, rank = self._entry.name, dist.get_rank()
-        links: dict[int, StageLink] = {}  # by the boundary between two stages
-        for boundary, ranks in enumerate(boundaries(encoder)):
-            there, back = groups = [
-                create_exchange_group(
-                    f"{name}_{direction}_{boundary}",
-                    [ranks],
-                    options_of="pp",
-                    timeout_minutes=self._timeout,
-                    nccl_config_path=self._nccl_config_path,
-                )
-                for direction in ("states", "gradients")
-            ]
-            pipelines = encoder.groups("pp")
-            self._connect(groups, [(each[boundary], each[boundary + 1]) for each in pipelines])
-            if there is None or back is None:
-                continue
-            own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
-            links[boundary] = StageLink(
-                peer=pipeline[boundary + 1 if own == boundary else boundary],
-                there=there,
-                back=back,
-                width=self._handed_on[boundary],
-            )
-        stage = encoder.coordinates(rank).pp if rank in encoder.ranks else 0
-        return links.get(stage - 1), links.get(stage)
-
-    def _connect(
-        self, groups: Sequence[dist.ProcessGroup | None], pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Both groups' connections: what goes there from the first of each pair, and back."""
-        there, back = groups
-        device = current_platform().device
-        connect(there, pairs, device=device)
-        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
 
 
 class Engine:

@@ -166,6 +166,8 @@ class PiecesOfStep:
         if self._encoder.trains:
             self._own[numbers] = get_gradient_edge(payload)
         parts = payload.detach().split([each.tokens for each in pieces])
+        if joined:  # a view of one piece would keep the memory of all
+            parts = tuple(each.clone() for each in parts)
         self._payloads |= zip(numbers, parts, strict=True)
 
     def _unit(self, piece: Piece) -> Unit:

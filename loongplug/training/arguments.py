@@ -19,6 +19,7 @@ from loongplug.training.config import compose_asked_for, to_yaml_data
 from loongplug.training.defaults import MEGATRON_TOKENIZER, apply_defaults
 from loongplug.training.flags import CommandLine, read_command_line
 from loongplug.training.rules import streaming, violated_rules
+from loongplug.training.rules.hetero import full_separation
 from loongplug.training.rules.rule import data_parallel_size, ranks_apart, rules_of
 from loongplug.training.special_tokens import read_tokenizer, with_token_ids
 from loongplug.training.step_sizes import settle_step_sizes
@@ -140,18 +141,26 @@ def settle_epochs(args: Namespace, model: Any) -> None:
 
 def settle_schedule(args: Namespace, model: Any) -> None:
     """Say of full separation's schedule whether it is streamed; the first rank says why not."""
-    if args.full_hetero_dp_schedule == "separated":
-        return
-    args.full_hetero_dp_schedule = "streamed"
-    why = "a pipeline of one stage has no bubble"
-    if args.pipeline_model_parallel_size > 1:
-        found = ((each, each.check(args, model)) for each in rules_of(streaming))
-        why = next((f"{wrong}: {each.reason}" for each, wrong in found if wrong), "")
-    if not why:
-        return
+    asked = args.full_hetero_dp_schedule
     args.full_hetero_dp_schedule = "separated"
-    if args.rank == 0:
+    if asked == "separated" or not full_separation(args, model):
+        return
+    why, silent = _why_separated(args, model, asked=asked)
+    if not why:
+        args.full_hetero_dp_schedule = "streamed"
+    elif args.rank == 0 and not silent:
         print(f"Encoders work before the decoder's schedule and behind it: {why}.", flush=True)
+
+
+def _why_separated(args: Namespace, model: Any, *, asked: str) -> tuple[str, bool]:
+    """What stands against streaming, and whether to be silent: nobody asked, or nothing is lost."""
+    if args.pipeline_model_parallel_size == 1:
+        return "a pipeline of one stage has no bubble", asked == "auto"
+    if asked == "auto" and args.device == "cuda":
+        return "streaming has not been measured on GPUs, and waits to be asked for", True
+    tried = Namespace(**{**vars(args), "full_hetero_dp_schedule": "streamed"})
+    found = ((each, each.check(tried, model)) for each in rules_of(streaming))
+    return next((f"{wrong}: {each.reason}" for each, wrong in found if wrong), ""), False
 
 
 def complete(args: Namespace, *, device: str) -> None:

@@ -12,7 +12,7 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Share, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.source import Assignment, EncoderUnits, StepSource
-from loongplug.hetero.engine import EncoderPlace
+from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.modes import balance_of, mode_of
 from loongplug.hetero.streamed_pieces import Planner
 from loongplug.models.architecture import EncoderArchitecture

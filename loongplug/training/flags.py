@@ -260,9 +260,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--full-hetero-dp-schedule",
         choices=SCHEDULES,
-        default="separated",
+        default="auto",
         help="full separation: streamed lets encoders work where the pipeline would wait; auto"
-        " does so where that can be done and is faster; separated (default) does not",
+        " (default) does so on CPU ranks where that can be done and is faster; separated does not",
     )
     value(
         "--full-hetero-dp-encoder-speed",

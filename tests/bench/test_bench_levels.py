@@ -100,7 +100,7 @@ def test_levels_differ_in_their_flags_alone():
         TUNED: tuple(("--decoder-first-pipeline-num-layers", first) for first in "123"),
         HETERO_TP: (("model.image_encoder.tensor_model_parallel_size=1",),),
         HETERO_DP: (("--enable-encoder-hetero-dp",),),
-        FULL: (("--enable-full-hetero-dp",),),
+        FULL: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated"),),
         STREAMED: (("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),),
         APART: (("--pipeline-model-parallel-size", "1", "model.image_encoder.rank_offset=1"),),
     }

@@ -9,7 +9,7 @@ from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import BEGIN, END, before_pass, forward, gradient
-from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.pipeline_clock import FREE, PieceCost
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
@@ -20,8 +20,8 @@ PAYLOAD, TOKENS = 10, 4
 GRID: Grid = (1, 4, 4)
 
 
-def planned(stages: int, microbatches: int) -> StreamedStep:
-    """Four media to a microbatch; encoders have a third of the work."""
+def planned(stages: int, microbatches: int, *, each: PieceCost = FREE) -> StreamedStep:
+    """Four media to a microbatch; encoders have a third of the work, without what passes take."""
     costs = StreamedCosts(
         of_media=lambda grids: PieceCost(100 * len(grids), 200 * len(grids)),
         tokens=lambda grid: TOKENS,
@@ -29,6 +29,8 @@ def planned(stages: int, microbatches: int) -> StreamedStep:
         backward=(1600 // stages,) * stages,
         group=stages,
         trains=True,
+        each=each,
+        joined=100 * 4 * microbatches,
     )
     found = Planner(costs, stages=tuple(range(stages))).plan([[GRID] * 4] * microbatches)
     assert found is not None
@@ -92,6 +94,19 @@ def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None
     first = followed(found, 0)
     if microbatches == 16:
         assert first.most[FEATURES] <= whole // 3
+
+
+def test_pieces_of_one_pass_come_and_go_together() -> None:
+    found = planned(2, 16, each=PieceCost(100, 200))
+    whole = PAYLOAD * TOKENS * 4 * 16
+    for stage in range(2):
+        passes = [each.pieces for each in found.work[stage] if each.forward]
+        assert len(passes) < sum(map(len, passes)), "several to a pass"
+        ledger = followed(found, stage)
+        assert not +ledger.live, (stage, ledger.live)
+        assert 0 < ledger.most[FEATURES] <= whole
+        largest = max(map(len, passes))
+        assert 7 * largest <= ledger.most[ENCODER] <= 7 * sum(map(len, passes))
 
 
 @pytest.mark.parametrize("ranks_of_a_part", [1, 2])

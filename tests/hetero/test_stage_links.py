@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from loongplug.hetero.engine import EncoderPlace
+from loongplug.hetero.encoder_place import EncoderPlace
 from loongplug.hetero.placement import one_apart
 from loongplug.hetero.stage_links import StageLink, StageLinks, StageUnit, boundaries
 from loongplug.models.entries import Entry, Role

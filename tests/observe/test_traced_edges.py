@@ -12,7 +12,13 @@ from loongplug.training.run import run
 
 MICROBATCHES = 4
 APART = ("model.image_encoder.rank_offset=1", "model.image_encoder.data_parallel_size=2")
-FULL = ("--enable-full-hetero-dp", "--pipeline-model-parallel-size", "2")
+FULL = (
+    "--enable-full-hetero-dp",
+    "--full-hetero-dp-schedule",
+    "separated",
+    "--pipeline-model-parallel-size",
+    "2",
+)
 
 
 def steps(rank: int, *, flags: list[str]) -> int:

@@ -158,6 +158,8 @@ class Cell:
         exchanged = self.mode in (ENCODER_DP, FULL)
         if exchanged:
             given += [f"--enable-{self.mode}"]
+        if self.mode == FULL:
+            given += ["--full-hetero-dp-schedule", "separated"]
         if self.balance:
             given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
         if self.heterogeneous or exchanged:  # whose encoder has TP 1 where none is given

@@ -22,7 +22,9 @@ class StreamedCell(TrainedCell):
 
     def flags(self) -> list[str]:
         """The layout and its options as training's flags."""
-        return [*super().flags(), "--full-hetero-dp-schedule", self.schedule]
+        separated = super().flags()
+        place = separated.index("--full-hetero-dp-schedule") + 1
+        return [*separated[:place], self.schedule, *separated[place + 1 :]]
 
 
 def streamed_cells() -> list[StreamedCell]:

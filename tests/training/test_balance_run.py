@@ -25,7 +25,14 @@ pytestmark = pytest.mark.slow
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2_PP2 = ("--tensor-model-parallel-size", "2", *PP2)
-SEPARATED = ("--enable-full-hetero-dp", "--micro-batch-size", "1", "--load-hf")
+SEPARATED = (
+    "--enable-full-hetero-dp",
+    "--full-hetero-dp-schedule",
+    "separated",
+    "--micro-batch-size",
+    "1",
+    "--load-hf",
+)
 BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
 STEP = 8  # units
 

@@ -46,7 +46,15 @@ def count(rank: int, *, flags: list[str]) -> tuple[int, list[list[int]]]:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence-parallel"])
 def test_what_is_sent_is_what_is_needed(flags, split):
     """Four replicas of full separation, of which the first two are where features go."""
-    more = ["--enable-full-hetero-dp", "--micro-batch-size", "1", "--eval-iters", "0"]
+    more = [
+        "--enable-full-hetero-dp",
+        "--full-hetero-dp-schedule",
+        "separated",
+        "--micro-batch-size",
+        "1",
+        "--eval-iters",
+        "0",
+    ]
     more += ["--seq-length", "44"]  # so short that images reach into the second half
     more += ["--sequence-parallel"] if split else []
     counted = run_ranks(count, 4, flags=[*flags, *TP2_PP2, *more], timeout=120.0)

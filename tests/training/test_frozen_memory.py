@@ -179,7 +179,15 @@ TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 LAYOUTS = {
     "uniform": PP,
     "hetero-dp": (*TP, "--enable-encoder-hetero-dp"),
-    "full": (*PP, *VPP, "--enable-full-hetero-dp", "--use-distributed-optimizer", "--bf16"),
+    "full": (
+        *PP,
+        *VPP,
+        "--enable-full-hetero-dp",
+        "--full-hetero-dp-schedule",
+        "separated",
+        "--use-distributed-optimizer",
+        "--bf16",
+    ),
 }
 IN_UNIFORM = ("all but the encoder", "all but the decoder", "adapters")
 IN_HETERO_DP = ("all but the encoder", "adapters")

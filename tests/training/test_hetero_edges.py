@@ -25,7 +25,7 @@ TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-si
 VPP = ("--num-virtual-stages-per-pipeline-rank", "2")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 DP = ("--enable-encoder-hetero-dp", *TP2)
-FULL = ("--enable-full-hetero-dp", *PP2)
+FULL = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated", *PP2)
 
 
 def rows(count: int, *, with_images: dict[int, list[tuple[int, int]]], folder: Path) -> str:

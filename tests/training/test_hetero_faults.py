@@ -27,7 +27,13 @@ from loongplug.training.run import run
 pytestmark = pytest.mark.slow
 
 DP = ("--enable-encoder-hetero-dp", "--tensor-model-parallel-size", "2")
-FULL = ("--enable-full-hetero-dp", "--pipeline-model-parallel-size", "2")
+FULL = (
+    "--enable-full-hetero-dp",
+    "--full-hetero-dp-schedule",
+    "separated",
+    "--pipeline-model-parallel-size",
+    "2",
+)
 MESSAGE = "this rank is unwell"
 
 # Where an error or a signal comes from.

@@ -206,7 +206,15 @@ def on_host(units: list[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def flags(flags, demo):
     evaluation = ("--valid-data-path", str(demo / "test.jsonl"), "--eval-iters", "1")
-    full = ("--enable-full-hetero-dp", "--train-iters", "3", *SINGLES, SINGLY)
+    full = (
+        "--enable-full-hetero-dp",
+        "--full-hetero-dp-schedule",
+        "separated",
+        "--train-iters",
+        "3",
+        *SINGLES,
+        SINGLY,
+    )
     return [*flags, *full, *evaluation, "--eval-interval", "2"]
 
 

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.slow
 PP2, TP2 = ("--pipeline-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
-DP, FULL = ("--enable-encoder-hetero-dp", *TP2), ("--enable-full-hetero-dp", *PP2)
+DP, FULL = (
+    ("--enable-encoder-hetero-dp", *TP2),
+    ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "separated", *PP2),
+)
 SP = "--sequence-parallel"
 OFFLOADS = (
     *("--full-hetero-dp-cpu-offload", "--offload-encoder-activations", "--offload-encoder-state"),

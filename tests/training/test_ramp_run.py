@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
+SEPARATED = ("--full-hetero-dp-schedule", "separated")  # whose units are balanced by cost
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = (SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
 BALANCED = ("--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0")
@@ -129,7 +130,7 @@ def blocks(file: Path) -> list[int]:
 def test_balance_and_background_workers_follow_the_steps_also_after_a_resume(
     grows, alone, tmp_path
 ):
-    layout = (FULL, *PP2, *BALANCED, *WORKERS, *RAMP, *OVERLAP)
+    layout = (FULL, *SEPARATED, *PP2, *BALANCED, *WORKERS, *RAMP, *OVERLAP)
     save = ("--save", str(tmp_path / "run"), "--save-interval", "1")
     of_steps = tmp_path / "steps.json"
     options = {"ranks": 2, "function": planned, "of_steps": of_steps}

@@ -372,7 +372,14 @@ def test_a_device_with_one_queue_does_not_stream(
         ("auto", {"pipeline_model_parallel_size": 2}, "streamed", ""),
         ("streamed", {"pipeline_model_parallel_size": 2}, "streamed", ""),
         ("separated", {"pipeline_model_parallel_size": 2}, "separated", ""),
-        ("auto", {}, "separated", "a pipeline of one stage has no bubble"),
+        ("auto", {}, "separated", ""),
+        ("auto", {"pipeline_model_parallel_size": 2, "device": "cuda"}, "separated", ""),
+        (
+            "auto",
+            {"pipeline_model_parallel_size": 2, "enable_full_hetero_dp": False},
+            "separated",
+            "",
+        ),
         ("streamed", {}, "separated", "a pipeline of one stage has no bubble"),
         (
             "auto",
@@ -391,8 +398,8 @@ def test_why_nothing_is_streamed_is_said_once(
     why: str,
 ) -> None:
     for rank in (0, 1):
-        args = Namespace(**{**vars(prepared[0]), **changes, "rank": rank})
-        args.enable_full_hetero_dp, args.full_hetero_dp_schedule = True, given
+        full = {"enable_full_hetero_dp": True, "full_hetero_dp_schedule": given, "rank": rank}
+        args = Namespace(**{**vars(prepared[0]), **full, **changes})
         arguments.settle_schedule(args, prepared[1])
         assert args.full_hetero_dp_schedule == settled
     said = capsys.readouterr().out

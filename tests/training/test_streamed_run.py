@@ -14,6 +14,7 @@ from loongplug.observe.trace_file import read_folder
 pytestmark = pytest.mark.slow
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--enable-full-hetero-dp")
+SEPARATED = ("--full-hetero-dp-schedule", "separated")
 STREAMED = ("--full-hetero-dp-schedule", "auto")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 SINGLES = ("--micro-batch-size", "1")
@@ -47,14 +48,14 @@ def test_evaluations_answers_and_a_resumed_run(flags, demo, tmp_path: Path) -> N
     def metrics(name: str) -> tuple[str, ...]:
         return "--metrics-json", str(tmp_path / f"{name}.json")
 
-    expected = train(common, *metrics("separated"), ranks=2)
+    expected = train(common, *SEPARATED, *metrics("separated"), ranks=2)
     kept, traces = str(tmp_path / "run"), tmp_path / "trace"
     some = partial(streams, at_least=1)
     saves = ("--save", kept, "--save-interval", "2", "--trace", str(traces))
     train(common, *STREAMED, *saves, "--train-iters", "2", ranks=2, function=some)
     found = train(common, *STREAMED, *metrics("streamed"), ranks=2, function=some)
     assert same(found, expected), (found, expected)
-    goes_on = train(common, "--load", kept, ranks=2)
+    goes_on = train(common, *SEPARATED, "--load", kept, ranks=2)
     assert same(goes_on, expected[2:]), (goes_on, expected)
     of = {
         name: json.loads((tmp_path / f"{name}.json").read_text())

@@ -16,27 +16,26 @@ _SEPARATED = "use --full-hetero-dp-schedule separated"
 
 
 @rule(
-    refuses="`--full-hetero-dp-schedule streamed` or `auto` without full separation of an encoder",
+    refuses="`--full-hetero-dp-schedule streamed` without full separation of an encoder",
     reason="elsewhere encoders work within the decoder's forward, or have ranks of their own",
     cure="add --enable-full-hetero-dp, or drop the flag",
 )
 def streamed_mode(args: Namespace, model: Any) -> str | None:
-    schedule = args.full_hetero_dp_schedule
-    if schedule == "separated" or full_separation(args, model):
-        return None
-    return f"--full-hetero-dp-schedule {schedule}"
+    return None if full_separation(args, model) else _STREAMED.said(args) or None
 
 
 @rule(
     reason="it says how long an encoder's operations take beside the decoder's, for streamed plans",
-    cure="give more than 0 together with --full-hetero-dp-schedule streamed or auto, or drop it",
+    cure="give more than 0 together with --enable-full-hetero-dp and without "
+    "--full-hetero-dp-schedule separated, or drop it",
 )
 def streamed_speed(args: Namespace, model: Any) -> str | None:
-    """`--full-hetero-dp-encoder-speed` of 0 or less, or without `--full-hetero-dp-schedule
-    streamed` or `auto`
+    """`--full-hetero-dp-encoder-speed` of 0 or less, with `--full-hetero-dp-schedule separated`,
+    or without full separation of an encoder
     """
     speed, schedule = args.full_hetero_dp_encoder_speed, args.full_hetero_dp_schedule
-    if speed is None or (speed > 0 and schedule != "separated"):
+    plans = schedule != "separated" and full_separation(args, model)
+    if speed is None or (speed > 0 and plans):
         return None
     with_schedule = f" with --full-hetero-dp-schedule {schedule}" if speed > 0 else ""
     return f"--full-hetero-dp-encoder-speed {speed}{with_schedule}"

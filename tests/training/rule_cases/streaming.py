@@ -5,6 +5,7 @@ from rule_cases.overlap import EP2
 
 FULL = {"enable_full_hetero_dp": True}
 STREAMED = {**FULL, "full_hetero_dp_schedule": "streamed"}
+SEPARATED = {**FULL, "full_hetero_dp_schedule": "separated"}
 AUTO = {**FULL, "full_hetero_dp_schedule": "auto"}
 OFFLOADS = ("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state")
 VIRTUAL = {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2}
@@ -15,14 +16,14 @@ CASES: Cases = {
     "streamed-mode": (
         [
             {"full_hetero_dp_schedule": "streamed"},
-            {"full_hetero_dp_schedule": "auto"},
-            {"full_hetero_dp_schedule": "auto", "enable_encoder_hetero_dp": True},
+            {"full_hetero_dp_schedule": "streamed", "enable_encoder_hetero_dp": True},
         ],
-        [STREAMED, AUTO, {"full_hetero_dp_schedule": "separated"}],
+        [STREAMED, AUTO, *({"full_hetero_dp_schedule": each} for each in ("separated", "auto"))],
     ),
     "streamed-speed": (
         [
-            {**FULL, "full_hetero_dp_encoder_speed": 2.0},
+            {**SEPARATED, "full_hetero_dp_encoder_speed": 2.0},
+            {"full_hetero_dp_encoder_speed": 2.0},
             {**STREAMED, "full_hetero_dp_encoder_speed": 0.0},
             {**AUTO, "full_hetero_dp_encoder_speed": -1.0},
         ],
@@ -30,7 +31,7 @@ CASES: Cases = {
     ),
     "streamed-offload": (
         [{**STREAMED, name: True} for name in OFFLOADS],
-        [{**each, name: True} for each in (FULL, AUTO) for name in OFFLOADS],
+        [{**each, name: True} for each in (SEPARATED, AUTO) for name in OFFLOADS],
     ),
     "streamed-overlap": ([{**STREAMED, **FLUSH}], [{**AUTO, **FLUSH}]),
     "streamed-virtual": (

@@ -1,0 +1,273 @@
+"""Where an encoder is in a run, once the process groups are there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from loongplug.hetero.edge import Transport
+from loongplug.hetero.modes import Mode
+from loongplug.hetero.piece_edges import PieceGroups, create_piece_groups
+from loongplug.hetero.pipeline_wires import PipelineGroups, create_pipeline_groups
+from loongplug.hetero.placement import Edge, Piece, Placement
+from loongplug.hetero.stage_links import StageLink, boundaries
+from loongplug.models.entries import Entry
+from loongplug.parallel.connections import connect
+from loongplug.parallel.layout import Layout
+from loongplug.parallel.module_state import ModuleState
+from loongplug.parallel.states import (
+    adopt_parallel_state,
+    create_exchange_group,
+    create_parallel_state,
+    decoder_layout,
+    is_adopted,
+    process_groups,
+)
+from loongplug.platform import current_platform
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderPlace:
+    """What is known once the process groups are there.
+
+    ``state`` is the one that the encoder trains in, None where it lies on other ranks.
+    ``replica_group`` has the ranks of the encoder replica that this rank encodes with, of its own
+    stage alone; None where it does not encode.
+
+    ``edge`` is the encoder's in this rank's model replica, and ``exchange_group`` has its ranks,
+    None on other ranks, and where nothing is exchanged. Of an encoder on ranks of its own there is
+    no such edge: there ``layout`` is the encoder's, ``pieces`` are what a microbatch of all decoder
+    replicas is made of, in training and in evaluation, and ``transport`` are the groups of its
+    edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
+    rank's links to others.
+
+    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over, and
+    ``pipeline_groups`` what goes between the decoder's stages meanwhile.
+    """
+
+    state: ModuleState | None
+    replica_group: dist.ProcessGroup | None
+    edge: Edge | None = None
+    exchange_group: dist.ProcessGroup | None = None
+    layout: Layout | None = None
+    pieces: Mapping[bool, tuple[Piece, ...]] | None = None  # by whether a step is of training
+    transport: Transport | None = None
+    before: StageLink | None = None
+    behind: StageLink | None = None
+    piece_groups: PieceGroups | None = None
+    pipeline_groups: PipelineGroups | None = None
+
+    def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` encodes, or has a stage of, in their order.
+
+        There are none where it encodes whole units.
+        """
+        if self.pieces is None or self.layout is None or rank not in self.layout.ranks:
+            return ()
+        replica = self.layout.coordinates(rank).dp
+        return tuple(each for each in self.pieces[training] if each.edge.encoder == replica)
+
+    def needed_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` decodes, in the order of their samples."""
+        pieces = () if self.pieces is None else self.pieces[training]
+        return tuple(each for each in pieces if rank in each.edge.decoder_ranks)
+
+    def given_media(self, rank: int) -> tuple[int, ...]:
+        """The first stage's ranks of the replica that ``rank`` is of, ascending."""
+        assert self.layout is not None, "the encoder has no ranks of its own"
+        return tuple(self.layout.stage(0)[self.layout.coordinates(rank).dp])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOfEncoder:
+    """What an encoder's place follows from; the same on every rank.
+
+    ``handed_on`` are the widths of what each of its stages but the last hands on,
+    ``micro_batch_sizes`` of a step of training (True) and of evaluation. Where the mode fills
+    bubbles, a microbatch goes through ``decoder_places``: stages, or virtual chunks of them.
+    """
+
+    mode: Mode
+    entry: Entry
+    encoder_tp: int | None
+    handed_on: tuple[int, ...]
+    seed: int
+    micro_batch_sizes: Mapping[bool, int]
+    sequence_parallel: bool
+    timeout_minutes: float
+    nccl_config_path: str | None
+    decoder_places: int
+
+    def build(self) -> EncoderPlace:
+        """The process groups, and this rank's place. Collective over all ranks."""
+        name, decoder, rank = self.entry.name, decoder_layout(), dist.get_rank()
+        placement = self.mode.place(decoder, entry=self.entry, tp=self.encoder_tp or decoder.tp)
+        state = self._build_state(placement, decoder)
+        if placement.is_apart(name):
+            return self._apart(placement, state)
+        exchange_group = None
+        of_stage = "tp" if decoder.cp == 1 else "tp_cp"
+        if self.mode.around_schedule:
+            exchange_group = create_exchange_group(
+                name,
+                placement.exchange_groups(name),
+                options_of="mp" if placement.on_every_stage(name) else of_stage,
+                timeout_minutes=self.timeout_minutes,
+                nccl_config_path=self.nccl_config_path,
+            )
+        piece_groups = pipeline_groups = None
+        if self.mode.fills_bubbles:
+            options: dict[str, Any] = {
+                "device": current_platform().device,
+                "timeout_minutes": self.timeout_minutes,
+                "nccl_config_path": self.nccl_config_path,
+            }
+            piece_groups = create_piece_groups(name, placement.edges(name), **options)
+            pipeline_groups = create_pipeline_groups(
+                decoder.groups("pp"),
+                virtual=self.decoder_places > decoder.pp,
+                **options,
+            )
+        if rank not in decoder.ranks:  # another encoder's own
+            return EncoderPlace(state=None, replica_group=None)
+        edge = placement.edge(name, rank=rank)
+        mine = edge.replica_of(rank)
+        # The ranks that encode one unit together: replicas of one decoder group, or one replica.
+        together = None
+        if mine is not None:
+            assert state is not None, "a rank that encodes is of the encoder"
+            decoders = ProcessGroupCollection.use_mpu_process_groups()
+            together = next(
+                each
+                for each in (decoders.tp, decoders.tp_cp, state.groups.tp)
+                if tuple(dist.get_process_group_ranks(each)) == edge.replicas[mine]
+            )
+        return EncoderPlace(
+            edge=edge,
+            state=state,
+            replica_group=together,
+            exchange_group=exchange_group,
+            piece_groups=piece_groups,
+            pipeline_groups=pipeline_groups,
+        )
+
+    def _build_state(self, placement: Placement, decoder: Layout) -> ModuleState | None:
+        """The state that the encoder trains in. Collective over all ranks."""
+        name, encoder = self.entry.name, placement.entry(self.entry.name).layout
+        if (encoder.tp, encoder.dp) == (decoder.tp, decoder.dp) and not placement.is_apart(name):
+            if dist.get_rank() not in decoder.ranks:
+                return None
+            return ModuleState(groups=ProcessGroupCollection.use_mpu_process_groups())
+        if not is_adopted():  # the first encoder with a state of its own
+            adopt_parallel_state()
+        create_parallel_state(
+            name,
+            encoder,
+            seed=self.seed,
+            timeout_minutes=self.timeout_minutes,
+            nccl_config_path=self.nccl_config_path,
+        )
+        if dist.get_rank() not in encoder.ranks:
+            return None
+        return ModuleState(
+            groups=process_groups(name),
+            state=name,
+            gradient_factor=placement.gradient_factor(name),
+        )
+
+    def _apart(self, placement: Placement, state: ModuleState | None) -> EncoderPlace:
+        """On ranks of its own. Collective over all ranks."""
+        name, rank = self.entry.name, dist.get_rank()
+        encoder = placement.entry(name).layout
+        pieces = {
+            training: placement.pieces(name, micro_batch_size=size)
+            for training, size in self.micro_batch_sizes.items()
+        }
+        # Every decoder replica needs its samples, whatever their number.
+        consumers = {rank for each in pieces[True] for rank in each.edge.decoder_ranks}
+        ranks = sorted({*chain(*encoder.stage(-1)), *consumers})
+        groups = [
+            create_exchange_group(
+                f"{name}_{direction}",
+                [ranks],
+                options_of="pp",
+                timeout_minutes=self.timeout_minutes,
+                nccl_config_path=self.nccl_config_path,
+            )
+            for direction in ("features", "gradients")
+        ]
+        decoder = decoder_layout()
+        parts = decoder.sequence_shards(sequence_parallel=self.sequence_parallel)
+        pairs = sorted(
+            {
+                (sender, receiver)
+                for each in chain(*pieces.values())
+                for sender in each.edge.feature_senders
+                for receiver in each.edge.feature_receivers(parts=parts)
+            }
+        )
+        self._connect(groups, pairs)
+        transport = replica = None
+        if state is not None:
+            replica = together = state.groups.tp
+        elif not self.sequence_parallel and rank in ranks:
+            together = ProcessGroupCollection.use_mpu_process_groups().tp
+        else:
+            together = None
+        if rank in ranks:
+            there, back = groups
+            assert there is not None
+            assert back is not None
+            alone = together is None or together.size() == 1
+            transport = Transport(there=there, back=back, together=None if alone else together)
+        before, behind = self._stage_links(encoder)
+        return EncoderPlace(
+            state=state,
+            replica_group=replica,
+            layout=encoder,
+            pieces=pieces,
+            transport=transport,
+            before=before,
+            behind=behind,
+        )
+
+    def _stage_links(self, encoder: Layout) -> tuple[StageLink | None, StageLink | None]:
+        """This rank's to the stages before and behind its own. Collective over all ranks."""
+        name, rank = self.entry.name, dist.get_rank()
+        links: dict[int, StageLink] = {}  # by the boundary between two stages
+        for boundary, ranks in enumerate(boundaries(encoder)):
+            there, back = groups = [
+                create_exchange_group(
+                    f"{name}_{direction}_{boundary}",
+                    [ranks],
+                    options_of="pp",
+                    timeout_minutes=self.timeout_minutes,
+                    nccl_config_path=self.nccl_config_path,
+                )
+                for direction in ("states", "gradients")
+            ]
+            pipelines = encoder.groups("pp")
+            self._connect(groups, [(each[boundary], each[boundary + 1]) for each in pipelines])
+            if there is None or back is None:
+                continue
+            own, pipeline = encoder.coordinates(rank).pp, encoder.group("pp", rank)
+            links[boundary] = StageLink(
+                peer=pipeline[boundary + 1 if own == boundary else boundary],
+                there=there,
+                back=back,
+                width=self.handed_on[boundary],
+            )
+        stage = encoder.coordinates(rank).pp if rank in encoder.ranks else 0
+        return links.get(stage - 1), links.get(stage)
+
+    def _connect(
+        self, groups: Sequence[dist.ProcessGroup | None], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Both groups' connections: what goes there from the first of each pair, and back."""
+        there, back = groups
+        device = current_platform().device
+        connect(there, pairs, device=device)
+        connect(back, [(receiver, sender) for sender, receiver in pairs], device=device)
