@@ -19,6 +19,7 @@ from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.microbatch import Microbatch
 from loongplug.data.processor import load_processor
+from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import EncoderUnits, LocalSource
 from loongplug.data.step_sizes import StepSizes
 from loongplug.training.config import compose_model
@@ -58,6 +59,7 @@ def train(data: Path, weights: Path, *, model_name: str, steps: int, done: int) 
         source,
         processor=processor,
         seq_length=compared.seq_length,
+        row_lengths=RowLengths(),
         token_ids={_ENCODER: processor.visual_token_ids},
     )
     model = AutoModelForImageTextToText.from_pretrained(weights, dtype=torch.float32).train()

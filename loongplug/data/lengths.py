@@ -48,8 +48,8 @@ def fill_words(tokens: Sequence[int], *, seq_length: int) -> str:
     padded = sum(fitting) / (len(fitting) * seq_length)
     packed = sum(fitting) / (packs_of(fitting, seq_length=seq_length) * seq_length)
     return (
-        f"{said} Padded, sequences are {padded:.1%} full; with --packing, {packed:.1%}"
-        " (of these rows in this order)."
+        f"{said} Padded to that length, sequences are {padded:.1%} full; with --packing,"
+        f" {packed:.1%} (of these rows in this order)."
     )
 
 

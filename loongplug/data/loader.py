@@ -14,10 +14,13 @@ from torch import Tensor
 
 from loongplug.context.row_parts import RowParts
 from loongplug.data.dataset import Sample
+from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
 from loongplug.data.processor import Processor
+from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import PlannedMicrobatch, StepSource
 from loongplug.data.token_ids import among
+from loongplug.data.video import VideoProcessor, video_style_of
 
 # By encoder, what this rank encodes of a microbatch's media, and which of its samples have bad
 # media, the same on every rank of a replica.
@@ -37,10 +40,13 @@ def loaded_here(
             if share.load is not None:
                 assert name not in media, "a rank has one share of a unit"
                 loaded = share.load()
-                rows = loaded.rows
-                if share.media.coded:
-                    rows = processor.vision.pixel_bytes.decoded(rows)
-                media[name] = share.media.input(rows)
+                rows, named = loaded.rows, share.media
+                if named.coded:
+                    videos = VideoProcessor(processor, video_style_of(processor))
+                    coded = coded_media(processor, videos)
+                    assert coded is not None, "open_medium refuses images and videos"
+                    rows = coded.decoded(rows, named.media, named.grids)
+                media[name] = named.input(rows)
                 bad |= loaded.bad.keys()
     return media, bad
 
@@ -66,6 +72,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         seq_length: int,
         token_ids: Mapping[str, Sequence[int]],
         packed: bool = False,
+        row_lengths: RowLengths | None = None,
         deliver: Delivery | None = None,
         needs: Sequence[TextNeeds] = (ALL_TEXT,),
         pins: bool = False,
@@ -73,7 +80,9 @@ class MicrobatchLoader(Iterator[Microbatch]):
         only: range | None = None,
         parts: RowParts | None = None,
     ) -> None:
-        """``deliver``: None for a rank that encodes what it loads.
+        """``row_lengths``: None where all rows are of ``seq_length`` tokens, as packs are.
+
+        ``deliver``: None for a rank that encodes what it loads.
 
         ``only``: microbatches are made of the samples at these places alone.
 
@@ -88,6 +97,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._seq_length = seq_length
         self._token_ids = token_ids
         self._packed = packed
+        self._row_lengths = row_lengths
         self._deliver = deliver or partial(loaded_here, processor=processor)
         self._needs = tuple(needs)
         self._pins = pins
@@ -95,6 +105,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._only = only
         self._parts = parts
         self._step: Iterator[PlannedMicrobatch] = iter(())
+        self._step_length = seq_length  # of the step's rows, where they have one length
         self._waiting: list[deque[Microbatch]] = [deque() for _ in needs]
 
     def __next__(self) -> Microbatch:
@@ -119,7 +130,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
     def _make(self) -> None:
         planned = next(self._step, None)
         if planned is None:
-            self._step = self.source.next_step()
+            self._step = self._next_step()
             planned = next(self._step)
         media, bad = self._deliver(planned)
         units = {
@@ -137,7 +148,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
                 if self._only is None or place in self._only
             ],
             pad_token_id=self._processor.pad_token_id,
-            seq_length=self._seq_length,
+            seq_length=self._row_length(planned),
             token_ids=self._token_ids,
             packed=self._packed,
             needs=self._needs,
@@ -150,6 +161,22 @@ class MicrobatchLoader(Iterator[Microbatch]):
             waiting.append(microbatch)
         if self._on_made is not None:
             self._on_made()
+
+    def _next_step(self) -> Iterator[PlannedMicrobatch]:
+        step = self.source.next_step()
+        if self._row_lengths is None or not self._row_lengths.by_step:
+            return step
+        together = list(step)  # the text of all of them, to know the longest
+        self._step_length = self._row_lengths.of(
+            (each.samples for each in together), longest=self._seq_length
+        )
+        return iter(together)
+
+    def _row_length(self, planned: PlannedMicrobatch) -> int:
+        """By all samples, also where a microbatch is made of some: ranks have to agree."""
+        if self._row_lengths is None or self._row_lengths.by_step:
+            return self._step_length
+        return self._row_lengths.of((planned.samples,), longest=self._seq_length)
 
 
 def collate(

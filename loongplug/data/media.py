@@ -11,6 +11,7 @@ from torch import Tensor
 from loongplug.data.audio_files import audio_length, decode_audio
 from loongplug.data.audio_frames import AudioFrames
 from loongplug.data.cache import ByteBoundedCache
+from loongplug.data.coded_media import CodedMedia, is_coded
 from loongplug.data.conversation import (
     AudioClip,
     AudioFile,
@@ -136,9 +137,11 @@ def token_count(medium: Medium, grid: Grid, processor: Processor) -> int:
     return time * height * width // processor.spatial_merge_size**2
 
 
-def images_alone(media: Sequence[Medium]) -> bool:
-    """Whether these are images, so that their rows can be bytes: videos are scaled otherwise."""
-    return bool(media) and all(isinstance(medium, MediaFile) for medium in media)
+def coded_media(processor: Processor, videos: VideoProcessor) -> CodedMedia | None:
+    """What becomes of rows of bytes; None where there are neither images nor videos."""
+    if processor.images is None:
+        return None
+    return CodedMedia(processor.images.pixel_bytes, videos=lambda: videos.pixel_bytes)
 
 
 class MediaLoader:
@@ -146,7 +149,7 @@ class MediaLoader:
 
     All images that are not in the cache go through the image processor in one call, which
     takes less than half the time of one call each; videos and sounds go one by one. A file that
-    changes is processed again.
+    changes is processed again. ``coded`` says what becomes of images and videos, which are bytes.
     """
 
     def __init__(
@@ -154,23 +157,33 @@ class MediaLoader:
     ) -> None:
         self._processor = processor
         self._videos = videos
+        self.coded = coded_media(processor, videos)
         self._cache: ByteBoundedCache[_Version, _Rows] = ByteBoundedCache(cache_bytes)
         self.decoded = 0  # media so far; those found in the cache do not count
 
-    def load(
-        self, media: Sequence[Medium], *, where: str, sounds: bool = False, coded: bool = False
-    ) -> MediaInput:
-        """Media of one encoder in order: images and videos, or sounds.
+    def load(self, media: Sequence[Medium], *, where: str, sounds: bool = False) -> MediaInput:
+        """Media of one encoder in order: images and videos, or sounds; rows are values.
 
-        None give the zero-length unit, of frames with ``sounds``. With ``coded``, for images alone,
-        rows are bytes (:class:`~loongplug.data.pixel_bytes.PixelBytes`). Raises ValueError, with
-        ``where``, for a file that is missing, damaged or not of its kind.
+        None give the zero-length unit, of frames with ``sounds``. Raises ValueError as
+        :meth:`rows` does.
         """
         if not media:
             return MediaInput(
-                rows=torch.zeros(0, self._width(sounds=sounds)),
-                grids=torch.zeros(0, 3, dtype=torch.int64),
+                rows=self.no_rows(sounds=sounds), grids=torch.zeros(0, 3, dtype=torch.int64)
             )
+        rows, grids = self.rows(media, where=where)
+        if is_coded(media):
+            assert self.coded is not None, "open_medium refuses images and videos"
+            rows = self.coded.decoded(rows, media, grids)
+        return MediaInput(rows=rows, grids=torch.tensor(grids))
+
+    def rows(self, media: Sequence[Medium], *, where: str) -> tuple[Tensor, list[Grid]]:
+        """Of one or more media of one encoder: rows of images and videos are bytes.
+
+        Those are as :class:`~loongplug.data.coded_media.CodedMedia` takes them; frames of sounds
+        are [frames, mel_bins] float32. Raises ValueError, with ``where``, for a file that is
+        missing, damaged or not of its kind.
+        """
         assert len({isinstance(medium, AudioClip) for medium in media}) == 1, "one encoder's"
         versions = each_of(partial(_version, where=where), media)
         loaded = {version: found for version in versions if (found := self._cache.get(version))}
@@ -183,22 +196,14 @@ class MediaLoader:
             loaded[version] = made
             self._cache.put(version, made, size=made[0].nbytes)
         rows, grids = zip(*(loaded[version] for version in versions), strict=True)
-        if not coded:
-            rows = tuple(map(self._decoded, rows))
-        return MediaInput(rows=torch.cat(rows), grids=torch.tensor(grids))
+        return torch.cat(rows), list(grids)
 
-    def _decoded(self, rows: Tensor) -> Tensor:
-        """Values of the rows of one medium."""
-        if rows.dtype != torch.uint8:
-            return rows
-        return self._processor.vision.pixel_bytes.decoded(rows)
-
-    def _width(self, *, sounds: bool) -> int:
-        """Values of a row."""
+    def no_rows(self, *, sounds: bool) -> Tensor:
+        """None of an encoder's rows of values, [0, values of a row] float32."""
         if not sounds:
-            return self._processor.patch_dim
+            return torch.zeros(0, self._processor.patch_dim)
         assert self._processor.audio is not None, "open_medium refuses sounds"
-        return self._processor.audio.mel_bins
+        return torch.zeros(0, self._processor.audio.mel_bins)
 
     def _process(self, media: dict["_Version", Medium], *, where: str) -> dict["_Version", "_Rows"]:
         self.decoded += len(media)
@@ -215,7 +220,7 @@ class MediaLoader:
             if isinstance(medium, AudioClip):
                 processed[version] = self._heard(medium, where=where)
             elif not isinstance(medium, MediaFile):
-                processed[version] = self._videos.patches(medium, where=where)
+                processed[version] = self._videos.coded(medium, where=where)
         return processed
 
     def _heard(self, clip: AudioClip, *, where: str) -> "_Rows":
@@ -228,7 +233,7 @@ class MediaLoader:
 _Version = FileVersion | tuple[FileVersion | int, ...] | tuple[FileVersion, str]
 
 
-# Of an image as bytes; of others float32, [patches, patch_dim] or [frames, mel_bins].
+# Of an image or a video as bytes; of a sound float32, [frames, mel_bins].
 _Rows = tuple[Tensor, Grid]
 
 

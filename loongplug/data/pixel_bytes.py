@@ -1,4 +1,4 @@
-"""Images as bytes until they are where they are encoded."""
+"""Images and frames as bytes until they are where they are encoded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loongplug.data.positions import Grid
 from loongplug.platform.transfers import to_device
 
 _VALUES = 256  # of a byte
@@ -15,12 +16,12 @@ _VALUES = 256  # of a byte
 
 @dataclass(frozen=True, eq=False)
 class PixelBytes:
-    """Rows of patches as bytes, and what an image processor makes of each.
+    """Rows of patches as bytes, and what an image or a video processor makes of each.
 
-    A row of bytes has a patch's pixels once, by channel, row and column; a row of values has them
-    in each of the ``frames`` of a temporal patch. ``values``, [channels, 256] float32, has of each
-    byte what the processor makes of it, by rescaling and normalising: so both kinds of rows are bit
-    by bit the same pixels.
+    A row of bytes has a patch's pixels of one frame, by channel, row and column; a row of values
+    has those of all ``frames`` of a temporal patch, in which an image is repeated. ``values``,
+    [channels, 256] float32, has of each byte what the processor makes of it, by rescaling and
+    normalising: so both kinds of rows are bit by bit the same pixels.
 
     ``formula``, [3, channels, 1] float32: what a byte is divided by, what is then taken from it,
     and what the rest is divided by, where that gives the same ``values`` to the bit. A processor of
@@ -40,21 +41,76 @@ class PixelBytes:
         if transform.do_normalize:
             each = transform.normalize(each, transform.image_mean, transform.image_std)
         values = torch.from_numpy(np.ascontiguousarray(each[:, :, 0], dtype=np.float32))
-        return cls(values=values, frames=frames, formula=_formula(transform, values=values))
+        divided, taken, spread = torch.ones(3), torch.zeros(3), torch.ones(3)
+        if transform.do_rescale:
+            divided *= 1 / transform.rescale_factor
+        if transform.do_normalize:
+            taken, spread = _each(transform.image_mean), _each(transform.image_std)
+        formula = _formula(divided, taken, spread, values=values)
+        return cls(values=values, frames=frames, formula=formula)
+
+    @classmethod
+    def of_videos(cls, transform: Any, *, frames: int) -> "PixelBytes":
+        """By a video processor of transformers, of frames with three channels."""
+        every = torch.arange(_VALUES, dtype=torch.uint8).repeat(1, 3, 1, 1)  # a frame of one row
+        made: Tensor = transform.rescale_and_normalize(
+            every,
+            transform.do_rescale,
+            transform.rescale_factor,
+            transform.do_normalize,
+            transform.image_mean,
+            transform.image_std,
+        )
+        values = made.float().view(3, _VALUES)
+        # Theirs is one step where both are asked for.
+        scale = 1 / transform.rescale_factor if transform.do_rescale else 1.0
+        taken, spread = torch.zeros(3), torch.full((3,), scale)
+        if transform.do_normalize:
+            taken, spread = _each(transform.image_mean) * scale, _each(transform.image_std) * scale
+        formula = _formula(torch.ones(3), taken, spread, values=values)
+        return cls(values=values, frames=frames, formula=formula)
 
     def width(self, row_values: int) -> int:
         """Bytes of a row that has so many values."""
         return row_values // self.frames
 
     def decoded(self, rows: Tensor) -> Tensor:
-        """Rows of values float32 of rows of bytes, on their device, without a wait of the host.
+        """Rows of values float32 of an image's rows, on their device, without a wait of the host.
 
         [rows, channels * pixels] uint8 to [rows, channels * frames * pixels].
         """
+        return self._values(rows)[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
+
+    def of_video(self, rows: Tensor, grid: Grid) -> Tensor:
+        """As :meth:`decoded`, of a video's rows, frame by frame; the last may fill up its patch.
+
+        [frames * height * width, channels * pixels] uint8 to
+        [time * height * width, channels * frames of a patch * pixels].
+        """
+        time, height, width = grid
+        each = self._values(rows).view(-1, height * width, len(self.values), rows.shape[1] // 3)
+        if missing := time * self.frames - len(each):
+            each = torch.cat([each, each[-1:].expand(missing, -1, -1, -1)])
+        # [time, frames of a patch, height * width, channels, pixels]
+        patches = each.view(time, self.frames, *each.shape[1:])
+        return patches.permute(0, 2, 3, 1, 4).reshape(time * height * width, -1)
+
+    def frame_rows(self, patches: Tensor, grid: Grid, *, frames: int) -> Tensor:
+        """The rows of bytes of a video's first ``frames``, of ``patches`` as a processor cuts them.
+
+        [time * height * width, channels * frames of a patch * pixels] uint8 to
+        [frames * height * width, channels * pixels].
+        """
+        time, height, width = grid
+        each = patches.view(time, height * width, len(self.values), self.frames, -1)
+        rows = each.permute(0, 3, 1, 2, 4).reshape(time * self.frames * height * width, -1)
+        return rows[: frames * height * width].clone()  # a view would keep what is repeated
+
+    def _values(self, rows: Tensor) -> Tensor:
+        """[rows, channels * pixels] uint8 to [rows, channels, pixels] float32."""
         channels = len(self.values)
         split = rows.view(len(rows), channels, rows.shape[1] // channels)
-        found = self._looked_up(split) if self.formula is None else _computed(split, self.formula)
-        return found[:, :, None].expand(-1, -1, self.frames, -1).flatten(1)
+        return self._looked_up(split) if self.formula is None else _computed(split, self.formula)
 
     def _looked_up(self, split: Tensor) -> Tensor:
         first = torch.arange(len(self.values), dtype=torch.int32, device=split.device) * _VALUES
@@ -63,19 +119,15 @@ class PixelBytes:
         return values.index_select(0, places.view(-1)).view(places.shape)
 
 
-def _formula(transform: Any, *, values: Tensor) -> Tensor | None:
+def _each(numbers: Any) -> Tensor:
+    """A mean or a deviation by channel, [3] float32."""
+    return torch.tensor(numbers, dtype=torch.float32).expand(3)
+
+
+def _formula(divided: Tensor, taken: Tensor, spread: Tensor, *, values: Tensor) -> Tensor | None:
     """See :class:`PixelBytes`."""
-    channels = len(values)
-    divided, taken, spread = torch.ones(channels), torch.zeros(channels), torch.ones(channels)
-    if transform.do_rescale:
-        divided *= 1 / transform.rescale_factor
-    if transform.do_normalize:
-        taken, spread = (
-            torch.tensor(each, dtype=torch.float32).expand(channels)
-            for each in (transform.image_mean, transform.image_std)
-        )
     formula = torch.stack([divided, taken, spread])[:, :, None]
-    every = torch.arange(_VALUES, dtype=torch.uint8).expand(1, channels, _VALUES)
+    every = torch.arange(_VALUES, dtype=torch.uint8).expand(1, len(values), _VALUES)
     return formula if torch.equal(_computed(every, formula)[0], values) else None
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from loongplug.data.bad_samples import BadSample, BadSampleError, bad_as
+from loongplug.data.coded_media import byte_rows, is_coded
 from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.dataset import Sample
-from loongplug.data.media import MediaLoader, images_alone
+from loongplug.data.media import MediaLoader
 from loongplug.data.media_files import MediaFile
 from loongplug.data.microbatch import MediaInput
 from loongplug.data.positions import Grid
@@ -45,6 +46,7 @@ class MediaBatch:
     grids: tuple[Grid, ...]  # of each medium
     samples: tuple[int, ...]  # of each medium: which of the microbatch's samples has it
     where: tuple[str, ...]  # of each medium: path:line
+    sounds: bool = False  # whether the encoder takes these, also where there are none
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class MediaBatch:
             grids=tuple(grid for _, _, _, grid in taken),
             samples=tuple(number for number, _, _, _ in taken),
             where=tuple(where for _, where, _, _ in taken),
+            sounds="audio" in kinds,
         )
 
     def part(self, numbers: Sequence[int] | None) -> Self:
@@ -93,9 +96,16 @@ class MediaBatch:
         return sum(map(prod, self.grids))
 
     @property
+    def loaded_rows(self) -> int:
+        """Of what is loaded: of bytes, where it is :attr:`coded`."""
+        if not self.coded:
+            return self.rows
+        return sum(map(byte_rows, self.media, self.grids))
+
+    @property
     def coded(self) -> bool:
         """Whether its rows come as bytes."""
-        return images_alone(self.media)
+        return is_coded(self.media)
 
     def input(self, rows: Tensor) -> MediaInput:
         """What the encoder is given, of its ``rows``."""
@@ -108,7 +118,7 @@ class LoadedUnit:
     """The rows of a unit or of a share of it.
 
     Those of media that cannot be decoded are zero, which is black for bytes. ``rows`` of images
-    alone are bytes (:class:`~loongplug.data.pixel_bytes.PixelBytes`), others are
+    and videos are bytes (:class:`~loongplug.data.coded_media.CodedMedia`), those of sounds
     [rows, values of a row] float32.
     """
 
@@ -142,12 +152,12 @@ class UnitLoader:
             rows = self._load(unit, range(len(unit.media)))  # in one call: see MediaLoader
         except BadSampleError:  # of one of them
             parts = []
-            for number, grid in enumerate(unit.grids):
+            for number in range(len(unit.grids)):
                 try:
                     parts.append(self._load(unit, (number,)))
                 except BadSampleError as error:
                     bad.setdefault(unit.samples[number], error.sample)
-                    parts.append(self._zero(unit, prod(grid)))
+                    parts.append(self._zero(unit.part((number,))))
             rows = torch.cat(parts)
         return LoadedUnit(
             index=unit.index,
@@ -157,23 +167,26 @@ class UnitLoader:
             decoded=self._media.decoded - before,
         )
 
-    def _zero(self, unit: MediaBatch, rows: int) -> Tensor:
-        """So many, of the kind that the unit's are."""
+    def _zero(self, unit: MediaBatch) -> Tensor:
+        """Rows as the unit's, but of nothing."""
         if unit.coded:
-            return torch.zeros(rows, self._byte_width, dtype=torch.uint8)
-        nothing = self._media.load((), where="", sounds=isinstance(unit.media[0], AudioClip)).rows
-        return nothing.new_zeros(rows, nothing.shape[1])
+            return torch.zeros(unit.loaded_rows, self._byte_width, dtype=torch.uint8)
+        nothing = self._media.no_rows(sounds=True)
+        return nothing.new_zeros(unit.loaded_rows, nothing.shape[1])
 
     def _load(self, unit: MediaBatch, numbers: Sequence[int]) -> Tensor:
         """Rows of these media of the unit."""
         where = ", ".join(dict.fromkeys(unit.where[number] for number in numbers))
-        grids = [list(unit.grids[number]) for number in numbers]
+        expected = [list(unit.grids[number]) for number in numbers]
+        if not expected:
+            return self._media.no_rows(sounds=unit.sounds)
         with bad_as("pixels"):
             media = [unit.media[number] for number in numbers]
-            loaded = self._media.load(media, where=where, coded=unit.coded)
-            if loaded.grids.tolist() != grids:
+            rows, found = self._media.rows(media, where=where)
+            grids = [list(grid) for grid in found]
+            if grids != expected:
                 raise ValueError(
-                    f"{where}: the media have grids {loaded.grids.tolist()}, but the text was"
-                    f" written for {grids}: do not change media files while they are in use."
+                    f"{where}: the media have grids {grids}, but the text was written for"
+                    f" {expected}: do not change media files while they are in use."
                 )
-        return loaded.rows
+        return rows

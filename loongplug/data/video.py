@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from loongplug.data.conversation import Video, VideoClip, VideoFile
 from loongplug.data.folder_files import COMBINED_FILE, IMAGE_FILE, VIDEO_FILE, read_json
 from loongplug.data.images import decode_image, image_size
+from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor, scaling_problem
 from loongplug.data.video_files import VideoHeader, decode_frames, video_header
@@ -155,8 +157,23 @@ class VideoProcessor:
         frames = torch.empty(count, *size, 3, dtype=torch.uint8, device="meta")
         return self._processed(video, frames, where=where)[1]
 
+    @cached_property
+    def pixel_bytes(self) -> PixelBytes:
+        """What becomes of rows of bytes; ValueError where the folder has no video processor."""
+        transform = self._loaded(where=str(self._processor.folder))
+        return PixelBytes.of_videos(transform, frames=self._processor.temporal_patch_size)
+
     def patches(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
         """The video's patches, [patches, patch_dim] float32, and their grid."""
+        rows, grid = self.coded(video, where=where)
+        return self.pixel_bytes.of_video(rows, grid), grid
+
+    def coded(self, video: Video | VideoClip, *, where: str) -> tuple[Tensor, Grid]:
+        """The rows of the video's frames as bytes, for :attr:`pixel_bytes`, and their grid.
+
+        [frames * height * width, channels * pixels] uint8. Raises ValueError with ``where`` for a
+        video that cannot be used.
+        """
         if isinstance(video, VideoClip):
             frames = decode_frames(video, where=where)
         else:
@@ -168,13 +185,21 @@ class VideoProcessor:
                 " files while they are in use."
             )
         stacked = torch.from_numpy(np.stack(frames))  # [frames, height, width, 3] uint8
-        return self._processed(video, stacked, where=where)
+        patches, grid = self._processed(video, stacked, where=where)
+        assert patches.dtype == torch.uint8, patches.dtype
+        return self.pixel_bytes.frame_rows(patches, grid, frames=len(video.times)), grid
 
     def _processed(
         self, video: Video | VideoClip, frames: Tensor, *, where: str
     ) -> tuple[Tensor, Grid]:
+        """What the processor makes of bytes, but for the scale of their values."""
         transform = self._loaded(where=where)
-        options = {"do_sample_frames": False, "input_data_format": "channels_last"}
+        options = {
+            "do_sample_frames": False,
+            "input_data_format": "channels_last",
+            "do_rescale": False,
+            "do_normalize": False,
+        }
         try:
             features = transform([frames], return_tensors="pt", **options)
         except ValueError as error:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 USABLE = 0.9  # of a device: its libraries, fragments and peaks of communication have the rest
 GB = 10**9
 # What the machine of the run has and this one may not; none of it changes what is counted.
-_OF_THE_MACHINE = frozenset(("device", "transformer_impl", "distributed_backend"))
+_OF_THE_MACHINE = frozenset(
+    ("device", "transformer_impl", "distributed_backend", "moe_permute_fusion")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

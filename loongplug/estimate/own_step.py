@@ -57,11 +57,13 @@ class OwnStep:
         before = None
         if rank.stage:
             before = StageBefore(width=widths[rank.stage - 1], trains=trains_before)
-        traced = {
-            each: Tracer(parsed.args, model, MicrobatchSize(units={entry.name: each})).encoder(
-                self._chunk, entry, before=before
-            )
+        likes = {  # of the encoder alone
+            each: MicrobatchSize(units={entry.name: each}, row_length=0)
             for each in (blank, largest)
+        }
+        traced = {
+            each: Tracer(parsed.args, model, like).encoder(self._chunk, entry, before=before)
+            for each, like in likes.items()
         }
         costs = UnitCosts(
             blank=traced[blank],

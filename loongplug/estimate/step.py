@@ -1,5 +1,6 @@
 """One step of a rank, followed turn by turn."""
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -71,7 +72,8 @@ class Step:
         trains.
         """
         self._rank = rank
-        self._args = args = parsed.args
+        length = max(each.row_length for each in microbatches)
+        self._args = args = Namespace(**vars(parsed.args) | {"seq_length": length})
         self._model: Any = parsed.model
         self._microbatches = microbatches
         self._states = states
@@ -89,7 +91,8 @@ class Step:
             overlaps=args.overlap_moe_expert_parallel_comm,
         )
         blank = MicrobatchSize(
-            units={name: blank_unit(self._model.encoder(name)) for name in rank.engine.encoders}
+            units={name: blank_unit(self._model.encoder(name)) for name in rank.engine.encoders},
+            row_length=length,
         )
         largest = self._largest(blank)
         self._apart = {name for name, engine in rank.engine.encoders.items() if engine.steps}
@@ -118,7 +121,7 @@ class Step:
             for name, smallest in blank.units.items()
         }
         fullest = max(self._microbatches, key=lambda each: each.rows)
-        return MicrobatchSize(units=units, segments=fullest.segments)
+        return replace(blank, units=units, segments=fullest.segments)
 
     def _unit_costs(
         self,

@@ -18,6 +18,7 @@ from loongplug.models.entries import encoders
 from loongplug.training.apart import decoder_layout_of
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
+from loongplug.training.row_lengths import row_lengths_of
 
 Grid = tuple[int, int, int]
 
@@ -56,9 +57,13 @@ def parts_of(units: Sequence[UnitSize]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchSize:
-    """A microbatch's units by encoder; ``segments`` are the lengths of the samples in a pack."""
+    """A microbatch's units by encoder, and the tokens of each of its rows with padding.
+
+    ``segments`` are the lengths of the samples in a pack.
+    """
 
     units: Mapping[str, UnitSize]
+    row_length: int
     segments: tuple[int, ...] | None = None
 
     @property
@@ -94,10 +99,10 @@ def microbatches_of_data(args: Namespace, model: Any, *, step: int = 0) -> list[
                 shards = sequence_shards(unit.places, split=microbatch.split, tp=tp)
             grids = planned.units[name].media.grids
             units[name] = UnitSize(grids=grids, tokens=unit.tokens, shards=shards)
-        segments = microbatch.segments
+        segments, length = microbatch.segments, microbatch.split.length
         if segments is not None:
-            segments = (*segments, args.seq_length - microbatch.tokens)
-        found.append(MicrobatchSize(units=units, segments=segments))
+            segments = (*segments, length - microbatch.tokens)
+        found.append(MicrobatchSize(units=units, row_length=length, segments=segments))
     return found
 
 
@@ -168,12 +173,18 @@ class _Data:
             bad_samples=self._provider.bad_samples,
             look_ahead=args.packing_look_ahead if args.packing else None,
         )
+        step, row_lengths = list(source.next_step()), row_lengths_of(args)
+        texts = [planned.samples for planned in step]
         found = []
-        for planned in source.next_step():
+        for planned in step:
+            length: int = args.seq_length
+            if row_lengths is not None:
+                together = texts if row_lengths.by_step else [planned.samples]
+                length = row_lengths.of(together, longest=length)
             (microbatch,) = collate(
                 planned.samples,
                 pad_token_id=processor.pad_token_id,
-                seq_length=args.seq_length,
+                seq_length=length,
                 token_ids={entry.name: token_ids(processor, entry.media) for entry in entries},
                 packed=args.packing,
                 parts=parts,
@@ -212,7 +223,7 @@ def microbatches_of_size(
 
     units = {first: UnitSize(grids=grids, tokens=tokens, shards=shards(tokens))}
     units |= {name: UnitSize(shards=shards(0)) for name in others}
-    return [MicrobatchSize(units=units)] * microbatches_of(args)
+    return [MicrobatchSize(units=units, row_length=args.seq_length)] * microbatches_of(args)
 
 
 def own_units_of_size(

@@ -104,17 +104,10 @@ def _media(unit: Unit) -> MediaInput:
 
 
 def put_together(media: Sequence[MediaInput]) -> MediaInput:
-    """Media of several units for one pass.
-
-    Those without rows are left out: nothing says how wide their rows would be, which is that of
-    images for an encoder of sounds, too.
-    """
-    filled = [each for each in media if len(each.rows)] or media[:1]
-    if len(filled) == 1:
-        return filled[0]
+    """Media of several units for one pass."""
     return MediaInput(
-        rows=torch.cat([each.rows for each in filled]),
-        grids=torch.cat([each.grids for each in filled]),
+        rows=torch.cat([each.rows for each in media]),
+        grids=torch.cat([each.grids for each in media]),
     )
 
 

@@ -154,13 +154,18 @@ class TextDecoder(GPTModel):
         *,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor | None:
-        """Padding and loss mask of whole rows for router losses; None without those.
+        """Padding and loss mask of whole rows for routers, [b, 2 * s * cp] bool.
 
-        [b, 2 * s * cp] bool. Collective: the context parallel group.
+        None for a decoder without experts, and for a pack without padding where nothing is
+        balanced. Collective: the context parallel group.
         """
-        if loss_mask is None or not self.training or not balances(self.config):
+        packed = packed_seq_params
+        if self.config.num_moe_experts is None:
             return None
-        kinds = token_kinds(position_ids, loss_mask, packed=packed_seq_params)
+        balanced = loss_mask is not None and self.training and balances(self.config)
+        if packed is not None and packed.qkv_format == "thd" and not (packed.padding or balanced):
+            return None
+        kinds = token_kinds(position_ids, loss_mask if balanced else None, packed=packed)
         return of_whole_rows(kinds, group=self.pg_collection.cp)
 
     def forward(

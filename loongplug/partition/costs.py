@@ -56,7 +56,7 @@ def costs_of(
             part = Fraction(1, _ranks_of_a_unit(parsed, entry, apart=entry.name in apart))
         found[entry.name] = _of_encoder(parsed, entry, chains, microbatches, part=part)
     args = parsed.args
-    rows = [each.segments or (args.seq_length,) * args.micro_batch_size for each in microbatches]
+    rows = [each.segments or (each.row_length,) * args.micro_batch_size for each in microbatches]
     decoder = decoder_costs(args, model.foundation, chains.decoder, rows)
     found[only_decoder(entries).name] = decoder
     return found

@@ -248,6 +248,7 @@ class DatasetProvider:
             model=self._model,
             engine=self._engine,
             processor=self.train.processor,
+            videos=self.train.videos,
             news=news,
         )
 

@@ -94,7 +94,7 @@ class DecoderData(RankData):
                     place.edge.replicas,
                     place.replica_group,
                     row_values=self.model.encoder(name).row_values,
-                    pixel_bytes=self.pixel_bytes,
+                    coded=self.coded,
                     device=current_platform().device,
                     news=news,
                 )

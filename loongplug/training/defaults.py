@@ -21,7 +21,7 @@ def apply_defaults(
     """
     default_tokenizer(args)
     defaults = _common(args) | {"distributed_backend": backend}
-    defaults |= _on_cpu() if args.device == "cpu" else _on_cuda()
+    defaults |= _on_cpu() if args.device == "cpu" else _on_cuda(rows_vary=not args.packing)
     for name, value in defaults.items():
         if name not in given:
             setattr(args, name, value)
@@ -85,7 +85,7 @@ def _on_cpu() -> dict[str, Any]:
     }
 
 
-def _on_cuda() -> dict[str, Any]:
+def _on_cuda(*, rows_vary: bool) -> dict[str, Any]:
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     has_nvrx = importlib.util.find_spec("nvidia_resiliency_ext") is not None
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -94,4 +94,6 @@ def _on_cuda() -> dict[str, Any]:
         "async_strategy": "nvrx" if has_nvrx else "mcore",
         "gradient_accumulation_fusion": has_apex,
         "no_persist_layer_norm": not has_engine,
+        # torch.compile would compile its fusions again for rows of other lengths.
+        "disable_jit_fuser": rows_vary,
     }

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loongplug.data.coded_media import CodedMedia
 from loongplug.data.microbatch import MediaInput
-from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedUnit
 from loongplug.data.units import LoadedUnit, MediaBatch
 from loongplug.hetero.sends import Sends
@@ -85,7 +85,7 @@ class ReplicaDelivery:
     group: dist.ProcessGroup | None  # of the one that this rank is of, None where it is of none
     _: KW_ONLY
     row_values: int
-    pixel_bytes: PixelBytes | None  # None: the encoder takes no images
+    coded: CodedMedia | None  # None: the encoder takes neither images nor videos
     device: torch.device
     news: News | None  # None: no sample may be left out, or nobody else needs to know
 
@@ -105,19 +105,19 @@ class ReplicaDelivery:
         return mine, bad
 
     def _rows(self, media: MediaBatch, loaded: LoadedUnit | None) -> Tensor:
-        pixels = self.pixel_bytes if media.coded else None
+        coded = self.coded if media.coded else None
         if loaded is None:
             width, kind = self.row_values, torch.float32
-            if pixels is not None:
-                width, kind = pixels.width(self.row_values), torch.uint8
-            rows = torch.empty(media.rows, width, dtype=kind, device=self.device)
+            if coded is not None:
+                width, kind = coded.width(self.row_values), torch.uint8
+            rows = torch.empty(media.loaded_rows, width, dtype=kind, device=self.device)
         else:
             # Pinned by the background processes' thread; where there are none, only here.
             rows = to_device(loaded.rows, self.device)
         assert self.group is not None, "this rank encodes"
         if media.media and dist.get_world_size(self.group) > 1:
             dist.broadcast(rows, group=self.group, group_src=0)
-        return rows if pixels is None else pixels.decoded(rows)
+        return rows if coded is None else coded.decoded(rows, media.media, media.grids)
 
 
 @dataclass(frozen=True, kw_only=True)

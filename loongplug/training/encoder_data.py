@@ -88,7 +88,7 @@ class EncoderData(RankData):
             [self._loading],
             self.engine.encoders[name].place.replica_group,
             row_values=self.model.encoder(name).row_values,
-            pixel_bytes=self.pixel_bytes,
+            coded=self.coded,
             device=current_platform().device,
             news=self._news(name, hearer=hearer, channel=channel) if tells else None,
         )

@@ -10,13 +10,15 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from loongplug.context.row_parts import RowParts
+from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.media import coded_media
 from loongplug.data.microbatch import Microbatch, TextNeeds
-from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.processor import Processor
 from loongplug.data.source import EncoderUnits, LocalSource, StepSource
 from loongplug.data.units import token_ids
+from loongplug.data.video import VideoProcessor
 from loongplug.data.workers import WorkerSettings
 from loongplug.hetero.engine import Engine
 from loongplug.models.architecture import MultimodalArchitecture
@@ -24,6 +26,7 @@ from loongplug.models.entries import encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import Delivery, News, deliver
+from loongplug.training.row_lengths import row_lengths_of
 
 _CHANNELS = 3  # of training, of validation, and what asks
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.
@@ -55,13 +58,13 @@ class RankData(ABC):
     model: MultimodalArchitecture
     engine: Engine
     processor: Processor
+    videos: VideoProcessor
     news: dist.ProcessGroup | None
 
     @property
-    def pixel_bytes(self) -> PixelBytes | None:
-        """What images come as; None without images."""
-        images = self.processor.images
-        return None if images is None else images.pixel_bytes
+    def coded(self) -> CodedMedia | None:
+        """What becomes of images and videos, which come as bytes; None without both."""
+        return coded_media(self.processor, self.videos)
 
     @abstractmethod
     def pieces(self, *, training: bool) -> int:
@@ -107,6 +110,7 @@ class RankData(ABC):
                 for entry in encoders(self.model.entries())
             },
             packed=self.args.packing if packed is None else packed,
+            row_lengths=None if seq_length else row_lengths_of(self.args),
             deliver=partial(deliver, deliveries),
             needs=needs,
             pins=current_platform().name == "cuda",

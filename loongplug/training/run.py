@@ -69,6 +69,7 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
+from loongplug.training.row_lengths import StepRows, row_lengths_of
 from loongplug.training.same_start import require_same_data, require_same_start
 from loongplug.training.soundness import Soundness, finalized
 from loongplug.training.step_sizes import rates_of, step_sizes
@@ -137,7 +138,13 @@ def _run(
         saved=kept.prune if kept is not None else lambda: None,
     )
     engine = engine_of(args, parsed.model)
-    if engine.steps:
+    row_lengths, step_rows = row_lengths_of(args), None
+    if row_lengths is not None and row_lengths.by_step:
+        step_rows = StepRows()
+        platform.use(
+            stepped_schedules_table(lambda found: engine.schedules(step_rows.schedules(found)))
+        )
+    elif engine.steps:
         platform.use(stepped_schedules_table(engine.schedules))
     make_own_groups(args, engine)
     datasets = DatasetProvider(args, parsed.model, engine=engine)
@@ -205,7 +212,7 @@ def _run(
             world_size=args.ranks,
             module=lambda: engine.own,
         ) as recorder,
-        _reported(engine, recorder),
+        _reported(engine, recorder, step_rows),
         megatron_output(args, without_save=without_save) as terminal,
         _told_what_was_built(
             engine,
@@ -338,9 +345,11 @@ def _told_what_was_built(
 
 
 @contextmanager
-def _reported(engine: Engine, recorder: Recorder) -> Iterator[None]:
+def _reported(engine: Engine, recorder: Recorder, step_rows: StepRows | None) -> Iterator[None]:
     """Report exchanges of features and switches between parallel states to ``recorder``."""
     engine.report_to(recorder)
+    if step_rows is not None:
+        step_rows.recorder = recorder
     if recorder is not NOTHING:
         PARALLEL_STATES.on_switch = lambda before, now: recorder.mark("switch", now, before=before)
     try:

@@ -22,7 +22,7 @@ def test_the_table_has_lengths_that_are_there() -> None:
 def test_the_words_count_what_does_not_fit_and_what_packing_fills() -> None:
     said = fill_words([6, 4, 6, 4, 11], seq_length=10)
     assert said.startswith("20.0% of the samples are longer than --seq-length 10.")
-    assert "Padded, sequences are 50.0% full; with --packing, 100.0%" in said
+    assert "Padded to that length, sequences are 50.0% full; with --packing, 100.0%" in said
     assert fill_words([11], seq_length=10) == (
         "100.0% of the samples are longer than --seq-length 10."
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from on_a_gpu import in_fresh_interpreter
 from PIL import Image
+from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from loongplug.data.conversation import Video
 from loongplug.data.image_patches import QwenPatches
@@ -18,7 +19,7 @@ from loongplug.data.media import MediaLoader
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.processor import Processor
 from loongplug.data.units import MediaBatch, UnitLoader
-from loongplug.data.video import TIMESTAMPS, VideoProcessor
+from loongplug.data.video import TIMESTAMPS, VideoProcessor, VideoStyle
 from loongplug.platform import current_platform
 
 pytestmark = pytest.mark.quick
@@ -96,7 +97,54 @@ def unit_of(*media: Any, loader: MediaLoader) -> MediaBatch:
     )
 
 
-def test_a_unit_of_images_is_loaded_as_bytes_and_one_with_a_video_as_values(
+VIDEO_SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.27, 0.26, 0.28]},
+    {"do_normalize": False},
+    {"do_rescale": False},
+    {"do_rescale": False, "do_normalize": False},
+    {"rescale_factor": 1 / 127.5},
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("settings", VIDEO_SETTINGS, ids=str)
+@pytest.mark.parametrize("style", [TIMESTAMPS, VideoStyle(timestamps=False)], ids=["3", "2.5"])
+def test_values_of_frames_are_those_of_transformers_to_the_bit(
+    processor: Processor,
+    tmp_path: Path,
+    write_frames: Callable[..., list[str]],
+    style: VideoStyle,
+    settings: dict[str, Any],
+    count: int,
+) -> None:
+    kind = Qwen3VLVideoProcessor if style.timestamps else Qwen2VLVideoProcessor
+    sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    transform = kind(**sizes, do_sample_frames=False, cap_pixels_per_frame=False, **settings)
+    videos = VideoProcessor(processor, style)
+    videos._transform = transform
+    names = write_frames("v", count, height=70, width=96)
+    video = Video(frames=tuple(tmp_path / name for name in names), fps=2.0)
+
+    frames = [np.asarray(Image.open(path).convert("RGB")) for path in video.frames]
+    frames += frames[-1:] * (2 - count)  # what the processors themselves would refuse
+    given = torch.from_numpy(np.stack(frames))
+    expected = transform([given], return_tensors="pt", input_data_format="channels_last")
+    rows, grid = videos.coded(video, where="rows.jsonl:1")
+    assert list(grid) == expected["video_grid_thw"][0].tolist()
+    values = videos.pixel_bytes.of_video(rows, grid)
+    assert torch.equal(values, expected["pixel_values_videos"].float())
+    # Each frame once, a byte for a value.
+    assert rows.dtype == torch.uint8
+    assert rows.untyped_storage().nbytes() == rows.nbytes == count * grid[1] * grid[2] * 3 * 16**2
+
+
+def test_what_transformers_computes_is_computed_and_not_looked_up() -> None:
+    plain = Qwen3VLVideoProcessor(patch_size=16, cap_pixels_per_frame=False)
+    assert PixelBytes.of_videos(plain, frames=2).formula is not None
+
+
+def test_units_of_images_and_videos_are_loaded_as_bytes(
     processor: Processor,
     tmp_path: Path,
     write_image: Callable[..., str],
@@ -107,32 +155,36 @@ def test_a_unit_of_images_is_loaded_as_bytes_and_one_with_a_video_as_values(
     images = [
         tmp_path / write_image(f"{seed}.png", height=64, width=96, seed=seed) for seed in (1, 2)
     ]
-    frames = write_frames("v", 4, height=64, width=64)
+    frames = write_frames("v", 3, height=64, width=64)
     video = Video(frames=tuple(tmp_path / name for name in frames), fps=2.0)
-    pixels = processor.vision.pixel_bytes
+    assert loader.coded is not None
 
     unit = unit_of(*images, loader=loader)
     loaded = load(unit)
     assert unit.coded
     assert loaded.rows.dtype == torch.uint8
     values = loader.load(images, where="rows.jsonl:1").rows
-    assert torch.equal(pixels.decoded(loaded.rows), values)
+    assert torch.equal(loader.coded.decoded(loaded.rows, unit.media, unit.grids), values)
     assert torch.equal(load(unit).rows, loaded.rows)  # from its cache
 
-    mixed = unit_of(images[0], video, images[1], loader=loader)
-    assert not mixed.coded
+    mixed = unit_of(images[0], video, video, images[1], images[0], loader=loader)
+    assert mixed.coded
     rows = load(mixed).rows
-    assert rows.dtype == torch.float32
-    assert torch.equal(rows, loader.load(mixed.media, where="rows.jsonl:1").rows)
-    assert load(mixed.part((0, 2))).rows.dtype == torch.uint8
+    assert rows.dtype == torch.uint8
+    assert len(rows) == mixed.loaded_rows == 3 * 24 + 2 * 3 * 16  # three frames, not four
+    decoded = loader.coded.decoded(rows, mixed.media, mixed.grids)
+    singly = [loader.load([each], where="rows.jsonl:1").rows for each in mixed.media]
+    assert torch.equal(decoded, torch.cat(singly))
 
     (tmp_path / "2.png").write_bytes(b"no image any more")
-    broken = load(replace(unit, index=1))
-    assert broken.bad.keys() == {1}
-    assert torch.equal(broken.rows[:24], loaded.rows[:24])
+    (tmp_path / frames[1]).write_bytes(b"nor this")
+    broken = load(replace(mixed, index=1))
+    assert broken.bad.keys() == {1, 2, 3}
     assert broken.rows.dtype == torch.uint8
-    assert not broken.rows[24:].any()
-    assert broken.rows.shape == loaded.rows.shape
+    assert broken.rows.shape == rows.shape
+    assert torch.equal(broken.rows[:24], rows[:24])
+    assert torch.equal(broken.rows[-24:], rows[-24:])
+    assert not broken.rows[24:-24].any()
 
 
 @pytest.mark.gpu

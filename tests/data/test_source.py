@@ -17,6 +17,7 @@ from loongplug.data import loader
 from loongplug.data.bad_samples import BadSample
 from loongplug.data.dataset import ChatDataset
 from loongplug.data.loader import MicrobatchLoader
+from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, Share, TextNeeds
 from loongplug.data.positions import Grid
 from loongplug.data.processor import Processor
@@ -57,7 +58,9 @@ def loaded_by(unit: PlannedUnit) -> Any:
 def values_of(unit: PlannedUnit, dataset: ChatDataset) -> torch.Tensor:
     """Its rows as the encoder takes them: those of images alone come as bytes."""
     rows: torch.Tensor = loaded_by(unit)().rows
-    return dataset.processor.vision.pixel_bytes.decoded(rows) if unit.media.coded else rows
+    coded = coded_media(dataset.processor, dataset.videos)
+    assert coded is not None
+    return coded.decoded(rows, unit.media.media, unit.media.grids) if unit.media.coded else rows
 
 
 def source(dataset: ChatDataset, **options: Any) -> LocalSource:
@@ -405,7 +408,7 @@ def test_a_sample_with_bad_media_for_either_encoder_teaches_nothing(mixed: ChatD
     def with_bad(name: str, number: int) -> PlannedUnit:
         media = MediaBatch.of(0, planned.samples, encoder=name, kinds=("image", "video"))
         bad = {number: BadSample(kind="pixels", message="of noise")}
-        rows = torch.zeros(media.rows, 4)
+        rows = torch.zeros(media.loaded_rows, 3 * 16**2, dtype=torch.uint8)
         loaded = LoadedUnit(index=0, encoder=name, rows=rows, bad=bad, decoded=0)
         return planned_whole(media, lambda: loaded)
 

@@ -33,6 +33,7 @@ from loongplug.hetero.executor import Executor, unwrapped
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.sends import Sends
 from loongplug.hetero.stage_links import StageLink, StageLinks
+from loongplug.models.decoder import TextDecoder
 from loongplug.models.features import Features
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.platform.copies import HostCopies
@@ -348,5 +349,11 @@ def around(
 def measure(rank: int, *, flags: list[str], apart: bool) -> Measured:
     """Two steps of the run; what the second held."""
     watch = _Watch(apart=apart)
-    run(flags, watch=watch, on_report=watch.stepped)
+    # An estimate is of full rows: it takes no token for padding, which experts are not sent.
+    router_mask = TextDecoder.router_mask
+    TextDecoder.router_mask = lambda *_, **__: None
+    try:
+        run(flags, watch=watch, on_report=watch.stepped)
+    finally:
+        TextDecoder.router_mask = router_mask
     return watch.found

@@ -98,7 +98,8 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
     "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),
     "experts-allgather-lora-packed": (2, (*EXPERTS, *ALLGATHER, EP, "2", *LORA, *PACKED)),
-    "overlap-delayed-saved": (2, (*OVERLAP, DELAYED, *TWICE, *AWAY)),
+    # Packs: replicas that share experts have rows of one length there.
+    "overlap-delayed-saved": (2, (*OVERLAP, DELAYED, *TWICE, *AWAY, *PACKED)),
     "overlap-full-vpp2-delayed": (
         4,
         (*OVERLAP, PP, "2", *VPP, FULL, DELAYED, "--global-batch-size", "16"),

@@ -8,12 +8,12 @@ from loongplug.hetero.encoder_of_step import put_together
 
 pytestmark = pytest.mark.quick
 
-SOUNDS, PATCHES = 32, 1536  # values of a row
+SOUNDS = 32  # values of a row
 
 
-def media(*lengths: int, width: int = SOUNDS) -> MediaInput:
+def media(*lengths: int) -> MediaInput:
     grids = torch.tensor([(1, 1, each) for each in lengths], dtype=torch.int64).reshape(-1, 3)
-    return MediaInput(rows=torch.randn(sum(lengths), width), grids=grids)
+    return MediaInput(rows=torch.randn(sum(lengths), SOUNDS), grids=grids)
 
 
 def test_media_of_units_follow_each_other() -> None:
@@ -23,10 +23,9 @@ def test_media_of_units_follow_each_other() -> None:
     assert found.grids.tolist() == [[1, 1, 3], [1, 1, 2], [1, 1, 4]]
 
 
-def test_units_without_media_may_be_of_any_width() -> None:
-    """A microbatch without a sound, before an encoder of sounds: its rows are no image's."""
-    none, sounds = media(width=PATCHES), media(3)
-    assert put_together([none, sounds, none]) is sounds
-    assert put_together([none, none]) is none
-    more = put_together([sounds, none, media(2)])
-    assert (more.rows.shape, len(more.grids)) == ((5, SOUNDS), 2)
+def test_units_without_media_add_nothing() -> None:
+    none, sounds = media(), media(3)
+    found = put_together([none, sounds, none])
+    assert torch.equal(found.rows, sounds.rows)
+    assert found.grids.tolist() == [[1, 1, 3]]
+    assert put_together([none, none]).rows.shape == (0, SOUNDS)

@@ -599,7 +599,7 @@ def count_a_shards_tokens(original: Any, self: Any, input: Any, padding_mask: An
 @at(f"{DECODER}:token_kinds")
 def balance_padding(original: Any, positions: Any, loss_mask: Any, **of: Any) -> Any:
     kinds = original(positions, loss_mask, **of)
-    kinds[:, : loss_mask.shape[1]] = False
+    kinds[:, : kinds.shape[1] // 2] = False
     return kinds
 
 

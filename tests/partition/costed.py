@@ -49,7 +49,7 @@ def media(run, *grids):
     first, *others = run.model.encoders
     tokens = sum(map(run.model.encoder(first).tokens, grids))
     units = {first: UnitSize(grids=grids, tokens=tokens), **dict.fromkeys(others, UnitSize())}
-    return MicrobatchSize(units=units)
+    return MicrobatchSize(units=units, row_length=LENGTH)
 
 
 def trains_of(run, *, freeze=(), train=()) -> Freezing:

@@ -10,7 +10,8 @@ from image_units import planned_whole
 from ranks import run_ranks
 
 from loongplug.data.bad_samples import BadSample
-from loongplug.data.conversation import Medium
+from loongplug.data.coded_media import CodedMedia
+from loongplug.data.conversation import AudioClip, Medium
 from loongplug.data.microbatch import MediaInput, Share
 from loongplug.data.pixel_bytes import PixelBytes
 from loongplug.data.source import PlannedMicrobatch, PlannedShare, PlannedUnit
@@ -66,7 +67,7 @@ def planned(rank: int, index: int, order: list[tuple[int, str]]) -> PlannedMicro
                 decoded=len(media),
             )
 
-        nothing: tuple[Medium, ...] = tuple(object() for _ in media)  # type: ignore[misc]
+        nothing: tuple[Medium, ...] = (AudioClip(Path("a.wav"), samples=1),) * len(media)
         return planned_whole(
             MediaBatch(
                 index=index,
@@ -94,7 +95,7 @@ def delivered(rank: int, *, news: bool) -> list[tuple[dict[str, MediaInput], set
             replicas,
             groups[name],
             row_values=VALUES[name],
-            pixel_bytes=None,
+            coded=None,
             device=torch.device("cpu"),
             news=News(group=everyone, hearers=range(3), channel=number, recent=9) if news else None,
         )
@@ -165,7 +166,7 @@ def told_apart(rank: int) -> list[set[int]]:
                 [(rank,)],
                 alone,
                 row_values=1,
-                pixel_bytes=None,
+                coded=None,
                 device=torch.device("cpu"),
                 news=news,
             )
@@ -215,7 +216,7 @@ def delivered_shares(rank: int) -> tuple[torch.Tensor | None, list[list[int]], s
         [(0,), (1,), (2,)],
         alone,
         row_values=1,
-        pixel_bytes=None,
+        coded=None,
         device=torch.device("cpu"),
         news=News(group=everyone, hearers=range(3), channel=1, recent=2),
     )
@@ -266,7 +267,7 @@ def delivered_bytes(rank: int) -> tuple[torch.Tensor, list[torch.dtype]]:
         [(0, 1)],
         dist.group.WORLD,
         row_values=12,
-        pixel_bytes=PIXELS,
+        coded=CodedMedia(PIXELS, videos=lambda: PIXELS),
         device=torch.device("cpu"),
         news=None,
     )

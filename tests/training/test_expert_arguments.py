@@ -64,6 +64,7 @@ def test_experts_are_grouped_where_transformer_engine_is(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     args = Namespace(
         device="cuda",
+        packing=False,
         num_experts=experts,
         tokenizer_model="tokenizer",
         transformer_impl=impl,
@@ -81,3 +82,4 @@ def test_experts_are_grouped_where_transformer_engine_is(
     )
     apply_defaults(args, given=given, backend="nccl")
     assert args.moe_grouped_gemm == args.moe_permute_fusion == grouped
+    assert args.disable_jit_fuser  # rows vary without packing

@@ -145,10 +145,13 @@ def stop_in_second_step(rank: int, *, flags: list[str]) -> int | str | None:
     from loongplug.data import loader
 
     original = loader.MicrobatchLoader.__next__
+    taken = 0
 
     def next_microbatch(self):
-        if rank == 1 and self.source.consumed_samples == 8:
+        nonlocal taken
+        if rank == 1 and taken == 4:  # of two samples each
             os.kill(os.getpid(), signal.SIGTERM)
+        taken += 1
         return original(self)
 
     loader.MicrobatchLoader.__next__ = next_microbatch

@@ -9,10 +9,12 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
+from loongplug.models.layers.dispatch import RealTokensDispatcher
 from loongplug.models.layers.grouped import Groups, JoinedExperts, joinable, kernel_takes, watched
 
 
@@ -77,10 +79,11 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class ExpertLayer(MoELayer):
-    """MoELayer whose experts are reduced and optimized apart from all else, in every layout.
+    """MoELayer whose experts get no padding, and are optimized apart from all else.
 
-    Upstream does so where expert parallelism or expert tensor parallelism asks for groups of their
-    own; elsewhere it has one optimizer, and no checkpoint of two would load into it.
+    They are reduced and optimized apart in every layout. Upstream does so where expert parallelism
+    or expert tensor parallelism asks for groups of their own; elsewhere it has one optimizer, and
+    no checkpoint of two would load into it.
     """
 
     # [b, 2 * s] bool, router.token_kinds of the microbatch at work, for callers of the layer's
@@ -91,6 +94,9 @@ class ExpertLayer(MoELayer):
         super().__init__(*args, **kwargs)
         for parameter in self.experts.parameters():
             parameter.allreduce = False
+        dispatcher: Any = self.token_dispatcher
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+            self.token_dispatcher: Any = RealTokensDispatcher.like(dispatcher)
 
     def route(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None
@@ -98,6 +104,9 @@ class ExpertLayer(MoELayer):
         """As upstream's; without a ``padding_mask`` [2 * s, b] that of ``token_kinds``."""
         if padding_mask is None and self.token_kinds is not None:
             padding_mask = self.token_kinds.transpose(0, 1)
+        dispatcher: Any = self.token_dispatcher
+        if isinstance(dispatcher, RealTokensDispatcher):
+            dispatcher.leaves_out = padding_mask is not None
         result: tuple[Tensor, Tensor] = super().route(hidden_states, padding_mask)
         return result
 

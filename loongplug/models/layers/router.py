@@ -35,31 +35,36 @@ def balances_by(
 
 
 def token_kinds(
-    position_ids: Tensor, loss_mask: Tensor, *, packed: PackedSegments | None = None
+    position_ids: Tensor,
+    loss_mask: Tensor | None = None,
+    *,
+    packed: PackedSegments | None = None,
 ) -> Tensor:
     """What routers have to know of a microbatch's tokens, [b, 2 * s] bool.
 
-    The first s columns mark padding, the others the tokens that count in the loss. As one tensor,
+    The first s columns mark padding, the others the tokens that count in the loss: none without a
+    ``loss_mask``, which only balancing losses ask for. As one tensor,
     it goes wherever upstream takes its ``padding_mask``: through activation checkpoints to each
     router. Of rows whose tokens lie on several ranks, these are of the tokens that are held here:
     see :func:`of_whole_rows`.
 
     Args:
         position_ids: [axes, b, s] int64; 0 on all axes behind a row's first token is padding.
-        loss_mask: [b, s].
+        loss_mask: [b, s], or None.
         packed: of a pack, where every sample begins at position 0, and which knows its padding; of
             any row whose tokens lie on several ranks.
     """
     row = None if packed is None else packed.context
-    length = loss_mask.shape[1] if row is None else row.split.length
+    length = position_ids.shape[2] if row is None else row.split.length
     part = Part.whole(length) if row is None else row.split.parts[row.rank]
     if packed is None or packed.qkv_format != "thd":
         padding = (position_ids == 0).all(dim=0)  # [b, s]
         padding[:, : _before(part, 1)] = False
     else:
-        padding = torch.zeros_like(loss_mask, dtype=torch.bool)
+        padding = torch.zeros_like(position_ids[0], dtype=torch.bool)
         padding[:, _before(part, length - packed.padding) :] = True
-    return torch.cat([padding, loss_mask != 0], dim=1)
+    counted = torch.zeros_like(padding) if loss_mask is None else loss_mask != 0
+    return torch.cat([padding, counted], dim=1)
 
 
 def _before(part: Part, place: int) -> int:
@@ -82,7 +87,10 @@ def of_whole_rows(kinds: Tensor, *, group: ProcessGroup) -> Tensor:
 
 
 class BalancedRouter(TopKRouter):
-    """TopKRouter whose balancing losses leave padding out and are means over microbatches.
+    """TopKRouter that sends padding to no expert, and balances by means over microbatches.
+
+    Padding has no expert in the routing map and no probability, and it takes none of an expert's
+    capacity. Nor does it count in a balancing loss.
 
     Upstream weights a microbatch's balancing loss by its number of tokens, though the step then
     divides by the tokens *that count in the loss*: a coefficient would grow by the ratio of the
@@ -96,12 +104,12 @@ class BalancedRouter(TopKRouter):
     _valid: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and routing map, both [tokens, experts].
+        """Probabilities and routing map, both [tokens, experts]; nothing of padding.
 
         Args:
             input: [s / (tp * cp), b, hidden].
             padding_mask: [2 * s, b] bool, :func:`token_kinds` of whole rows turned; None where
-                there is nothing to balance.
+                there is no padding and nothing to balance.
         """
         self._counted = self._valid = local = None
         if padding_mask is not None:
@@ -110,8 +118,33 @@ class BalancedRouter(TopKRouter):
             # Parts of a row follow each other by rank, and each is split over the TP ranks.
             local = padding.chunk(self.tp_cp_group.size())[self.tp_cp_group.rank()]
             assert local.shape == input.shape[:2], (local.shape, input.shape)
-        result: tuple[Tensor, Tensor] = super().forward(input, local)
-        return result
+        probs, routing_map = super().forward(input, local)
+        if local is not None:
+            real = ~local.reshape(-1, 1)  # [tokens, 1]
+            probs, routing_map = probs * real, routing_map & real
+        return probs, routing_map
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As upstream's; where experts have a capacity, of the tokens that are no padding alone.
+
+        Args:
+            logits: [s / (tp * cp), b, experts].
+            padding_mask: [s / (tp * cp), b] bool.
+        """
+        if padding_mask is None or self.config.moe_expert_capacity_factor is None:
+            of_all: tuple[Tensor, Tensor] = super().routing(logits, padding_mask=padding_mask)
+            return of_all
+        # Upstream takes the capacity from the number of tokens that it is given.
+        real = (~padding_mask).flatten().nonzero().squeeze(1)  # [real tokens]
+        tokens = logits.flatten(0, 1)  # [tokens, experts]
+        probs, routing_map = super().routing(
+            tokens.index_select(0, real).unsqueeze(1),
+            padding_mask=torch.zeros_like(real, dtype=torch.bool).unsqueeze(1),
+        )
+        return (
+            torch.zeros_like(tokens).index_copy(0, real, probs),
+            torch.zeros_like(tokens, dtype=torch.bool).index_copy(0, real, routing_map),
+        )
 
     def attach_and_log_load_balancing_loss(
         self,

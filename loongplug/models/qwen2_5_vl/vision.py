@@ -165,7 +165,8 @@ def build_encoder(
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
-        bias_activation_fusion=decoder.bias_activation_fusion,
+        # torch.compile would compile it again for other numbers of patches.
+        bias_activation_fusion=False,
     )
     return Qwen25VisionEncoder(config, architecture, backend=backend, pg_collection=groups)
 

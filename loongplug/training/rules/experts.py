@@ -140,6 +140,25 @@ packing_balancing = excludes(
 )
 
 
+capacity_balancing = excludes(
+    flag("--moe-expert-capacity-factor"),
+    Choice(said=_by_sample, in_docs="`--moe-router-load-balancing-type seq_aux_loss`"),
+    reason="padding has no part in the capacity, and what is left is no longer told apart by rows",
+    cure="use aux_loss or global_aux_loss, or drop --moe-expert-capacity-factor",
+)
+
+
+@rule(
+    reason="it would fill experts up with padding, which is sent to none",
+    cure="drop the flag",
+)
+def padded_capacity(args: Namespace, model: Any) -> str | None:
+    """`--moe-pad-expert-input-to-capacity`"""
+    if not args.num_experts or not args.moe_pad_expert_input_to_capacity:
+        return None
+    return "--moe-pad-expert-input-to-capacity"
+
+
 @rule(reason="the others need kernels that are not tested here", cure="drop the flag")
 def dispatcher(args: Namespace, model: Any) -> str | None:
     """a `--moe-token-dispatcher-type` other than `alltoall` and `allgather`"""

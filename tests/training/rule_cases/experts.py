@@ -70,6 +70,17 @@ WITH_EXPERTS: Cases = {
         [{**PACKING, "moe_router_load_balancing_type": ["seq_aux_loss"]}],
         [{**PACKING, "moe_router_load_balancing_type": ["aux_loss"]}],
     ),
+    "capacity-balancing": (
+        [{"moe_expert_capacity_factor": 1.0, "moe_router_load_balancing_type": ["seq_aux_loss"]}],
+        [
+            {"moe_expert_capacity_factor": 1.0, "moe_router_load_balancing_type": ["aux_loss"]},
+            {"moe_router_load_balancing_type": ["seq_aux_loss"]},
+        ],
+    ),
+    "padded-capacity": (
+        [{"moe_pad_expert_input_to_capacity": True}],
+        [{"moe_pad_expert_input_to_capacity": False}],
+    ),
     "dispatcher": (
         [{"moe_token_dispatcher_type": "flex"}],
         [{"moe_token_dispatcher_type": "allgather"}],

@@ -1,0 +1,72 @@
+"""A unit's images and videos as bytes: how many rows they have, and what values they become."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor
+
+from loongplug.data.conversation import AudioClip, Medium
+from loongplug.data.media_files import MediaFile
+from loongplug.data.pixel_bytes import PixelBytes
+from loongplug.data.positions import Grid
+
+
+def is_coded(media: Sequence[Medium]) -> bool:
+    """Whether the rows of these media of one encoder are bytes: not of sounds, nor of none."""
+    return bool(media) and not any(isinstance(medium, AudioClip) for medium in media)
+
+
+def byte_rows(medium: Medium, grid: Grid) -> int:
+    """Rows of bytes of an image or a video of this grid.
+
+    An image has one for each patch of its one frame, or of each of its tiles. A video has one for
+    each patch of each of its frames, none twice.
+    """
+    if isinstance(medium, MediaFile):
+        return prod(grid)
+    assert not isinstance(medium, AudioClip)
+    _, height, width = grid
+    return len(medium.times) * height * width
+
+
+class CodedMedia:
+    """Rows of bytes of whole units, to rows of values as the encoder takes them.
+
+    ``videos`` is asked where there is one, since it loads the folder's video processor.
+    """
+
+    def __init__(self, images: PixelBytes, *, videos: Callable[[], PixelBytes]) -> None:
+        self._images = images
+        self._videos = videos
+
+    def width(self, row_values: int) -> int:
+        """Bytes of a row, where a row of values has so many: of images and videos alike."""
+        return self._images.width(row_values)
+
+    def decoded(self, rows: Tensor, media: Sequence[Medium], grids: Sequence[Grid]) -> Tensor:
+        """Rows of values float32 of rows of bytes, on their device, without a wait of the host.
+
+        [byte rows, channels * pixels] uint8 to [patches, channels * frames * pixels].
+        """
+        counts = [byte_rows(*each) for each in zip(media, grids, strict=True)]
+        assert sum(counts) == len(rows), (counts, rows.shape)
+        found, start = [], 0
+        numbers = range(len(media))
+        for images, group in groupby(numbers, key=lambda number: is_image(media[number])):
+            together = list(group)
+            end = start + sum(counts[number] for number in together)
+            part, start = rows[start:end], end
+            if images:  # that follow each other, at once
+                found.append(self._images.decoded(part))
+                continue
+            videos = part.split([counts[number] for number in together])
+            for number, frames in zip(together, videos, strict=True):
+                found.append(self._videos().of_video(frames, grids[number]))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def is_image(medium: Medium) -> bool:
+    """Whether it is one, of one frame or of tiles."""
+    return isinstance(medium, MediaFile)
