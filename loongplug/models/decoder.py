@@ -28,6 +28,7 @@ from loongplug.models.features import (
     token_places,
 )
 from loongplug.models.layers.context.row import ContextRow
+from loongplug.models.layers.cross_entropy import vocab_parallel_cross_entropy
 from loongplug.models.layers.packed import PackedSegments
 from loongplug.models.layers.recompute import input_for_recompute
 from loongplug.models.layers.router import balances, of_whole_rows, token_kinds
@@ -167,6 +168,19 @@ class TextDecoder(GPTModel):
             return None
         kinds = token_kinds(position_ids, loss_mask if balanced else None, packed=packed)
         return of_whole_rows(kinds, group=self.pg_collection.cp)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Each token's loss [b, s] float32, of ``labels`` [b, s] and ``logits`` [s, b, vocab / tp].
+
+        The backward writes over the logits. Collective: the tensor parallel group.
+        """
+        if self.config.cross_entropy_loss_fusion:
+            fused: Tensor = super().compute_language_model_loss(labels, logits)
+            return fused
+        loss = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1), group=self.pg_collection.tp
+        )
+        return loss.transpose(0, 1).contiguous()
 
     def forward(
         self,

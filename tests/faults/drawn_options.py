@@ -188,7 +188,7 @@ def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
         "uniform": (),
         "hetero-tp": (f"{own_tp}=1",),
         "hetero-dp": ("--enable-encoder-hetero-dp",),
-        "full": full,
+        "full": (*full, "--full-hetero-dp-schedule", "separated"),
         "full-balanced": (
             *(*full, "--use-vit-dp-balance"),
             *("--dp-balance-trigger-threshold-vit", "0"),

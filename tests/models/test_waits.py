@@ -34,6 +34,7 @@ from loongplug.training.provider import tensor_offload_of
 
 TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
+SEPARATED = ("--full-hetero-dp-schedule", "separated")
 EXPERTS = ("--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2")
 WINDOWS = ("--model-name", "qwen2_5_vl_tiny")
 PACKED = ("--packing", "--micro-batch-size", "1")
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "hetero-dp-sp": (2, 1, (DP, TP, "2", SP)),
     "hetero-dp-windows-packed": (2, 0, (DP, TP, "2", *WINDOWS, *PACKED)),
     "full-first-stage-away": (2, 0, (FULL, PP, "2", *FEATURES_AWAY)),
-    "full-last-stage-sp-packed": (4, 2, (FULL, TP, "2", PP, "2", SP, *PACKED)),
+    "full-last-stage-sp-packed": (4, 2, (FULL, *SEPARATED, TP, "2", PP, "2", SP, *PACKED)),
     "experts-balanced": (2, 1, (*EXPERTS, "--moe-aux-loss-coeff", "0.01", *RECOMPUTE)),
     "experts-tp2-sp-packed-full": (
         *(2, 0),
