@@ -120,7 +120,7 @@ class StepRecorder:
         self._losses.append(
             MicrobatchLoss(
                 first_sample=len(self._steps) * self._batch + number * self._micro,
-                samples=digest(labels) ^ digest(loss_mask),
+                samples=_samples(labels, loss_mask),
                 loss=loss,
                 tokens=tokens,
             )
@@ -252,6 +252,15 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> float:
     if group.size() > 1:
         dist.all_reduce(total, group=group)
     return total.item()
+
+
+def _samples(labels: Tensor, loss_mask: Tensor) -> int:
+    """A number for the tokens [b, s] that are trained and their places.
+
+    Padding behind them does not count: how long rows are depends on the layout.
+    """
+    trained = loss_mask != 0
+    return digest(labels[trained]) ^ digest(trained.nonzero()) ^ digest(loss_mask[trained])
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

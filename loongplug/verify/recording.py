@@ -33,7 +33,7 @@ class MicrobatchLoss:
     """A microbatch, named by the run's number of its first sample, and its loss."""
 
     first_sample: int
-    samples: int  # a digest of their tokens and labels
+    samples: int  # a digest of their labels, wherever padding ends
     loss: float  # summed over tokens
     tokens: float  # that count in it
 

@@ -73,6 +73,7 @@ def test_overlap_changes_no_bit(flags, name, tmp_path):
     ranks, layout = CASES[name]
     more = (EARLY, DELAYED, FEATURES_AWAY, STATE_AWAY)
     without = [flag for flag in (*flags, *layout) if flag not in more]
+    without += ("--full-hetero-dp-schedule", "separated")  # as with the overlap
     plain = bits_of(without, ranks=ranks, folder=tmp_path / "plain", timeout=290.0)
     found = bits_of(
         [*flags, *layout, OVERLAP], ranks=ranks, folder=tmp_path / "overlapped", timeout=290.0

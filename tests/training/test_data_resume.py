@@ -11,18 +11,22 @@ from loongplug.data.loader import MicrobatchLoader
 from loongplug.data.rows import RowAccess
 from loongplug.training.run import run
 
+PADDING = 0
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
 def seen(rank: int, *, flags: list[str]) -> list[list[int]]:
-    """The token ids of every row that this rank trains on, step by step as it sees them."""
+    """The token ids of every row that this rank trains on, without padding, step by step."""
     rows: list[list[int]] = []
     original = MicrobatchLoader.__next__
 
     def next_microbatch(self: MicrobatchLoader):
         microbatch = original(self)
         if microbatch.input_ids is not None:  # the first stage has them
-            rows.extend(microbatch.input_ids.tolist())
+            for row in microbatch.input_ids.tolist():
+                while row[-1] == PADDING:
+                    row.pop()
+                rows.append(row)
         return microbatch
 
     MicrobatchLoader.__next__ = next_microbatch
