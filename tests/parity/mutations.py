@@ -499,7 +499,7 @@ def divide_by_the_replicas(original: Any, self: Any, name: str) -> float:
 
 @fault("replicas that have all encoded every unit are summed", spec="placement.md P2, TP copies")
 @at(
-    "loongplug.hetero.engine:ModuleState",
+    "loongplug.hetero.encoder_place:ModuleState",
     where=lambda **given: given.get("gradient_factor", 1.0) != 1.0,
 )
 def count_units_twice(original: Any, **given: Any) -> Any:

@@ -22,12 +22,12 @@ def kill_one(rank: int, *, flags: list[str], store: str, killer: int, loads: boo
     They are those that load pixels, or those that make text.
     """
     original = MicrobatchLoader.__next__
-    begun = False
+    taken = 0
 
     def next_microbatch(self: MicrobatchLoader):
-        nonlocal begun
-        if rank == killer and self.source.consumed_samples == 8 and not begun:
-            begun = True
+        nonlocal taken
+        taken += 1
+        if rank == killer and taken == 5:  # four to a step
             children = sorted(multiprocessing.active_children(), key=lambda child: child.pid or 0)
             # Text comes first, so its processes are the older ones.
             chosen = children[2:] if loads else children[:2]
