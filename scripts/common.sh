@@ -88,11 +88,10 @@ add_mode() {
     esac
 }
 
-# Adds what CP asks for: over how many GPUs each row's tokens are spread (1 unless given). Attention
-# over parts of rows is LoongPlug's own, without TransformerEngine.
+# Adds what CP asks for: over how many GPUs each row's tokens are spread (1 unless given).
 add_context() {
     if ((${CP:-1} != 1)); then
-        FLAGS+=(--context-parallel-size "$CP" --transformer-impl local)
+        FLAGS+=(--context-parallel-size "$CP")
     fi
 }
 

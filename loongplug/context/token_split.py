@@ -88,6 +88,15 @@ class TokenSplit:
         return sum(part.tokens for part in self.parts)
 
     @property
+    def in_equal_chunks(self) -> bool:
+        """Whether it is a zigzag of which all chunks have equally many tokens."""
+        cp, length = len(self.parts), self.length
+        return length % (2 * cp) == 0 and all(
+            np.array_equal(mine.starts, theirs.starts) and np.array_equal(mine.stops, theirs.stops)
+            for mine, theirs in zip(self.parts, zigzag(length, cp=cp).parts, strict=True)
+        )
+
+    @property
     def order(self) -> NDArray[np.int64]:
         """The places of the row's tokens, part after part; int64 [length]."""
         return np.concatenate([part.places for part in self.parts])

@@ -88,6 +88,7 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         "backend": "nccl" if on_gpu else "gloo",
         "layers": "LoongPlug's own, on torch",
         "attention": _attention(facts, on_gpu=on_gpu),
+        "attention over parts of rows": "LoongPlug's own, on torch's kernels",
         "experts": _experts(facts, on_gpu=on_gpu),
         "optimizer": "torch's Adam, fused",
         "precision": "fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
@@ -97,6 +98,8 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         use |= {
             "layers": "TransformerEngine",
             "attention": f"TransformerEngine {by}",
+            "attention over parts of rows": f"TransformerEngine {by} for padded rows with --bf16, "
+            "else LoongPlug's own, on torch's kernels",
             "optimizer": "TransformerEngine's Adam",
             "experts": "TransformerEngine's grouped linears",
         }

@@ -97,6 +97,11 @@ class Cell:
         return self.mode == FULL and self.microbatches > self.encoder_replicas > 1
 
     @property
+    def streams(self) -> bool:
+        """Whether its encoders work in the pipeline's bubbles."""
+        return False
+
+    @property
     def microbatches(self) -> int:
         """Of a step, in one replica of the decoder."""
         return BATCH // self.dp
@@ -159,7 +164,7 @@ class Cell:
         if exchanged:
             given += [f"--enable-{self.mode}"]
         if self.mode == FULL:
-            given += ["--full-hetero-dp-schedule", "separated"]
+            given += ["--full-hetero-dp-schedule", "streamed" if self.streams else "separated"]
         if self.balance:
             given += ["--use-vit-dp-balance", "--dp-balance-trigger-threshold-vit", "0"]
         if self.heterogeneous or exchanged:  # whose encoder has TP 1 where none is given
@@ -341,7 +346,7 @@ def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
         _modes_in_turn([cell for cell in cells if cell.model == model], generator, first=first)
         for first, model in enumerate((*MODELS, *MORE_MODELS, *HEARING_MODELS))
     ]
-    return sorted(_in_turn(by_model, number))
+    return sorted(_in_turn(by_model, number), key=lambda cell: (cell.streams, cell))
 
 
 def _modes_in_turn(

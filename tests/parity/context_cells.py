@@ -119,14 +119,48 @@ class ContextCell(TrainedCell):
         return [*super().flags(), *shared, *ROWS[self.rows][0], *AWAY[self.away], *own]
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class StreamedContextCell(ContextCell):
+    """The same in full separation, streamed."""
+
+    schedule: str = "streamed"
+
+    @property
+    def streams(self) -> bool:
+        """Whether its encoders work in the pipeline's bubbles."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """A short one that tells cells apart."""
+        return f"{super().name}-{self.schedule}"
+
+
+# Two stages of two ranks a row: rows and both splits of packs, each way to come by keys.
+STREAMED = (
+    StreamedContextCell(model=MODELS[0], mode=FULL, pp=2),
+    StreamedContextCell(
+        model=MODELS[0],
+        mode=FULL,
+        pp=2,
+        vpp=2,
+        rows="packs, lpt",
+        comm="a2a",
+        recompute="both",
+        optimizer="overlapped",
+    ),
+    StreamedContextCell(model=MODELS[1], mode=FULL, pp=2, ep=2, rows="packs, zigzag", comm="p2p"),
+)
+
+
 def context_cells() -> list[ContextCell]:
-    """All of them; of the model with two encoders few."""
+    """All of them; of the model with two encoders, and of those that stream, few."""
     whole = [
         cell
         for model in MODELS
         for cell in covering(possible_cells(model), seed=model, candidates=_CANDIDATES)
     ]
-    return whole + few_of(possible_cells(TWO), seed=TWO)
+    return [*whole, *few_of(possible_cells(TWO), seed=TWO), *STREAMED]
 
 
 def possible_cells(model: str) -> list[ContextCell]:

@@ -41,7 +41,7 @@ from parity.placement_cells import PlacementCell, placement_cells
 from parity.placement_page import placements_page
 from parity.results import Result, as_result, outcome
 from parity.saving_cells import one_word, saving_cells
-from parity.streamed_cells import StreamedCell, streamed_cells
+from parity.streamed_cells import streamed_cells
 
 STEPS = 2
 _BIT_STEPS = 3
@@ -110,9 +110,7 @@ class Matrix:
             base = self.base(cell)
             flags = [*base, *cell.flags()]
             expected = self._reference(cell, base)
-            found = _recorded(
-                folder / "layout", flags, ranks=cell.ranks, freely=isinstance(cell, StreamedCell)
-            )
+            found = _recorded(folder / "layout", flags, ranks=cell.ranks, freely=cell.streams)
             comparison = compare(read_recording(found), read_recording(expected))
             bits = self._bits(cell, base, folder) if isinstance(cell, OverlapCell) else ""
         except (ValueError, RankError) as error:
@@ -341,7 +339,7 @@ def _run_jobs(
     """Each job is a process that takes the next cell when it has run one."""
     taken = multiprocessing.get_context("fork").Value("i", 0)
     # Those of many ranks first: what is left at the end is short.
-    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell))
+    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell.streams, cell))
 
     def work(job: int, tell: OnEvent) -> None:
         while True:

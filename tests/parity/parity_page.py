@@ -3,8 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from loongplug.verify.compare import GRADIENT_LIMIT, NORM_LIMIT
-from parity.cells import HEARING_MODELS, MODES, MORE_MODELS, MOST_RANKS, Cell
-from parity.context_cells import COMM_TYPES, CONTEXT_MODES, CPS, ROWS, ContextCell
+from parity.cells import FULL, HEARING_MODELS, MODES, MORE_MODELS, MOST_RANKS, Cell
+from parity.context_cells import (
+    COMM_TYPES,
+    CONTEXT_MODES,
+    CPS,
+    ROWS,
+    ContextCell,
+    StreamedContextCell,
+)
 from parity.overlap_cells import KEPT, OverlapCell
 from parity.published import TABLE_A8, PublishedLayout
 from parity.results import Result
@@ -12,13 +19,16 @@ from parity.saving_cells import AWAY, TRAINED, SavingCell, TrainedCell
 from parity.streamed_cells import StreamedCell
 
 FIGURES = ("gradients", "norm", "loss", "parameters")
+_STREAMED_CONTEXT = f"{FULL}, streamed"
 _LAYOUT = ("mode", "encoder TP", "TP", "PP", "VPP", "DP", "EP")
 _OPTIONS = ("SP", "recompute", "tied", "optimizer", "balance")
+_PARTS = ("CP", "rows", "keys come by", "trains", "away in phase 2", "own ranks")
 _MORE: dict[type[Cell], tuple[str, ...]] = {
     Cell: (),
     SavingCell: ("trains", "away in phase 2"),
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
-    ContextCell: ("CP", "rows", "keys come by", "trains", "away in phase 2", "own ranks"),
+    ContextCell: _PARTS,
+    StreamedContextCell: _PARTS,
     StreamedCell: ("trains",),
 }
 
@@ -125,6 +135,9 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
     by_ranks = {f"CP {cp}": [each for each in results if _context(each).cp == cp] for cp in CPS}
     rows = {name: [each for each in results if _context(each).rows == name] for name in ROWS}
     ways = {name: [each for each in results if _context(each).comm == name] for name in COMM_TYPES}
+    separated = [each for each in results if not each.cell.streams]
+    modes = _modes(separated, CONTEXT_MODES)
+    modes[_STREAMED_CONTEXT] = [each for each in results if each.cell.streams]
     lines = [
         *page_head("Parity of context parallelism", results, whole=whole, code=code),
         "Each row's tokens lie on CP ranks ([context_parallelism.md](context_parallelism.md)). "
@@ -134,11 +147,11 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
         "2* is what leaves the device while the decoder works, in full separation. The "
         f"other columns are those of [parity.md](parity.md), over layouts of up to {MOST_RANKS} "
         "ranks with sizes of 1 and 2; every value of a column meets every value of every other "
-        "that it can be with.",
+        "that it can be with. Few cells stream.",
         "",
         *by_group("", by_ranks | {"all": list(results)}),
         "",
-        *by_group("mode", _modes(results, CONTEXT_MODES)),
+        *by_group("mode", modes),
         "",
         *by_group("rows", rows),
         "",
@@ -245,14 +258,18 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
     texts = ["---"] * (len(_OPTIONS) + len(more))
     yield table_line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
     order = {mode: place for place, mode in enumerate(CONTEXT_MODES)}
-    for each in sorted(results, key=lambda result: (order[result.cell.mode], result.cell)):
+
+    def place(result: Result) -> tuple[int, bool, Cell]:
+        return order[result.cell.mode], result.cell.streams, result.cell
+
+    for each in sorted(results, key=place):
         figures = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
         yield table_line([*_columns(each), *figures, verdict_of(each)])
 
 
 def _columns(result: Result) -> Iterable[str]:
     cell = result.cell
-    yield cell.mode
+    yield _STREAMED_CONTEXT if isinstance(cell, StreamedContextCell) else cell.mode
     yield from map(str, (cell.encoder_tp, cell.tp, cell.pp, cell.vpp, cell.dp, cell.ep))
     yield "yes" if cell.sequence_parallel else ""
     yield cell.recompute

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.cells import Cell
-from parity.context_cells import ContextCell
+from parity.context_cells import ContextCell, StreamedContextCell
 from parity.overlap_cells import OverlapCell
 from parity.placement_cells import PlacementCell
 from parity.saving_cells import SavingCell
@@ -40,7 +40,7 @@ def _kind(cell: Mapping[str, Any]) -> type[Cell]:
     if "delayed" in cell:
         return OverlapCell
     if "cp" in cell:
-        return ContextCell
+        return StreamedContextCell if "schedule" in cell else ContextCell
     if "own" in cell:
         return PlacementCell
     if "schedule" in cell:

@@ -16,15 +16,14 @@ class StreamedCell(TrainedCell):
     schedule: str = "streamed"
 
     @property
+    def streams(self) -> bool:
+        """Whether its encoders work in the pipeline's bubbles."""
+        return True
+
+    @property
     def name(self) -> str:
         """A short one that tells cells apart."""
         return f"{super().name}-{self.schedule}-{one_word(self.trained)}"
-
-    def flags(self) -> list[str]:
-        """The layout and its options as training's flags."""
-        separated = super().flags()
-        place = separated.index("--full-hetero-dp-schedule") + 1
-        return [*separated[:place], self.schedule, *separated[place + 1 :]]
 
 
 def streamed_cells() -> list[StreamedCell]:

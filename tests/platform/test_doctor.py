@@ -16,6 +16,7 @@ pytestmark = pytest.mark.quick
 
 H100 = GpuFacts(name="NVIDIA H100", memory_bytes=80 * GIB, capability=(9, 0))
 V100 = GpuFacts(name="Tesla V100", memory_bytes=32 * GIB, capability=(7, 0))
+PARTS = "attention over parts of rows"
 
 CPU = MachineFacts(
     system="Linux x86_64",
@@ -72,6 +73,7 @@ def test_a_good_cpu_machine() -> None:
     assert (use["device"], use["backend"]) == ("cpu (8 cores)", "gloo")
     assert "LoongPlug's own" in use["layers"]
     assert "scaled_dot_product_attention" in use["attention"]
+    assert use[PARTS] == "LoongPlug's own, on torch's kernels"
 
 
 def test_a_good_gpu_machine() -> None:
@@ -82,6 +84,8 @@ def test_a_good_gpu_machine() -> None:
     assert use["layers"] == "TransformerEngine"
     assert use["experts"] == "TransformerEngine's grouped linears"
     assert "flash-attn" in use["attention"]
+    assert "TransformerEngine with flash-attn or cuDNN for padded rows" in use[PARTS]
+    assert "else LoongPlug's own" in use[PARTS]
     assert "bf16" in use["precision"]
 
 
@@ -89,6 +93,7 @@ def test_the_cpu_of_a_gpu_machine() -> None:
     diagnosis = diagnose(GPU, device="cpu")
     assert diagnosis.problems == ()
     assert diagnosis.use["backend"] == "gloo"
+    assert "TransformerEngine" not in diagnosis.use[PARTS]
     assert "LoongPlug's own" in diagnosis.use["layers"]  # TransformerEngine needs the GPU
 
 

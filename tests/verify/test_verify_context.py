@@ -2,15 +2,19 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_stand_in import engine_attention
 from parity.mutations import around
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
+from loongplug.models.layers.context import engine
+from loongplug.models.layers.context.engine import over_parts_of_rows
 from loongplug.verify.report import report
 
 CP2 = ("--context-parallel-size", "2")
@@ -139,6 +143,51 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
     pair = pair_of(tmp_path, demo, name)
     comparison = pair.compared()
     assert comparison.agrees, report(pair.plan, comparison)
+
+
+def by_the_engine(rank: int, *, folder: Path) -> None:
+    """Decoders attend by TransformerEngine's attention, a stand-in; each call is written down."""
+    attention = over_parts_of_rows(engine_attention())
+    engine._HALF = (torch.float32,)  # in which runs are compared
+
+    def noted(original: Any, *given: Any, **options: Any) -> Any:
+        with (folder / f"calls-{rank}").open("a", encoding="utf-8") as file:
+            print(*given[1].shape[:2], file=file)
+        return original(*given, **options)
+
+    around("engine_stand_in:StandInAttention.forward", noted)
+    around(
+        "loongplug.models.layers.specs:SDPASpecProvider.core_attention",
+        lambda original, self: attention,
+        where=lambda self: self._split_rows,
+    )
+
+
+def in_another_order(rank: int, *, folder: Path) -> None:
+    """The same, of an engine that takes a rank's two chunks as neighbours."""
+    by_the_engine(rank, folder=folder)
+    around("engine_stand_in:_chunks_of", lambda original, rank, ranks: (2 * rank, 2 * rank + 1))
+
+
+BY_THE_ENGINE = {
+    "cp2": (2, (*CP2, *MBS2, *RECOMPUTED)),
+    "cp3": (3, CP3),
+    "cp2-vpp2-separated": (4, (*CP2, *VPP2, *FULL)),
+}
+
+
+@pytest.mark.parametrize("name", sweep(BY_THE_ENGINE, but=("cp2",)))
+def test_padded_rows_by_the_engine_agree(name: str, demo: Path, tmp_path: Path) -> None:
+    ranks, flags = BY_THE_ENGINE[name]
+    pair = Pair(made_plan(tmp_path, demo, *flags, ranks=ranks, steps=1), tmp_path)
+    comparison = pair.compared(partial(by_the_engine, folder=tmp_path))
+    assert comparison.agrees, report(pair.plan, comparison)
+    for rank in range(ranks):
+        assert (tmp_path / f"calls-{rank}").read_text(encoding="utf-8"), "it was asked"
+    if name == "cp2":  # an engine that took rows in another order would be seen
+        comparison = pair.compared(partial(in_another_order, folder=tmp_path))
+        assert "text_decoder layers" in failing(comparison, "gradients")
+        assert any(each.fails for each in comparison.losses)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from loongplug.models.layers.attention import SDPAttention
 from loongplug.models.layers.context.attention import ContextAttention
+from loongplug.models.layers.context.engine import over_parts_of_rows
 from loongplug.models.layers.linear import (
     DelayedColumnParallelLinear,
     DelayedRowParallelLinear,
@@ -76,6 +77,17 @@ class SDPASpecProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         """The core attention class."""
         return ContextAttention if self._split_rows else SDPAttention
+
+
+class SplitRowsTESpecProvider(TESpecProvider):
+    """Upstream's TransformerEngine backend where the ranks of a context parallel group share rows.
+
+    All but attention works on tokens, wherever they are of a row.
+    """
+
+    def core_attention(self) -> type:
+        """The core attention class."""
+        return over_parts_of_rows(super().core_attention())
 
 
 def decoder_layer_spec(
@@ -198,7 +210,7 @@ def _provider(
                 "backend is 'te', but transformer_engine cannot be imported here: install it "
                 "(pip install --no-build-isolation '.[gpu]' in the checkout) or use 'local'."
             )
-        return TESpecProvider()
+        return SplitRowsTESpecProvider() if split_rows else TESpecProvider()
     raise ValueError(f"backend is {backend!r}; it must be 'te' or 'local'.")
 
 

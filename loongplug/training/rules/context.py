@@ -22,12 +22,10 @@ context_parallel_parts = excludes(
     any_of(
         flag("--hybrid-context-parallel"),
         flag("--hierarchical-context-parallel-sizes"),
-        flag("--transformer-impl transformer_engine"),
-        in_docs="`--hybrid-context-parallel`, "
-        "`--hierarchical-context-parallel-sizes`, TransformerEngine",
+        in_docs="`--hybrid-context-parallel`, `--hierarchical-context-parallel-sizes`",
     ),
-    reason="these do not take a part of a row yet",
-    cure="drop one of them; --transformer-impl local goes without TransformerEngine",
+    reason="these split rows in ways of their own",
+    cure="drop one of them",
 )
 
 

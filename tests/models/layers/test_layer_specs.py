@@ -1,5 +1,6 @@
 """Whole layers from the local spec: two tensor-parallel ranks against one; and the TE spec."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from loongplug.models.layers import specs
 from loongplug.models.layers.attention import SDPAttention
 from loongplug.models.layers.context.attention import ContextAttention
+from loongplug.models.layers.context.engine import over_parts_of_rows
 from loongplug.models.layers.norm import LayerNorm, RMSNorm
 from loongplug.models.layers.packed import pack_segments
 from loongplug.models.layers.rope import RotarySelfAttention, rope_table
@@ -266,6 +268,23 @@ def test_the_te_spec_is_upstreams_but_for_rope_and_mask() -> None:
         assert ours.mlp.keywords == upstream.mlp.keywords
         assert ours.self_attn_bda is upstream.self_attn_bda
         assert ours.mlp_bda is upstream.mlp_bda
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("te")
+def test_only_attention_is_another_under_te_where_rows_are_split() -> None:
+    whole, split = decoder_config(), decoder_config(context_parallel_size=2)
+    theirs = decoder_layer_spec(whole, backend="te").submodules
+    ours = decoder_layer_spec(split, backend="te").submodules
+    engine = transformer_engine_spec_provider.TEDotProductAttention
+    parts, rest = ours.self_attention.submodules, theirs.self_attention.submodules
+    assert rest.core_attention is engine
+    assert parts.core_attention is over_parts_of_rows(engine)
+    assert replace(parts, core_attention=engine) == rest
+    assert (ours.input_layernorm, ours.mlp.keywords) == (IdentityOp, theirs.mlp.keywords)
+    # Encoders see whole images, whatever the decoder's ranks share.
+    vision = vision_layer_spec(vision_config(), backend="te").submodules.self_attention
+    assert vision.submodules.core_attention is engine
 
 
 @pytest.mark.quick

@@ -56,7 +56,7 @@ class ContextAttention(SDPAttention):
             pg_collection=pg_collection,
         )
         self._group = pg_collection.cp
-        self._comm_type = cast(CommType, cp_comm_type or "all_gather")
+        self.comm_type = cast(CommType, cp_comm_type or "all_gather")
         self._check_communication()
 
     def forward(
@@ -87,12 +87,8 @@ class ContextAttention(SDPAttention):
                 with one of which this rank holds another number of tokens.
         """
         check_no_masks(attention_mask, attention_bias)
-        if not is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type):
-            raise ValueError(
-                "ContextAttention got full attention, and splits rows of causal attention only: "
-                "use a causal attn_mask_type, or context_parallel_size 1."
-            )
-        row = _row_of(packed_seq_params, tokens=query.size(0))
+        check_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        row = row_of(packed_seq_params, tokens=query.size(0))
         if query.dim() == 4:
             return self._attend_row(query, key, value, row).flatten(2)
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -100,13 +96,13 @@ class ContextAttention(SDPAttention):
 
     def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, row: ContextRow) -> Tensor:
         """[s, b, heads, dim] x 3 -> [s, b, heads, dim]."""
-        if self._comm_type == "a2a":
+        if self.comm_type == "a2a":
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 return self._whole_row(q, k, v, row)
 
             return attend_by_heads(query, key, value, attend, row=row, group=self._group)
-        attend_part = attend_gathered if self._comm_type == "all_gather" else attend_in_ring
+        attend_part = attend_gathered if self.comm_type == "all_gather" else attend_in_ring
         return attend_part(query, key, value, row=row, group=self._group, scale=self.softmax_scale)
 
     def _whole_row(self, query: Tensor, key: Tensor, value: Tensor, row: ContextRow) -> Tensor:
@@ -122,9 +118,9 @@ class ContextAttention(SDPAttention):
 
     def _check_communication(self) -> None:
         """Raises ValueError for what no way of communication, or not this one, can do."""
-        if self._comm_type not in get_args(CommType):
+        if self.comm_type not in get_args(CommType):
             raise ValueError(
-                f"cp_comm_type is {self._comm_type!r}, and ContextAttention knows "
+                f"cp_comm_type is {self.comm_type!r}, and ContextAttention knows "
                 f"{', '.join(get_args(CommType))}: use one of them."
             )
         if self.dropout:
@@ -132,15 +128,27 @@ class ContextAttention(SDPAttention):
                 f"attention_dropout is {self.dropout}, and ContextAttention has none: use 0."
             )
         ranks = self._group.size()
-        if self._comm_type == "a2a" and self.num_groups % ranks:
+        if self.comm_type == "a2a" and self.num_groups % ranks:
             raise ValueError(
                 f"cp_comm_type is 'a2a' with {self.num_groups} key/value heads on each of {ranks} "
                 "context parallel ranks, which have to divide them: use 'all_gather'."
             )
 
 
-def _row_of(params: PackedSeqParams | None, *, tokens: int) -> ContextRow:
-    """The row that ``params`` carry, of which this rank holds so many ``tokens``."""
+def check_causal(mask_type: AttnMaskType) -> None:
+    """Raises ValueError for full attention, which no split of rows here is for."""
+    if not is_causal(mask_type):
+        raise ValueError(
+            "ContextAttention got full attention, and splits rows of causal attention only: "
+            "use a causal attn_mask_type, or context_parallel_size 1."
+        )
+
+
+def row_of(params: PackedSeqParams | None, *, tokens: int) -> ContextRow:
+    """The row that ``params`` carry, of which this rank holds so many ``tokens``.
+
+    Raises ValueError where they carry none, or one of which it holds another number.
+    """
     if not isinstance(params, PackedSegments) or params.context is None:
         raise ValueError(
             "ContextAttention got no row that says which tokens this rank holds: pass "

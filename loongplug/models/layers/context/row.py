@@ -38,6 +38,11 @@ class ContextRow:
         return len(self.split.parts)
 
     @cached_property
+    def engine_order(self) -> bool:
+        """Whether it is one segment, and split as TransformerEngine's attention expects it."""
+        return len(self.segments.lengths) == 1 and self.split.in_equal_chunks
+
+    @cached_property
     def order(self) -> Tensor:
         """The places of the row's tokens, part after part; int64 [length]."""
         return self._index(self.split.order)
