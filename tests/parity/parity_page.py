@@ -177,6 +177,11 @@ def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
         "would otherwise join nearly all. Every value of a column meets every value of every other "
         "that it can be with.",
         "",
+        "Adapters train with `--adam-eps 1e-3`, and so do the single rank's: with 1e-8, Adam makes "
+        "whole steps of rounding where a gradient is nearly zero. Two of 56 such cells then parted "
+        "in the second step, by 7.8e-05 in gradients and by 1.1e-04 in parameters; the first "
+        "step's gradients agreed.",
+        "",
         *by_group("trains", trains | {"all of them": list(results)}),
         *_models(results),
     ]

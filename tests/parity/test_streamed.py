@@ -1,5 +1,7 @@
 """Which cells the parity matrix has of encoders in the pipeline's bubbles."""
 
+from dataclasses import replace
+
 import pytest
 
 from loongplug.training.flags import read_command_line
@@ -7,6 +9,7 @@ from loongplug.verify.flags import LAYOUT
 from parity.cells import MODELS, pairs
 from parity.parity_page import streamed_page
 from parity.results import Result, as_result
+from parity.saving_cells import TrainedCell
 from parity.streamed_cells import StreamedCell, streamed_cells, streamed_layouts
 
 pytestmark = pytest.mark.quick
@@ -51,3 +54,10 @@ def test_page_and_results():
         name: value for name, value in vars(right).items() if name != "cell"
     }
     assert as_result(line) == right
+
+
+def test_adapters_are_held_against_a_single_rank_that_trains_as_fast():
+    adapted = replace(CELL, trained="LoRA of all modules")
+    assert adapted.shared_flags()[-2:] == ["--adam-eps", "1e-3"]
+    assert "--adam-eps" not in CELL.shared_flags()
+    assert adapted.reference != TrainedCell(model=CELL.model, trained=adapted.trained).reference
