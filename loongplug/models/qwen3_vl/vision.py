@@ -24,7 +24,6 @@ from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.patch_merger import VisionProjector
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
-from loongplug.platform.transfers import to_device
 
 
 class Qwen3VisionEncoder(MegatronModule):
@@ -83,9 +82,7 @@ class Qwen3VisionEncoder(MegatronModule):
             ``deepstack_layers``, in their order, [patches, hidden] each; of layers so far.
         """
         device = next(self.parameters()).device
-        taps, shares, angles = (
-            to_device(each, device) for each in self._geometry.packed(vision.grids)
-        )
+        taps, shares, angles = self._geometry.packed(vision.grids, device)
         before: tuple[Tensor, ...] = ()
         if isinstance(vision, HandedOn):
             hidden_states, before = vision.states[:, None], vision.taps
