@@ -353,7 +353,7 @@ def no_padding(rank: int) -> None:
 @fault("the encoder's state comes back as it left in the step before", spec="gpu.md, found sound")
 @at("loongplug.hetero.encoder_state:EncoderState.movable")
 def bring_back_a_stale_state(original: Any, self: Any) -> Any:
-    known = {id(host) for host in self._hosts.values()}
+    known = {id(each.host) for each in self._before.values()}
     items = original(self)
     for each in items:
         if id(each.host) in known:
