@@ -603,6 +603,16 @@ def balance_padding(original: Any, positions: Any, loss_mask: Any, **of: Any) ->
     return kinds
 
 
+@fault("padding is sent to experts, which give it no weight", spec="gpu.md A6")
+@at(f"{ROUTER}:BalancedRouter.forward", where=lambda self, _, mask=None, **__: mask is not None)
+def send_padding_to_experts(original: Any, self: Any, *args: Any, **of: Any) -> Any:
+    probs, routing_map = original(self, *args, **of)
+    without = ~routing_map.any(dim=1)  # [tokens]
+    routing_map = routing_map.clone()
+    routing_map[without, : self.topk] = True
+    return probs, routing_map
+
+
 # Norm, clipping, rates and what the optimizer keeps.
 
 
