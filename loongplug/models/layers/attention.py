@@ -189,10 +189,6 @@ class SDPAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """[batch, heads, s, dim] x 3 -> [batch, heads, s, dim]."""
         dropout = self.dropout if self.training else 0.0
-        grouped = self.num_groups != self.num_heads
-        if grouped and not kernel_takes_groups(q):
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-            grouped = False
         # Tensor-parallel ranks hold different heads, so each has to draw for itself.
         draws = own_draws(sequence_parallel=self.config.sequence_parallel)
         with draws if dropout else contextlib.nullcontext():
@@ -203,7 +199,7 @@ class SDPAttention(MegatronModule):
                 dropout_p=dropout,
                 is_causal=causal,
                 scale=self.softmax_scale,
-                enable_gqa=grouped,
+                enable_gqa=self.num_groups != self.num_heads,
             )
 
     def _check_parallel(self, config: TransformerConfig) -> None:
@@ -225,14 +221,6 @@ def _check_config(config: TransformerConfig) -> None:
         raise ValueError(
             f"softmax_type is {config.softmax_type!r}, and SDPAttention knows only 'vanilla'."
         )
-
-
-def kernel_takes_groups(query: Tensor) -> bool:
-    """Whether a kernel that holds no scores reads each key/value head in place.
-
-    CUDA's have that in half precision alone; in float32 torch would hold the S x S matrix.
-    """
-    return not query.is_cuda or query.dtype in _HALF
 
 
 def check_no_masks(attention_mask: Tensor | None, attention_bias: Tensor | None) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_configs import ALONE, decoder_config
@@ -16,7 +15,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
-from loongplug.models.layers import attention as attention_module
 from loongplug.models.layers.attention import SDPAttention
 from loongplug.models.layers.packed import pack_segments
 
@@ -191,34 +189,6 @@ def test_nothing_of_s_by_s_is_kept_for_backward(packed: list[int] | None) -> Non
         attention()(*(inputs(s) if packed else inputs(s, 1)), None, packed_seq_params=params)
     assert sizes
     assert max(sizes) <= s * HEADS * DIM
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("packed", [None, [40, 24]])
-def test_heads_are_repeated_where_no_kernel_takes_groups(
-    monkeypatch: pytest.MonkeyPatch, packed: list[int] | None
-) -> None:
-    params = pack_segments(packed, device="cpu") if packed else None
-    asked: list[bool] = []
-    kernel = F.scaled_dot_product_attention
-
-    def noted(*tensors: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
-        asked.append(enable_gqa)
-        assert enable_gqa or len({each.shape[1] for each in tensors}) == 1
-        return kernel(*tensors, enable_gqa=enable_gqa, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    found = []
-    for takes in (True, False):
-        monkeypatch.setattr(attention_module, "kernel_takes_groups", lambda _, takes=takes: takes)
-        tensors = inputs(64) if packed else inputs(64, 1)
-        result = attention()(*tensors, None, packed_seq_params=params)
-        weights = torch.linspace(-1, 1, result.numel()).view(result.shape)
-        found.append([result, *torch.autograd.grad((result * weights).sum(), tensors)])
-    assert set(asked[: len(asked) // 2]) == {True}
-    assert set(asked[len(asked) // 2 :]) == {False}
-    for expected, ours in zip(*found, strict=True):
-        assert (expected - ours).abs().max() <= 1e-6 * expected.abs().max()
 
 
 @pytest.mark.quick
