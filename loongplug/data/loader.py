@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from itertools import accumulate, repeat
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loongplug.context.row_parts import RowParts
+from loongplug.data.coded_media import CodedMedia
 from loongplug.data.dataset import Sample
 from loongplug.data.media import coded_media
 from loongplug.data.microbatch import ALL_TEXT, MediaInput, Microbatch, TextNeeds, Unit
@@ -29,26 +30,37 @@ Delivery = Callable[[PlannedMicrobatch], tuple[Mapping[str, MediaInput], Contain
 _NOWHERE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-def loaded_here(
-    planned: PlannedMicrobatch, *, processor: Processor
-) -> tuple[Mapping[str, MediaInput], Container[int]]:
+class LoadedHere:
     """The delivery of a rank that encodes what it loads, and hears of no other's bad samples."""
-    media: dict[str, MediaInput] = {}
-    bad: set[int] = set()
-    for name, unit in planned.units.items():
-        for share in unit.shares:
-            if share.load is not None:
-                assert name not in media, "a rank has one share of a unit"
-                loaded = share.load()
-                rows, named = loaded.rows, share.media
-                if named.coded:
-                    videos = VideoProcessor(processor, video_style_of(processor))
-                    coded = coded_media(processor, videos)
-                    assert coded is not None, "open_medium refuses images and videos"
-                    rows = coded.decoded(rows, named.media, named.grids)
-                media[name] = named.input(rows)
-                bad |= loaded.bad.keys()
-    return media, bad
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
+
+    @cached_property
+    def _coded(self) -> CodedMedia:
+        """How rows of bytes become values; read from the model's folder once, if there are any."""
+        videos = VideoProcessor(self._processor, video_style_of(self._processor))
+        found = coded_media(self._processor, videos)
+        assert found is not None, "open_medium refuses images and videos"
+        return found
+
+    def __call__(
+        self, planned: PlannedMicrobatch
+    ) -> tuple[Mapping[str, MediaInput], Container[int]]:
+        """The media of a microbatch by encoder, and the numbers of its bad samples."""
+        media: dict[str, MediaInput] = {}
+        bad: set[int] = set()
+        for name, unit in planned.units.items():
+            for share in unit.shares:
+                if share.load is not None:
+                    assert name not in media, "a rank has one share of a unit"
+                    loaded = share.load()
+                    rows, named = loaded.rows, share.media
+                    if named.coded:
+                        rows = self._coded.decoded(rows, named.media, named.grids)
+                    media[name] = named.input(rows)
+                    bad |= loaded.bad.keys()
+        return media, bad
 
 
 class MicrobatchLoader(Iterator[Microbatch]):
@@ -98,7 +110,7 @@ class MicrobatchLoader(Iterator[Microbatch]):
         self._token_ids = token_ids
         self._packed = packed
         self._row_lengths = row_lengths
-        self._deliver = deliver or partial(loaded_here, processor=processor)
+        self._deliver = deliver or LoadedHere(processor)
         self._needs = tuple(needs)
         self._pins = pins
         self._on_made = on_made

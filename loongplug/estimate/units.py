@@ -18,7 +18,7 @@ from loongplug.models.entries import encoders
 from loongplug.training.apart import decoder_layout_of
 from loongplug.training.datasets import DatasetProvider
 from loongplug.training.provider import engine_of
-from loongplug.training.row_lengths import row_lengths_of
+from loongplug.training.step_rows import row_lengths_of
 
 Grid = tuple[int, int, int]
 

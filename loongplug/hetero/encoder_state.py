@@ -24,16 +24,34 @@ _SMALL = 1024
 class _Storage(Movable):
     """A whole storage: all tensors on it stay the objects that they are, also while it is away.
 
-    ``device`` is all of it, [nbytes] uint8, and always there; its memory is not.
+    ``device`` is all of it, [nbytes] uint8, and always there; its memory is not. ``versions`` are
+    torch's of all tensors on it, where none of them trains.
     """
 
     platform: Platform
     nbytes: int
+    versions: tuple[int, ...] | None = None
+    was_away: bool = False  # so that ``host`` has what it was then
 
     def free(self) -> None:
         """Its memory is released."""
         assert self.device is not None
         self.platform.release(self.device.untyped_storage())
+        self.was_away = True
+
+    def keep_host_of(self, before: "_Storage | None") -> bool:
+        """Take over the host's memory from the step before, if it is of the same storage.
+
+        Frozen weights that nothing has written to since are there already. That ``before`` holds
+        the storage keeps its address from becoming another one's.
+        """
+        if before is None or before.nbytes != self.nbytes:
+            return False
+        self.host = before.host
+        self.unchanged = (
+            before.was_away and self.versions is not None and self.versions == before.versions
+        )
+        return True
 
     def allocate(self) -> Tensor:
         """Its memory is restored."""
@@ -46,7 +64,8 @@ class EncoderState:
     """The encoder's parameters, gradients and optimizer state, as whole storages.
 
     So parameters, Megatron's flat buffers, its optimizers' shards and all views of them stay the
-    objects that they are. Gradients are zero whenever this state leaves, and so are not copied.
+    objects that they are. Gradients are zero whenever this state leaves, and so are not copied;
+    nor are frozen weights, of which the host has kept a copy.
     """
 
     def __init__(
@@ -57,20 +76,20 @@ class EncoderState:
         self._optimizers = optimizers
         self._platform = platform
         self._copies = platform.copies()
-        self._hosts: dict[int, Tensor] = {}  # of the step before, by the storage's address
+        self._before: dict[int, _Storage] = {}  # of the step before, by the storage's address
 
     def movable(self) -> list[Movable]:
         """All that there is now, each storage once; to be asked for again in each step."""
         assert all(group.param_gather_handle is None for group in bucket_groups_of(self._part))
         values = {_address(each): each for each in self._values()}
         found = {address: self._storage(each) for address, each in values.items()}
-        hosts, self._hosts = self._hosts, {}
+        for address, versions in self._frozen().items():
+            found[address].versions = versions
         for address, storage in found.items():
-            host = hosts.get(address)
-            if host is None or host.nbytes != storage.nbytes:
+            if not storage.keep_host_of(self._before.get(address)):
                 assert storage.device is not None
-                host = self._copies.host_like(storage.device)
-            storage.host = self._hosts[address] = host
+                storage.host = self._copies.host_like(storage.device)
+        self._before = found
         zeros = {_address(each): each for each in self._gradients()}
         return [
             *found.values(),
@@ -92,9 +111,27 @@ class EncoderState:
             zeros=zeros,
         )
 
+    def _frozen(self) -> dict[int, tuple[int, ...]]:
+        """Versions of the tensors on each storage on which nothing trains, by its address."""
+        parameters = [*self._on_device(self._part.module.parameters())]
+        others = (*(each for each in parameters if each.requires_grad), *self._trained())
+        trained = addresses(others)
+        versions: dict[int, tuple[int, ...]] = {}
+        for each in parameters:
+            if (address := _address(each)) not in trained:
+                versions[address] = (*versions.get(address, ()), each._version)
+        return versions
+
     def _values(self) -> Iterator[Tensor]:
         """What has to come back as it was."""
         yield from self._on_device(self._part.module.parameters())
+        yield from self._trained()
+
+    def _trained(self) -> Iterator[Tensor]:
+        """What holds parameters that train, beside themselves, and what an optimizer has of them.
+
+        Writing to these does not show in a parameter's own version.
+        """
         for buffer in self._buffers():
             if buffer.param_data is not None:
                 yield from self._on_device([buffer.param_data])

@@ -180,14 +180,20 @@ class Exchange:
         sizes = {each: size(units.rows(each)) for of_rank in (*sent, *due) for each in of_rank}
         received = [sum(sizes[each] for each in of_rank) for of_rank in due]
         given = [sum(sizes[each] for each in of_rank) for of_rank in sent]
-        empty = torch.empty(0, units.width, dtype=units.dtype, device=self._device)
         leaving = [out[each].detach() for of_rank in sent for each in of_rank]
         rows = torch.empty(sum(received), units.width, dtype=units.dtype, device=self._device)
         nbytes = sum(given) * units.width * units.dtype.itemsize
         with self._recorder.span("exchange", "units", bytes=nbytes):
-            dist.all_to_all_single(rows, torch.cat([empty, *leaving]), received, given, self._group)
+            dist.all_to_all_single(rows, _in_line(leaving, rows), received, given, self._group)
         parts = rows.split([sizes[each] for each in arrived]) if arrived else ()
         return kept | dict(zip(arrived, parts, strict=True))
+
+
+def _in_line(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """One tensor of all ``parts`` [rows, width], as a collective wants it; one alone is no copy."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat([like[:0], *parts])
 
 
 def _whole(

@@ -1,13 +1,16 @@
-"""What follows from the patch grids of packed images alone, on the host.
+"""What follows from the patch grids of packed images alone.
 
 The patches of one frame are ordered by merge block: all ``merge x merge`` patches that become one
 token stand together, blocks row by row, as the image processor emits them.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from loongplug.data.cache import ByteBoundedCache
+from loongplug.platform.transfers import to_device
 
 
 def frame_sizes(grid_thw: Tensor) -> list[tuple[int, int]]:
@@ -42,11 +45,26 @@ def frame_rotary_angles(
     return torch.cat([row[:, None] * inverse, column[:, None] * inverse], dim=1)
 
 
-class FrameGeometry:
-    """What a family's encoder has to know of frames, with that of the sizes used last kept.
+@dataclass(frozen=True, kw_only=True)
+class FrameTables:
+    """What an encoder has to know of one frame: ``tables`` for the device, and for the host the
+    patches of each of its ``windows``, where the family has any.
+    """
 
-    A data set repeats few sizes. ``side`` is a length of the family's own; at most ``cache_bytes``
-    are kept.
+    tables: tuple[Tensor, ...]
+    windows: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tables."""
+        return sum(each.nbytes for each in self.tables)
+
+
+class FrameGeometry:
+    """Tables of frames, made on the host; those of the sizes used last stay on the device.
+
+    A data set repeats few sizes, so that most microbatches have nothing to copy. ``side`` is a
+    length of the family's own; at most ``cache_bytes`` are kept, on the encoder's device.
     """
 
     def __init__(
@@ -54,12 +72,12 @@ class FrameGeometry:
     ) -> None:
         self._side, self._merge = side, merge
         self._head_dim, self._base = head_dim, base
-        self._kept: ByteBoundedCache[tuple[int, int], tuple[Tensor, ...]] = ByteBoundedCache(
+        self._kept: ByteBoundedCache[tuple[torch.device, int, int], FrameTables] = ByteBoundedCache(
             cache_bytes
         )
 
-    def _of_frame(self, height: int, width: int) -> tuple[Tensor, ...]:
-        """Of a frame of ``height x width`` patches; the family's."""
+    def _of_frame(self, height: int, width: int) -> FrameTables:
+        """Of a frame of ``height x width`` patches, on the host; the family's."""
         raise NotImplementedError
 
     def _angles(self, height: int, width: int) -> Tensor:
@@ -67,13 +85,21 @@ class FrameGeometry:
             height, width, head_dim=self._head_dim, base=self._base, merge=self._merge
         )
 
-    def frames(self, grid_thw: Tensor) -> list[tuple[Tensor, ...]]:
-        """One for every frame of every image, in their order."""
-        return [self._frame(*size) for size in frame_sizes(grid_thw)]
+    def frames(self, grid_thw: Tensor, device: torch.device) -> list[FrameTables]:
+        """One for every frame of every image, in their order, with its tables on ``device``.
 
-    def _frame(self, height: int, width: int) -> tuple[Tensor, ...]:
-        frame = self._kept.get((height, width))
+        They are not to be changed: other units get the same ones.
+        """
+        return [self._frame(*size, device) for size in frame_sizes(grid_thw)]
+
+    def _frame(self, height: int, width: int, device: torch.device) -> FrameTables:
+        key = device, height, width
+        frame = self._kept.get(key)
         if frame is None:
-            frame = self._of_frame(height, width)
-            self._kept.put((height, width), frame, size=sum(each.nbytes for each in frame))
+            # An evaluation may meet a size first, and training may not save its kind of tensors.
+            with torch.inference_mode(False):
+                made = self._of_frame(height, width)
+                tables = tuple(to_device(each, device) for each in made.tables)
+            frame = replace(made, tables=tables)
+            self._kept.put(key, frame, size=frame.nbytes)
         return frame

@@ -16,13 +16,15 @@ class Movable:
     """A tensor that is on the device, on the host, or on its way.
 
     ``where`` is its device, also while ``device`` is None. ``host`` is kept from one way to the
-    next where it is given. ``zeros``: it comes back as zeros, and nothing is copied.
+    next where it is given. ``zeros``: it comes back as zeros, and nothing is copied. ``unchanged``:
+    the host has its content already, and nothing is copied there.
     """
 
     device: Tensor | None
     where: torch.device
     host: Tensor | None = None
     zeros: bool = False
+    unchanged: bool = False
 
     def free(self) -> None:
         """Let go of the device's memory."""
@@ -105,7 +107,7 @@ class PrefetchQueue:
         self._copies.follow()
         for items in lots.values():
             for each in items:
-                if each.zeros:
+                if each.zeros or each.unchanged:
                     continue
                 assert each.device is not None
                 if each.host is None:

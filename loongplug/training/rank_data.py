@@ -26,7 +26,7 @@ from loongplug.models.entries import encoders
 from loongplug.parallel.states import decoder_layout
 from loongplug.platform import current_platform
 from loongplug.training.delivery import Delivery, News, deliver
-from loongplug.training.row_lengths import row_lengths_of
+from loongplug.training.step_rows import row_lengths_of
 
 _CHANNELS = 3  # of training, of validation, and what asks
 # All ranks have been through the step before the last: the optimizer's norm is of all of them.

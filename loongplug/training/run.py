@@ -69,9 +69,9 @@ from loongplug.training.provider import (
     engine_of,
     tensor_offload_of,
 )
-from loongplug.training.row_lengths import StepRows, row_lengths_of
 from loongplug.training.same_start import require_same_data, require_same_start
 from loongplug.training.soundness import Soundness, finalized
+from loongplug.training.step_rows import StepRows, row_lengths_of
 from loongplug.training.step_sizes import rates_of, step_sizes
 from loongplug.training.work import StepWork
 

@@ -15,7 +15,7 @@ from loongplug.data.processor import Processor
 from loongplug.data.row_lengths import RowLengths
 from loongplug.data.source import LocalSource
 from loongplug.data.step_sizes import StepSizes
-from loongplug.training.row_lengths import row_lengths_of
+from loongplug.training.step_rows import row_lengths_of
 
 pytestmark = pytest.mark.quick
 

@@ -109,6 +109,37 @@ def test_all_of_it_goes_and_comes_back_as_it_was(platform, copies):
     assert hosts[0] == hosts[1] == hosts[2]  # memory on the host is made once
 
 
+def away_and_back(state: EncoderState, device: Device) -> int:
+    """Bytes that were copied to the host."""
+    queue, movable = PrefetchQueue(device.copies()), state.movable()
+    queue.leave({"state": movable})
+    queue.let_go("state")
+    queue.send_for("state")
+    queue.take("state")
+    return sum(each.nbytes for each in movable if not (each.zeros or each.unchanged))
+
+
+@pytest.mark.parametrize("platform", [Device, Freeing])
+def test_frozen_weights_are_copied_to_the_host_once(platform):
+    part = Part()
+    device = platform(HostCopies())
+    state = EncoderState(part, part.optimizers, platform=device)
+    frozen = part.module[0].bias
+    state.movable()  # asked for, but it did not leave
+    first = away_and_back(state, device)
+    before = part.copy()
+    assert away_and_back(state, device) == first - frozen.nbytes
+    assert all(map(torch.equal, part.copy(), before))
+    with torch.no_grad():
+        frozen.copy_(torch.arange(4.0))  # as a checkpoint is loaded
+    assert away_and_back(state, device) == first
+    assert torch.equal(frozen, torch.arange(4.0))
+    frozen.requires_grad_(True)  # it trains from now on, written to by whatever holds it
+    frozen.data += 1
+    assert away_and_back(state, device) == first
+    assert torch.equal(frozen, torch.arange(1.0, 5.0))
+
+
 def waits() -> int:
     copies = LazyCopies()
     cycle(Part(), Device(copies))

@@ -191,6 +191,44 @@ def test_units_come_and_gradients_return(name, split):
     assert sent == needed > 0
 
 
+def memory_of_what_leaves(rank: int, *, units: int) -> list[bool]:
+    """Of a step's two exchanges, whether what is sent is what was given."""
+    decoder = Layout(pp=2)
+    placement = all_ranks_dp(decoder, entry=ENCODER, tp=1)
+    edge = placement.edge(ENCODER.name, rank=rank)
+    group = create_exchange_group(
+        ENCODER.name, placement.exchange_groups(ENCODER.name), options_of="tp"
+    )
+    exchange = Exchange(edge, group, device=torch.device("cpu"))
+    spec = ExchangeSpec(
+        tokens=(3,) * units,
+        shares=((Share(encoder_replica=1),),) * units,
+        width=WIDTH,
+        dtype=torch.float32,
+    )
+    sent, send = [], exchange_module.dist.all_to_all_single
+    exchange_module.dist.all_to_all_single = lambda rows, given, *more: (
+        sent.append(given),
+        send(rows, given, *more),
+    )
+    mine = {unit: payload(unit, 3) for unit in range(units)} if rank else {}
+    arrived = exchange.gather_variable_shape_embeddings(mine, spec)
+    back = {unit: -rows for unit, rows in arrived.items()}
+    exchange.scatter_variable_shape_embeddings(back, spec)
+    given = [mine, back]
+    pointers = [{each.data_ptr() for each in of.values()} for of in given]
+    return [
+        len(rows) > 0 and rows.data_ptr() in of for rows, of in zip(sent, pointers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("units", "same"), [(1, True), (2, False)])
+def test_one_unit_is_sent_from_where_it_is(units, same):
+    consumer, encoder = run_ranks(memory_of_what_leaves, 2, units=units)
+    assert encoder == [same, False]
+    assert consumer == [False, same]
+
+
 FAULTY = {
     "lost": mutations.lose_a_parts_gradient,
     "wrong": mutations.take_another_parts_features,

@@ -17,6 +17,8 @@ from loongplug.models.qwen3_vl.grids import PackedGeometry
 
 pytestmark = pytest.mark.quick
 
+CPU = torch.device("cpu")
+
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6)).map(
         lambda grid: [grid[0], 2 * grid[1], 2 * grid[2]]
@@ -35,7 +37,7 @@ def geometry(side: int = 8, **options: int) -> PackedGeometry:
 def test_position_taps_resample_the_table_as_transformers_does(grid, side):
     grid_thw = torch.tensor(grid)
     table = torch.randn(side * side, 5)
-    taps, weights, _ = geometry(side).packed(grid_thw)
+    taps, weights, _ = geometry(side).packed(grid_thw, CPU)
     rows, shares = get_vision_interpolation_indices_and_weights(
         grid_thw, side, mode="bilinear", align_corners=True, spatial_merge_size=2
     )
@@ -53,7 +55,7 @@ def test_rotary_angles_are_those_of_transformers(grid):
     vision.hidden_size, vision.num_heads = 64, 4
     reference = Qwen3VLVisionRotaryEmbedding(vision)
     cos, sin = reference(torch.zeros(1), get_vision_position_ids(grid_thw, 2))
-    _, _, angles = geometry().packed(grid_thw)
+    _, _, angles = geometry().packed(grid_thw, CPU)
     angles = torch.cat([angles, angles], dim=1)
     torch.testing.assert_close(angles.cos(), cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(angles.sin(), sin, rtol=0, atol=1e-6)
@@ -81,7 +83,7 @@ def test_attention_stays_within_a_frame():
 def test_geometry_is_the_same_whatever_is_kept(cache_bytes):
     kept = geometry(cache_bytes=cache_bytes)
     for grid in ([[1, 4, 2], [2, 2, 4]], [[1, 4, 2]], [[1, 6, 6], [1, 4, 2]], [[1, 2, 4]]):
-        ours, fresh = (each.packed(torch.tensor(grid)) for each in (kept, geometry()))
+        ours, fresh = (each.packed(torch.tensor(grid), CPU) for each in (kept, geometry()))
         for one, other in zip(ours, fresh, strict=True):
             assert torch.equal(one, other)
 
@@ -98,5 +100,5 @@ def test_geometry_is_kept_up_to_so_many_bytes(monkeypatch):
     # A patch takes 4 * 8 + 4 * 4 + 8 * 4 = 80 bytes: room for two frames of 8 patches.
     kept = geometry(cache_bytes=1300)
     for height, width in [(2, 4), (4, 2), (2, 4), (2, 2), (2, 4), (4, 2)]:
-        kept.packed(torch.tensor([[3, height, width]]))
+        kept.packed(torch.tensor([[3, height, width]]), CPU)
     assert made == [(2, 4), (4, 2), (2, 2), (4, 2)]

@@ -21,6 +21,7 @@ from loongplug.models.qwen2_5_vl.windows import WindowGeometry, frame_windows, p
 pytestmark = pytest.mark.quick
 
 PATCH = 14
+CPU = torch.device("cpu")
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4
 )
@@ -34,7 +35,7 @@ def geometry(side: int, merge: int, **options: int) -> WindowGeometry:
 @given(grid=grids, side=st.integers(1, 5), merge=st.sampled_from([1, 2, 3]))
 def test_windows_are_those_of_transformers(grid, side, merge):
     grid_thw = torch.tensor([[time, merge * h, merge * w] for time, h, w in grid])
-    plan = geometry(side, merge).plan(grid_thw)
+    plan = geometry(side, merge).plan(grid_thw, CPU)
     index, boundaries = get_vision_window_index(
         grid_thw, spatial_merge_size=merge, window_size=side * merge * PATCH, patch_size=PATCH
     )
@@ -49,7 +50,7 @@ def test_windows_are_those_of_transformers(grid, side, merge):
 @given(grid=grids, side=st.integers(1, 5))
 def test_angles_are_those_of_transformers_in_the_windows_order(grid, side):
     grid_thw = torch.tensor([[time, 2 * h, 2 * w] for time, h, w in grid])
-    plan = geometry(side, 2).plan(grid_thw)
+    plan = geometry(side, 2).plan(grid_thw, CPU)
     vision = HfConfig().vision_config
     vision.hidden_size, vision.num_heads = 64, 4
     reference = Qwen2_5_VLVisionRotaryEmbedding(vision)
@@ -80,7 +81,7 @@ def test_last_row_and_column_give_smaller_windows():
 def test_kept_frames_change_nothing(cache_bytes):
     kept = geometry(2, 2, cache_bytes=cache_bytes)
     for grid in ([[1, 4, 6], [2, 6, 4]], [[1, 4, 6]], [[1, 10, 10], [1, 4, 6]]):
-        ours, fresh = (each.plan(torch.tensor(grid)) for each in (kept, geometry(2, 2)))
+        ours, fresh = (each.plan(torch.tensor(grid), CPU) for each in (kept, geometry(2, 2)))
         assert torch.equal(ours.order, fresh.order)
         assert torch.equal(ours.angles, fresh.angles)
         assert ours.window_lengths == fresh.window_lengths
@@ -98,5 +99,5 @@ def test_a_frame_size_is_planned_once(monkeypatch):
     monkeypatch.setattr(windows_module, "frame_windows", counted)
     kept = geometry(2, 2)
     for grid in ([[3, 4, 6]], [[1, 6, 4], [1, 4, 6]]):
-        kept.plan(torch.tensor(grid))
+        kept.plan(torch.tensor(grid), CPU)
     assert made == [(4, 6), (6, 4)]

@@ -353,7 +353,7 @@ def no_padding(rank: int) -> None:
 @fault("the encoder's state comes back as it left in the step before", spec="gpu.md, found sound")
 @at("loongplug.hetero.encoder_state:EncoderState.movable")
 def bring_back_a_stale_state(original: Any, self: Any) -> Any:
-    known = {id(host) for host in self._hosts.values()}
+    known = {id(each.host) for each in self._before.values()}
     items = original(self)
     for each in items:
         if id(each.host) in known:
@@ -601,6 +601,16 @@ def balance_padding(original: Any, positions: Any, loss_mask: Any, **of: Any) ->
     kinds = original(positions, loss_mask, **of)
     kinds[:, : kinds.shape[1] // 2] = False
     return kinds
+
+
+@fault("padding is sent to experts, which give it no weight", spec="gpu.md A6")
+@at(f"{ROUTER}:BalancedRouter.forward", where=lambda self, _, mask=None, **__: mask is not None)
+def send_padding_to_experts(original: Any, self: Any, *args: Any, **of: Any) -> Any:
+    probs, routing_map = original(self, *args, **of)
+    without = ~routing_map.any(dim=1)  # [tokens]
+    routing_map = routing_map.clone()
+    routing_map[without, : self.topk] = True
+    return probs, routing_map
 
 
 # Norm, clipping, rates and what the optimizer keeps.

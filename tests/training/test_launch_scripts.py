@@ -11,7 +11,7 @@ import torch.distributed as dist
 from command_lines import write_tokenizer
 from ranks import run_ranks
 
-from loongplug.estimate.estimator import stepping_of
+from loongplug.estimate.estimator import parsed_for, stepping_of
 from loongplug.estimate.ranks import as_rank
 from loongplug.estimate.state import State, rank_state
 from loongplug.hetero.modes import ENCODER_HETERO_DP, FULL_HETERO_DP, UNIFORM, mode_of
@@ -189,6 +189,18 @@ def written(stages: list[State]) -> str:
 
 
 # Every script.
+
+
+@pytest.mark.parametrize("script", [*ALL, OVERLAP], ids=lambda script: script.name)
+def test_an_estimate_takes_the_flags_of_a_launch(tmp_path: Path, script: Script) -> None:
+    """Also those of kernels that the machine of the estimate has not."""
+    kernels = ("--transformer-impl", "transformer_engine", "--moe-permute-fusion")
+    launched = launch(script, tmp_path, *kernels)
+    given = read_command_line(launched.argv).args
+    assert (given.transformer_impl, given.moe_permute_fusion) == ("transformer_engine", True)
+    args = parsed_for(launched.argv, ranks=launched.world_size, stand_ins=tmp_path).args
+    assert (args.transformer_impl, args.moe_permute_fusion) == ("local", False)
+    assert args.world_size == launched.world_size
 
 
 def test_all_scripts_are_tested() -> None:

@@ -72,6 +72,7 @@ class AudioTransformer(MegatronModule):
         self.architecture = architecture
         self.tp_group = pg_collection.tp
         self.stage = stage_of(architecture, pg_collection)
+        self._computed: Tensor | None = None
         if self.stage.first:
             self._build_embeddings()
         self.blocks = TransformerBlock(
@@ -155,10 +156,24 @@ class AudioTransformer(MegatronModule):
         states = F.gelu(self.conv2(inner).index_select(0, kept))
         table = self._table()
         if table is None:
-            longest = max(plan.segments)
-            host = sinusoids(longest, states.shape[1], device=torch.device("cpu"))
-            table = to_device(host, weight.device).to(states.dtype)
+            table = self._computed_table(like=states)
         return states + table.index_select(0, positions)
+
+    def _computed_table(self, *, like: Tensor) -> Tensor:
+        """Positions that no file has, [states of the longest piece, hidden]; made once.
+
+        Computed on the host. The dtype and the device are those of the states, and so of the
+        weights.
+        """
+        kept = self._computed
+        if kept is None or (kept.dtype, kept.device) != (like.dtype, like.device):
+            sizes = self.architecture.sizes
+            longest = sizes.states(self.architecture.chunk or sizes.longest)
+            # An evaluation may ask first, and training takes no tensors of its kind.
+            with torch.inference_mode(False):
+                host = sinusoids(longest, like.shape[1], device=torch.device("cpu"))
+                kept = self._computed = to_device(host, like.device).to(like.dtype)
+        return kept
 
     def _frames(self, unit: EncoderInput) -> list[int]:
         """Those of each sound."""

@@ -47,6 +47,7 @@ class PatchTransformer(MegatronModule):
         self.architecture = architecture
         self.tp_group = pg_collection.tp
         self.stage = stage_of(architecture, pg_collection)
+        self._places_on: dict[tuple[int, torch.device], Tensor] = {}
         if self.stage.first:
             self._build_embeddings()
         spec = vision_layer_spec(config, backend=backend)
@@ -124,7 +125,7 @@ class PatchTransformer(MegatronModule):
         tokens = patches.unflatten(0, (images, side**2))  # [images, tokens, hidden]
         if self.class_token is not None:
             tokens = torch.cat([self.class_token.expand(images, 1, -1), tokens], dim=1)
-        places = to_device(self._places(side), weight.device)  # [tokens]
+        places = self._places(side, weight.device)
         states = (tokens + self.position_embedding(places)).flatten(0, 1)
         return states if self.pre_norm is None else self.pre_norm(states)
 
@@ -144,8 +145,19 @@ class PatchTransformer(MegatronModule):
                 )
         return side, len(sizes)
 
-    def _places(self, side: int) -> Tensor:
-        """Where an image's tokens find their positions in the table, [tokens] int64."""
+    def _places(self, side: int, device: torch.device) -> Tensor:
+        """Where an image's tokens find their positions in the table, [tokens] int64.
+
+        Kept on ``device`` for both sides that there are: that of images and that of a blank one.
+        """
+        key = side, device
+        if key not in self._places_on:
+            # An evaluation may ask first, and training cannot save tensors of its kind.
+            with torch.inference_mode(False):
+                self._places_on[key] = to_device(self._places_on_host(side), device)
+        return self._places_on[key]
+
+    def _places_on_host(self, side: int) -> Tensor:
         row, column = patch_coordinates(side, side, merge=self.architecture.spatial_merge_size)
         places = row * self.architecture.side + column
         if self.class_token is None:

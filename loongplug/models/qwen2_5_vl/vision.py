@@ -31,7 +31,6 @@ from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_merger import VisionProjector
 from loongplug.models.qwen2_5_vl.config import Qwen25VisionConfig
 from loongplug.models.qwen2_5_vl.windows import WindowGeometry, permute_blocks
-from loongplug.platform.transfers import to_device
 
 
 @dataclass
@@ -130,24 +129,22 @@ class Qwen25VisionEncoder(MegatronModule):
             a stage that is not the last in that of the windows.
         """
         device = next(self.parameters()).device
-        plan = self._geometry.plan(vision.grids)
-        order, inverse = to_device(plan.order, device), to_device(plan.inverse, device)
-        angles = to_device(plan.angles, device)[:, None, None, :]
+        plan = self._geometry.plan(vision.grids, device)
         if isinstance(vision, HandedOn):
             hidden_states = vision.states[:, None]
         else:
             # Pixels need no gradient, so that moving them costs no backward pass.
-            patches = permute_blocks(vision.rows.to(self.patch_embed.weight.dtype), order)
+            patches = permute_blocks(vision.rows.to(self.patch_embed.weight.dtype), plan.order)
             hidden_states = self.patch_embed(patches)[:, None]  # [patches, 1, hidden]
         states = self.blocks(
             hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
-            rotary_pos_emb=rope_table(angles, dtype=torch.float32),
+            rotary_pos_emb=rope_table(plan.angles[:, None, None, :], dtype=torch.float32),
             packed_seq_params=pack_windows(
                 frames=plan.frame_lengths, windows=plan.window_lengths, device=device
             ),
         )[:, 0]
-        return (permute_blocks(states, inverse) if self.stage.last else states), []
+        return (permute_blocks(states, plan.inverse) if self.stage.last else states), []
 
 
 def build_encoder(

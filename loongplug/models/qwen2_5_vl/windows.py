@@ -1,16 +1,18 @@
-"""Which patches share a window, and the order that makes windows contiguous; on the host.
+"""Which patches share a window, and the order that makes windows contiguous.
 
 Windows tile each frame from its top left corner, row by row. Those at the right and the lower edge
 hold what is left of it. Merge blocks stay whole, and frames stay contiguous.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from loongplug.models.patch_grids import FrameGeometry, frame_lengths
+from loongplug.models.patch_grids import FrameGeometry, FrameTables, frame_lengths
+from loongplug.platform.transfers import to_device
 
 
 def frame_windows(height: int, width: int, *, merge: int, side: int) -> tuple[Tensor, Tensor]:
@@ -41,19 +43,16 @@ def permute_blocks(patches: Tensor, order: Tensor) -> Tensor:
 class WindowPlan:
     """The windows of one unit. ``order[i]`` is the token that comes to place i, [tokens] int64.
 
-    ``angles`` are those of :func:`~loongplug.models.patch_grids.frame_rotary_angles`, in the
-    windows' order, [patches, head_dim / 2] float32. Lengths are in patches.
+    ``inverse`` undoes it. Lengths are in patches. ``angles`` are those of
+    :func:`~loongplug.models.patch_grids.frame_rotary_angles`, in the windows' order,
+    [patches, head_dim / 2] float32.
     """
 
     order: Tensor
+    inverse: Tensor
     angles: Tensor
     window_lengths: tuple[int, ...]
     frame_lengths: tuple[int, ...]
-
-    @property
-    def inverse(self) -> Tensor:
-        """The order that undoes ``order``, [tokens] int64."""
-        return torch.argsort(self.order)
 
 
 class WindowGeometry(FrameGeometry):
@@ -62,17 +61,34 @@ class WindowGeometry(FrameGeometry):
     A frame takes about 160 bytes per patch.
     """
 
-    def plan(self, grid_thw: Tensor) -> WindowPlan:
-        """The windows of a unit with the patch grids ``grid_thw`` [images, 3], at least one."""
-        orders, angles, lengths = zip(*self.frames(grid_thw), strict=True)
-        starts = accumulate((each.shape[0] for each in orders), initial=0)
+    def plan(self, grid_thw: Tensor, device: torch.device) -> WindowPlan:
+        """The windows of a unit with the patch grids ``grid_thw`` [images, 3], at least one.
+
+        Tensors are on ``device``.
+        """
+        frames = self.frames(grid_thw, device)
+        orders, angles = zip(*(each.tables for each in frames), strict=True)
+        order, inverse = torch.cat(orders, dim=1) + _starts(orders, device)
         return WindowPlan(
-            order=torch.cat([each + start for each, start in zip(orders, starts, strict=False)]),
+            order=order,
+            inverse=inverse,
             angles=torch.cat(angles),
-            window_lengths=tuple(torch.cat(lengths).tolist()),
+            window_lengths=tuple(length for each in frames for length in each.windows),
             frame_lengths=tuple(frame_lengths(grid_thw)),
         )
 
-    def _of_frame(self, height: int, width: int) -> tuple[Tensor, ...]:
+    def _of_frame(self, height: int, width: int) -> FrameTables:
         order, lengths = frame_windows(height, width, merge=self._merge, side=self._side)
-        return order, permute_blocks(self._angles(height, width), order), lengths
+        angles = permute_blocks(self._angles(height, width), order)
+        return FrameTables(
+            tables=(torch.stack([order, torch.argsort(order)]), angles),
+            windows=tuple(lengths.tolist()),
+        )
+
+
+def _starts(orders: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The first token of each one's frame, of which ``orders`` are [2, tokens]: [all tokens]."""
+    tokens = [each.shape[1] for each in orders]
+    *starts, count = accumulate(tokens, initial=0)
+    start, times = to_device(torch.tensor([starts, tokens]), device)  # [frames] each
+    return torch.repeat_interleave(start, times, output_size=count)

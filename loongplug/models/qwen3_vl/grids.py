@@ -1,12 +1,12 @@
 """Per-patch geometry of Qwen3-VL's packed images: position taps, rotary angles.
 
-Everything here follows from the patch grids alone and runs on the host.
+Everything here follows from the patch grids alone; tables are made on the host.
 """
 
 import torch
 from torch import Tensor
 
-from loongplug.models.patch_grids import FrameGeometry, patch_coordinates
+from loongplug.models.patch_grids import FrameGeometry, FrameTables, patch_coordinates
 
 
 def _axis_taps(size: int, *, side: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,14 +40,16 @@ class PackedGeometry(FrameGeometry):
     A frame takes about 200 bytes per patch.
     """
 
-    def packed(self, grid_thw: Tensor) -> tuple[Tensor, ...]:
+    def packed(self, grid_thw: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """Of all frames of a unit with the patch grids ``grid_thw`` [images, 3], at least one.
 
         Returns the two of :func:`frame_position_taps`, and the angles of
-        :func:`~loongplug.models.patch_grids.frame_rotary_angles`, packed along the patches.
+        :func:`~loongplug.models.patch_grids.frame_rotary_angles`, packed along the patches, on
+        ``device``.
         """
-        return tuple(torch.cat(parts) for parts in zip(*self.frames(grid_thw), strict=True))
+        tables = [each.tables for each in self.frames(grid_thw, device)]
+        return tuple(torch.cat(parts) for parts in zip(*tables, strict=True))
 
-    def _of_frame(self, height: int, width: int) -> tuple[Tensor, ...]:
+    def _of_frame(self, height: int, width: int) -> FrameTables:
         taps = frame_position_taps(height, width, side=self._side, merge=self._merge)
-        return *taps, self._angles(height, width)
+        return FrameTables(tables=(*taps, self._angles(height, width)))

@@ -26,7 +26,6 @@ from loongplug.models.patch_order import PatchOrder, by_frame_length
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
 from loongplug.platform.active import is_host
-from loongplug.platform.transfers import to_device
 
 
 class Qwen3VisionEncoder(MegatronModule):
@@ -87,9 +86,7 @@ class Qwen3VisionEncoder(MegatronModule):
         device = next(self.parameters()).device
         # CUDA's kernels take frames of any lengths in one call.
         order = by_frame_length(vision.grids) if is_host() else PatchOrder(grids=vision.grids)
-        taps, shares, angles = (
-            to_device(each, device) for each in self._geometry.packed(order.grids)
-        )
+        taps, shares, angles = self._geometry.packed(order.grids, device)
         before: tuple[Tensor, ...] = ()
         if isinstance(vision, HandedOn):
             hidden_states, before = order.put(vision.states), vision.taps  # [patches, hidden]

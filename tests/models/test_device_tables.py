@@ -1,0 +1,94 @@
+"""What encoders make of media's sizes goes to the device once, and is the same when it is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from host_waits import META
+from ranks import model_parallel, run_ranks
+from test_encoder_stages import EARS, EYES, Stage, built, media_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from loongplug.data.microbatch import MediaInput
+from loongplug.models.audio_transformer.encoder import sinusoids
+from loongplug.models.qwen2_5_vl.windows import WindowGeometry
+from loongplug.models.qwen3_vl.grids import PackedGeometry
+from loongplug.training.config import compose_model
+
+# Model, encoder, how many copies a forward takes, and how many the first one takes besides. What
+# stays: the ends of segments, of both kinds for windows; how far each frame's order is moved; and
+# where sounds lie, which depends on all of a unit's.
+CASES: dict[str, tuple[str, str, int, int]] = {
+    "taps": ("qwen3_vl_tiny", EYES, 1, 3 * 2),
+    "windows": ("qwen2_5_vl_tiny", EYES, 3, 2 * 2),
+    "class-token": ("llava_tiny", EYES, 1, 1),
+    "sounds": ("qwen2_audio_tiny", EARS, 6, 0),
+    "chunks": ("qwen2_5_omni_tiny", EARS, 6, 1),
+}
+
+
+class Copied(TorchDispatchMode):
+    """Counts copies of host tensors to the meta device, which stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("_to_copy", "to"):  # the latter in inference mode
+            given = tree_leaves(args)[0]
+            self.count += given.device.type == "cpu" and result.is_meta
+        return result
+
+
+def copies(_: int, *, case: str) -> list[int]:
+    """Of three forwards; before them, an evaluation has met the sizes."""
+    name, entry, _, _ = CASES[case]
+    model = compose_model(model_name=name).config
+    architecture = model.encoder(entry)
+    with model_parallel():
+        encoder = built(model, entry, architecture, Stage(0, 1)).to(META)
+    media = media_of(architecture)
+    media = MediaInput(rows=media.rows.to(META), grids=media.grids)
+    counts = []
+    for evaluates in (True, False, False):
+        with Copied() as copied, torch.inference_mode(evaluates):
+            states, _ = encoder(media)
+        if not evaluates:
+            states.backward(torch.empty_like(states))
+        counts.append(copied.count)
+    return counts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_are_copied_once(case):
+    _, _, each, first = CASES[case]
+    assert run_ranks(copies, 1, case=case) == [[each + first, each, each]]
+
+
+@pytest.mark.quick
+def test_kept_tables_stay_as_they_are():
+    """Whoever changes a unit's tables in place, such as a rotation, changes that unit's alone."""
+    cpu, grid = torch.device("cpu"), torch.tensor([[1, 4, 6]])
+    taps = PackedGeometry(side=8, head_dim=16, base=1e4, merge=2)
+    windows = WindowGeometry(side=2, head_dim=16, base=1e4, merge=2)
+    expected = [each.clone() for each in taps.packed(grid, cpu)]
+    plan = windows.plan(grid, cpu)
+    order = plan.order.clone()
+    for each in (*taps.packed(grid, cpu), plan.order, plan.inverse, plan.angles):
+        each.zero_()
+    assert all(map(torch.equal, taps.packed(grid, cpu), expected))
+    again = windows.plan(grid, cpu)
+    assert torch.equal(again.order, order)
+    assert torch.equal(again.order[again.inverse], torch.arange(len(order)))
+    assert again.angles.any()
+
+
+@pytest.mark.quick
+def test_computed_positions_do_not_depend_on_how_many_there_are():
+    cpu = torch.device("cpu")
+    whole = sinusoids(1500, 48, device=cpu)
+    for length in (1, 3, 100, 1499):
+        assert torch.equal(sinusoids(length, 48, device=cpu), whole[:length])
