@@ -305,6 +305,7 @@ class _Encodes:
 
     steps = True
     here = False
+    fills_bubbles = False
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

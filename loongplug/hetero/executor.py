@@ -139,7 +139,6 @@ class Executor:
             config = get_model_config(chunk)
             finalize, waiting = config.finalize_model_grads_func, _Waiting()
             config.finalize_model_grads_func = None if finalize is None else waiting
-            pieces = self._now.pieces
             try:
                 result = schedule(
                     forward_step_func=self.watched(forward_step_func),
@@ -147,10 +146,8 @@ class Executor:
                     model=model,
                     num_microbatches=num_microbatches,
                     forward_only=forward_only,
-                    **(options if pieces is None else options | pieces.within(config, self)),
+                    **options,
                 )
-                if pieces is not None:
-                    pieces.finish()
             finally:
                 config.finalize_model_grads_func = finalize
             self.end()
@@ -201,7 +198,7 @@ class Executor:
         spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
         pieces = None
         if self._streaming is not None and training:
-            pieces = self._streaming.pieces(units, spec=spec, encoder=encoder)
+            pieces = self._streaming.pieces(microbatches, spec=spec, encoder=encoder)
         plan = self._planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
@@ -247,9 +244,14 @@ class Executor:
 
         return watching
 
-    def before_pass(self, number: int) -> None:
-        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
-        self._do(before_pass(number))
+    @property
+    def pieces(self) -> PiecesOfStep | None:
+        """Of the step that has begun; None where it does not stream."""
+        return self._now.pieces
+
+    def before_pass(self, number: int, turn: int) -> None:
+        """Before a pass of the stage, where a step streams: what is to be done in this turn."""
+        self._do(before_pass(number, turn))
 
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""

@@ -43,11 +43,15 @@ from loongplug.hetero.operations import (
 
 
 class PieceWork(NamedTuple):
-    """Pieces that go through the encoder together, before a pass of this rank's stage."""
+    """Pieces that go through the encoder together, before a pass of this rank's stage.
+
+    Several encoders that work before the same pass do so in ``turn``.
+    """
 
     before: int
     forward: bool
     pieces: tuple[int, ...]
+    turn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,11 @@ class Stream:
 
     work: tuple[PieceWork, ...]
     pieces: tuple[range, ...]
+
+    @property
+    def turns(self) -> int:
+        """So many may come before a pass."""
+        return 1 + max((each.turn for each in self.work), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,8 +296,8 @@ def _reduced_later(operation: Operation) -> Operation:
 
 def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
     """Encoder work before passes; features and gradients when the decoder's passes need them."""
-    for before, forwards, together in stream.work:
-        when = before_pass(before)
+    for before, forwards, together, turn in stream.work:
+        when = before_pass(before, turn)
         if forwards:
             plan.at(when, EncodePieces(pieces=together))
             plan.at(when, *(SendFeatures(piece=piece) for piece in together))

@@ -9,7 +9,7 @@ from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
 from loongplug.hetero.operations import BEGIN, END, before_pass, forward, gradient
-from loongplug.hetero.pipeline_clock import FREE, PieceCost
+from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
@@ -28,9 +28,7 @@ def planned(stages: int, microbatches: int, *, each: PieceCost = FREE) -> Stream
         forward=(800 // stages,) * stages,
         backward=(1600 // stages,) * stages,
         group=stages,
-        trains=True,
-        each=each,
-        joined=100 * 4 * microbatches,
+        of_passes=PassCosts(each=each, joined=100 * 4 * microbatches),
     )
     found = Planner(costs, stages=tuple(range(stages))).plan([[GRID] * 4] * microbatches)
     assert found is not None

@@ -53,7 +53,7 @@ def test_parts_add_up_to_the_whole(
     (of_units,) = work.encoders
     piece = costs.of_media(GRIDS)
     assert piece.forward + piece.backward == pytest.approx(of_units.of_media(GRIDS), rel=1e-6)
-    assert bool(piece.backward) == costs.trains == (flags != FROZEN)
+    assert bool(piece.backward) == costs.of_passes.trains == (flags != FROZEN)
     # Of media together as much as of each: attention is within a frame.
     alone = [costs.of_media([grid]) for grid in GRIDS]
     assert sum(each.forward for each in alone) == pytest.approx(piece.forward, rel=1e-6)

@@ -20,7 +20,9 @@ from verify_cases import Mutation, Pair, failing, made_plan
 
 from loongplug.data.order import epoch_permutation
 from loongplug.hetero.operations import PiecesBackward
+from loongplug.verify.plan import Request
 from loongplug.verify.report import report
+from loongplug.verify.runs import plan_runs
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
 PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
@@ -65,6 +67,24 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
 }
 
+# Of a model that sees and hears: ranks in all, and flags.
+TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "pp2": (2, (*PP2, *OVERLAPPED)),
+    "pp2-tp2-sp-sounds-tp2": (
+        4,
+        (*PP2, *SP, "model.audio_encoder.tensor_model_parallel_size=2"),
+    ),
+    "pp2-vpp2-images-adapted-sounds-frozen": (
+        2,
+        (*VPP2, "+model.image_encoder.lora.rank=2", "model.audio_encoder.freeze=true"),
+    ),
+    "pp2-dp2-cp1-images-frozen": (
+        4,
+        (*PP2, f"{ENCODER}.freeze=true", "model.image_projector.freeze=true", *OVERLAPPED),
+    ),
+    "pp4": (4, PP4),
+}
+
 
 def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) -> None:
     """Write down what a rank does in steps that stream; ``before`` that, change what it runs.
@@ -80,6 +100,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         within = sum(0 < each.before < last for each in work)
         together = [{self._planned.pieces[n].microbatch for n in each.pieces} for each in work]
         found = [[len(each) for each in self.stream.pieces], within, [*map(len, together)]]
+        found += [self._streaming.name, any(each.turn for each in work)]
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file)
 
@@ -88,11 +109,11 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         before(rank)
 
 
-def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int]]]:
-    """What was noted: of each step of each rank."""
+def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int], str, bool]]:
+    """What was noted: of each step of each rank, by encoder."""
     files = [folder / f"streamed-{rank}" for rank in range(ranks)]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return [(pieces, within, together) for pieces, within, together in map(json.loads, lines)]
+    return [tuple(json.loads(line)) for line in lines]
 
 
 @pytest.mark.slow
@@ -103,7 +124,27 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
     comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(plan, comparison)
     found = streamed(tmp_path, ranks)
-    assert any(within for _, within, _ in found), "nothing was done between passes"
+    assert any(within for _, within, *_ in found), "nothing was done between passes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    sweep(TWO_ENCODERS, but=("pp2-tp2-sp-sounds-tp2", "pp2-vpp2-images-adapted-sounds-frozen")),
+)
+def test_two_encoders_agree_with_a_single_rank(name: str, tmp_path: Path) -> None:
+    ranks, flags = TWO_ENCODERS[name]
+    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *flags)
+    request = Request(flags=command, scale="tiny", steps=2, ranks=ranks)
+    plan = plan_runs(request, folder=tmp_path)
+    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
+    assert comparison.agrees, report(plan, comparison)
+    found = streamed(tmp_path, ranks)
+    for encoder in ("image_encoder", "audio_encoder"):
+        own = [(pieces, within) for pieces, within, _, name, _ in found if name == encoder]
+        assert any(within for _, within in own), f"{encoder}: nothing was done between passes"
+        assert any(map(sum, (pieces for pieces, _ in own)))
+    assert any(turns for *_, turns in found), "they did not take turns"
 
 
 def partly_text(demo: Path, folder: Path) -> None:
@@ -131,8 +172,8 @@ def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> Non
     comparison = pair.compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(pair.plan, comparison)
     found = streamed(tmp_path, 2)
-    assert any(within for _, within, _ in found)
-    assert any(0 in pieces and max(pieces) > 1 for pieces, _, _ in found)
+    assert any(within for _, within, *_ in found)
+    assert any(0 in pieces and max(pieces) > 1 for pieces, *_ in found)
 
 
 def test_several_microbatches_in_one_pass_agree(pair: Pair, tmp_path: Path) -> None:
@@ -140,7 +181,7 @@ def test_several_microbatches_in_one_pass_agree(pair: Pair, tmp_path: Path) -> N
     comparison = pair.compared(partial(noting, folder=tmp_path, before=None))
     assert comparison.agrees, report(pair.plan, comparison)
     found = streamed(tmp_path, 2)
-    assert any(max(together, default=0) > 1 for _, _, together in found)
+    assert any(max(together, default=0) > 1 for _, _, together, *_ in found)
 
 
 def freely(rank: int, *, fault: Mutation) -> None:
