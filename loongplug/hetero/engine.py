@@ -20,8 +20,9 @@ from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight, warmup
 from loongplug.hetero.pipeline_wires import PipelineGroups
-from loongplug.hetero.policies import EncoderStep, Stream
+from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts
 from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.models.entries import Entry

@@ -1,7 +1,7 @@
 """Does the operations of a step's plan, around and within Megatron's own schedule."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -327,7 +327,12 @@ class Executor:
                 step.features[unit] = step.of_pieces.receive(pieces)
             case SendGradients(unit=unit, pieces=pieces):
                 step.of_pieces.give_back(pieces, step.gradients.pop(unit))
-            case EncodePieces() | SendFeatures() | ReceiveGradient() | PiecesBackward():
+            case EncodePieces(pieces=pieces, movable=movable):
+                with self._movable_saves(step.media if movable else None) as saved:
+                    step.of_pieces.operate(operation)
+                if saved is not None:
+                    step.saved[pieces[0]] = list(saved.values())
+            case SendFeatures() | ReceiveGradient() | PiecesBackward():
                 step.of_pieces.operate(operation)
             case GatherWeights():
                 step.encoder.gather_weights()
@@ -340,12 +345,7 @@ class Executor:
         step = self._now
         encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
         behind = [step.microbatches[each].units[self._entry.name] for each in joined]
-        if movable:
-            assert encoded is not None
-            assert encoded.media is not None
-            stays = step.weights | addresses([encoded.media.rows])
-            saves = movable_saves(device=self._platform.device, stays=stays)
-        with saves if movable else nullcontext() as saved:
+        with self._movable_saves(step.media if movable else None) as saved:
             states = self._handed_on(unit)
             payload = step.encoder.payload(encoded, joined=behind, states=states)
         if saved is not None:
@@ -359,6 +359,15 @@ class Executor:
             step.payloads |= zip([unit, *joined], parts, strict=True)
         else:
             step.payloads[unit] = payload
+
+    def _movable_saves(
+        self, media: set[int] | None
+    ) -> AbstractContextManager[dict[int, Movable] | None]:
+        """Inside, what is saved may leave, but for weights and ``media``; None: nothing may."""
+        if media is None:
+            return nullcontext()
+        stays = self._now.weights | media
+        return movable_saves(device=self._platform.device, stays=stays)
 
     def _handed_on(self, unit: int | None) -> Tensor | None:
         """What the stage before has made of a unit; held on to where it gets a gradient."""
@@ -470,6 +479,12 @@ class _Step:
     def weights(self) -> set[int]:
         """Addresses of what all units use."""
         return addresses(self.model.parameters())
+
+    @cached_property
+    def media(self) -> set[int]:
+        """Addresses of what is encoded here."""
+        units = [each.units[self.encoder.name] for each in self.microbatches]
+        return addresses(each.media.rows for each in units if each.media is not None)
 
     def assert_done(self) -> None:
         """Behind the last operation: all that was made is used up."""

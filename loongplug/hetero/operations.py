@@ -168,9 +168,13 @@ class EncoderBackward:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodePieces:
-    """Make these pieces' features here, in one pass; pieces are numbered over all of the step."""
+    """Make these pieces' features here, in one pass; pieces are numbered over all of the step.
+
+    With ``movable``, what its backward needs can leave for the host, by the name of the first.
+    """
 
     pieces: tuple[int, ...]
+    movable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,10 @@ class ReduceGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class _Move:
-    """``units``: of which units; empty for the encoder's state, which is of none."""
+    """``units``: of which units; empty for the encoder's state, which is of none.
+
+    In a step that streams they are pieces, of which each stands for all of its pass.
+    """
 
     what: Kept
     units: tuple[int, ...] = ()

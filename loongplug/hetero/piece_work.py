@@ -18,8 +18,8 @@ from loongplug.hetero.operations import (
     SendFeatures,
 )
 from loongplug.hetero.piece_edges import PieceEdges
-from loongplug.hetero.policies import Stream
 from loongplug.hetero.routes import Rows, common, within
+from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Piece, StreamedStep
 from loongplug.hetero.streamed_together import StepPlanner, owned_units
 

@@ -23,7 +23,7 @@ from loongplug.hetero.pipeline_clock import (
     Step,
     decoder_passes,
 )
-from loongplug.hetero.policies import PieceWork, Stream
+from loongplug.hetero.stream import PieceWork, Stream
 from loongplug.hetero.streaming import streamed
 
 # Of a microbatch. There are more where replicas would have fewer than so many in a step.

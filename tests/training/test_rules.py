@@ -351,7 +351,7 @@ def test_encoders_over_several_stages_do_not_stream(prepared: Run) -> None:
 def test_encoders_of_several_modes_do_not_stream(omni: Any) -> None:
     assert violated(omni, model=omni[1], **STREAMED) == []
     for mode in ("uniform", "encoder_hetero_dp"):
-        model = changed(omni[1], [f"audio_encoder.mode={mode}"])
+        model = changed(omni[1], [f"audio_encoder.mode='{mode}'"])
         assert violated(omni, model=model, **STREAMED) == ["streamed-encoders"]
         assert violated(omni, model=model, enable_full_hetero_dp=True) == []
 

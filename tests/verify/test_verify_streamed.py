@@ -61,11 +61,16 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         (*PP4, "--micro-batch-size", "2", "--global-batch-size", "4"),
     ),
     "pp4": (4, PP4),
+    "pp2-activations-away": (
+        2,
+        (*PP2, "--offload-encoder-activations", "--global-batch-size", "16"),
+    ),
     "pp2-experts": (
         4,
         (*PP2, "--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
     ),
 }
+SOME = ("pp2-tp2-sp-overlapped", "pp2-vpp2", "pp2-activations-away")
 
 # Of a model that sees and hears: ranks in all, and flags.
 TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -104,7 +109,12 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file)
 
+    def leaving(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+        (folder / f"left-{rank}").touch()
+        return original(self, *args)
+
     around("loongplug.hetero.piece_work:PiecesOfStep.end", noted)
+    around("loongplug.hetero.executor:Executor._leaving", leaving)
     if before is not None:
         before(rank)
 
@@ -117,7 +127,7 @@ def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sweep(CASES, but=("pp2-tp2-sp-overlapped", "pp2-vpp2")))
+@pytest.mark.parametrize("name", sweep(CASES, but=SOME))
 def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
     ranks, flags = CASES[name]
     plan = made_plan(tmp_path, demo, *STREAMED, *flags, ranks=ranks, steps=2)
@@ -125,6 +135,8 @@ def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> 
     assert comparison.agrees, report(plan, comparison)
     found = streamed(tmp_path, ranks)
     assert any(within for _, within, *_ in found), "nothing was done between passes"
+    left = list(tmp_path.glob("left-*"))
+    assert len(left) == (ranks if "away" in name else 0), "activations did not leave"
 
 
 @pytest.mark.slow

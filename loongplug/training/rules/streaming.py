@@ -46,13 +46,12 @@ streamed_offload = excludes(
     _STREAMED,
     any_of(
         flag("--full-hetero-dp-cpu-offload"),
-        flag("--offload-encoder-activations"),
         flag("--offload-encoder-state"),
-        in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-activations`, "
-        "`--offload-encoder-state`",
+        in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-state`",
     ),
-    reason="the encoder works all through the decoder's schedule, so that nothing of it can be "
-    "away, and few features are there at a time",
+    reason="the encoder works all through the decoder's schedule, so that its state cannot be "
+    "away, and features are sent as soon as they are made: only what a rank of the first stage has "
+    "made for itself waits there",
     cure=f"drop the flag, or {_SEPARATED}",
 )
 streamed_overlap = excludes(
