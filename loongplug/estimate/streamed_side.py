@@ -120,6 +120,8 @@ class StreamedSide:
                 ledger.add(FEATURE_GRADIENTS, self._unit(unit))
             case SendGradients(pieces=pieces):
                 gone = sum(self.consumed[each] for each in pieces if not self._own(each))
+                stays = sum(map(self.consumed.__getitem__, pieces)) - gone
+                ledger.work("gradients of pieces are taken apart", stays if len(pieces) > 1 else 0)
                 ledger.take(FEATURE_GRADIENTS, gone)
             case ReceiveGradient(piece=piece):
                 if not self.consumed[piece]:

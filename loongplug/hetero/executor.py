@@ -52,6 +52,7 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
+from loongplug.hetero.piece_edges import own_storage
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageLinks, StageUnit
 from loongplug.models.entries import Entry
@@ -384,7 +385,7 @@ class Executor:
         )
         if not to_host:
             for unit in sorted(arrived):
-                step.features[units.start + unit] = _own_storage(arrived.pop(unit))
+                step.features[units.start + unit] = own_storage(arrived.pop(unit))
             return
         lots: dict[Hashable, Sequence[Movable]] = {
             (Kept.FEATURES, units.start + unit): [self._movable(each)]
@@ -546,10 +547,3 @@ def _before_backward(output: Any, call: Callable[[], None]) -> None:
         output.on_backward(call)
     elif output.requires_grad:
         output.register_hook(lambda gradient_of_output: call())
-
-
-def _own_storage(features: Tensor) -> Tensor:
-    """Clone views: a view keeps the whole receive buffer alive."""
-    if features.untyped_storage().nbytes() == features.nbytes:
-        return features
-    return features.clone()
