@@ -19,7 +19,7 @@ _MORE: dict[type[Cell], tuple[str, ...]] = {
     SavingCell: ("trains", "away in phase 2"),
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
     ContextCell: ("CP", "rows", "keys come by", "trains", "away in phase 2", "own ranks"),
-    StreamedCell: ("trains",),
+    StreamedCell: ("trains", "away"),
 }
 
 
@@ -162,7 +162,8 @@ def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
         "clock says that a step would not be faster so, it is separated in these runs, too. Passes "
         "through the encoder count nothing there, so that there are many; of so small models plans "
         "would otherwise join nearly all. Every value of a column meets every value of every other "
-        "that it can be with.",
+        "that it can be with; of the model with two encoders, which stream together, there are few "
+        "cells, and what is frozen there is the encoder of images.",
         "",
         *by_group("trains", trains | {"all of them": list(results)}),
         *_models(results),
@@ -264,7 +265,7 @@ def _columns(result: Result) -> Iterable[str]:
     if isinstance(cell, ContextCell):
         yield from (str(cell.cp), cell.rows, cell.comm, cell.trained, cell.away, cell.own)
     if isinstance(cell, StreamedCell):
-        yield cell.trained
+        yield from (cell.trained, cell.away)
     if isinstance(cell, OverlapCell):
         yield from (cell.trained, cell.kept)
         yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
