@@ -9,11 +9,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from loongplug.hetero.bubble_schedule import BubbleSchedule
+from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import WINDOW, Edges
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.executor import Executor, Schedule, unwrapped
+from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.piece_edges import PieceEdges

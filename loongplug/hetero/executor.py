@@ -2,21 +2,21 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
-from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.encoder_state import EncoderState, movable_saves
+from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.executed_step import ExecutedStep
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -57,7 +57,6 @@ from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageLinks, StageUnit
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
-from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
 from loongplug.platform.prefetch import Movable, PrefetchQueue
@@ -112,7 +111,7 @@ class Executor:
         # a stage, whether anything in it or before it does, and whether anything before it does.
         self.encoder_trains: bool | None = None
         self.trains_before = False
-        self._step: _Step | None = None
+        self._step: ExecutedStep | None = None
 
     def around(self, schedule: Schedule) -> Schedule:
         """``schedule`` with the plan's operations around and within it.
@@ -138,7 +137,7 @@ class Executor:
             self.begin(chunk, microbatches, training=not forward_only)
             replayed: Iterator[Microbatch] = iter(microbatches)
             config = get_model_config(chunk)
-            finalize, waiting = config.finalize_model_grads_func, _Waiting()
+            finalize, waiting = config.finalize_model_grads_func, Waiting()
             config.finalize_model_grads_func = None if finalize is None else waiting
             try:
                 result = schedule(
@@ -210,7 +209,7 @@ class Executor:
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
         exchange = self._exchange if training or self._evaluating is None else self._evaluating
-        self._step = _Step(
+        self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
             exchange=exchange,
@@ -240,7 +239,7 @@ class Executor:
             self._do(forward(here))
             output, loss = forward_step(data_iterator, model, *args, **options)
             if backward(here) in self._now.plan:
-                _before_backward(output, lambda: self._do(backward(here)))
+                before_backward(output, lambda: self._do(backward(here)))
             return output, loss
 
         return watching
@@ -272,7 +271,7 @@ class Executor:
         self._step = None
 
     @property
-    def _now(self) -> "_Step":
+    def _now(self) -> ExecutedStep:
         assert self._step is not None, "no step has begun"
         return self._step
 
@@ -282,7 +281,11 @@ class Executor:
             return self._now.taken.pop(unit)
         # The graph goes no further than inputs that need it: one without values. A leaf with the
         # features would keep them until its backward.
-        found: Tensor = _Features.apply(torch.empty(0, requires_grad=True), self, unit)
+        found: Tensor = FeaturesNode.apply(
+            torch.empty(0, requires_grad=True),
+            partial(self._now.taken.pop, unit),
+            partial(self._gradient_came, unit),
+        )
         return found
 
     def _gradient_came(self, unit: int, gradient_of_features: Tensor) -> None:
@@ -449,88 +452,6 @@ class Executor:
         return Movable(device=tensor, where=self._platform.device)
 
 
-@dataclass(kw_only=True)
-class _Step:
-    """What one step has made and not used up, by unit; ``own`` is what this rank encoded."""
-
-    plan: StepPlan
-    encoder: EncoderOfStep
-    exchange: Exchange | Edges
-    model: MultimodalModel
-    microbatches: list[Microbatch]
-    spec: ExchangeSpec  # of all units
-    pieces: PiecesOfStep | None  # where it streams
-    states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
-    payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
-    features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
-    taken: dict[int, Tensor] = field(default_factory=dict)  # for the forward under way
-    arrived: Tensor | None = None  # the gradient that the backward under way has made
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of features
-    # Roots of graphs alone: of what is encoded, features are held where they are consumed.
-    own: dict[int | None, GradientEdge] = field(default_factory=dict)
-    own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # of payloads
-    saved: dict[int | None, list[Movable]] = field(default_factory=dict)  # that may leave
-
-    @property
-    def of_pieces(self) -> PiecesOfStep:
-        assert self.pieces is not None, "the step does not stream"
-        return self.pieces
-
-    @cached_property
-    def weights(self) -> set[int]:
-        """Addresses of what all units use."""
-        return addresses(self.model.parameters())
-
-    @cached_property
-    def media(self) -> set[int]:
-        """Addresses of what is encoded here."""
-        units = [each.units[self.encoder.name] for each in self.microbatches]
-        return addresses(each.media.rows for each in units if each.media is not None)
-
-    def assert_done(self) -> None:
-        """Behind the last operation: all that was made is used up."""
-        for what in (
-            *(self.payloads, self.features, self.taken, self.gradients),
-            *(self.own, self.own_gradients, self.saved, self.states),
-        ):
-            assert not what, f"nobody used what there is of units {list(what)}"
-
-
-class _Features(torch.autograd.Function):
-    """Has an input without values, since the graph goes no further than inputs that need it."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, executor: Executor, unit: int) -> Tensor:
-        ctx.came = partial(executor._gradient_came, unit)
-        return executor._now.taken.pop(unit)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_of_features: Tensor) -> tuple[None, None, None]:
-        ctx.came(gradient_of_features)
-        return None, None, None
-
-
-class _Waiting:
-    """Stands in for a function that is to be called later, with what it was called with."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._calls.append((args, kwargs))
-
-    def release(self, function: Callable[..., Any] | None) -> None:
-        for args, kwargs in self._calls:
-            assert function is not None
-            function(*args, **kwargs)
-
-
-def unwrapped(chunk: Any) -> MultimodalModel:
-    """Megatron hands chunks on with or without its wrappers."""
-    model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
-    return model
-
-
 def _rows(unit: Unit) -> int:
     """Of the encoder's input, what this rank encodes of it."""
     return 0 if unit.media is None else len(unit.media.rows)
@@ -539,11 +460,3 @@ def _rows(unit: Unit) -> int:
 def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:
     """As the queue knows them; the encoder's state is of no unit."""
     return [(what, unit) for unit in units or (None,)]
-
-
-def _before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward of what a forward step gave begins."""
-    if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
-        output.on_backward(call)
-    elif output.requires_grad:
-        output.register_hook(lambda gradient_of_output: call())

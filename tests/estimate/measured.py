@@ -28,10 +28,11 @@ from loongplug.estimate.ledger import (
 )
 from loongplug.estimate.tape import Tape
 from loongplug.hetero.bubbles import BubbleCommunicator
+from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.executor import Executor, unwrapped
+from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
 from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.piece_work import PiecesOfStep
