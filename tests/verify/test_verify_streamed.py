@@ -202,11 +202,11 @@ def freely(rank: int, *, fault: Mutation) -> None:
     fault(rank)
 
 
-def turn_gradients_within_passes(rank: int) -> None:
+def turn_gradients_within_passes(rank: int, *, of: str = "image_encoder") -> None:
     """Those of a pass's pieces stand in the wrong order; all shapes are right."""
 
     def turned(original: Callable[..., Any], self: Any, operation: Any) -> None:
-        if isinstance(operation, PiecesBackward):
+        if isinstance(operation, PiecesBackward) and self._streaming.name == of:
             own = [self._gradients[each] for each in operation.pieces]
             turned = torch.cat(own[::-1]).split(list(map(len, own)))
             self._gradients |= zip(operation.pieces, turned, strict=True)
@@ -229,3 +229,13 @@ def test_gradients_that_go_astray(pair: Pair, fault: Mutation) -> None:
     first = min((each.step for each in fails), default=None)  # a step may be separated
     assert {each.module for each in fails if each.step == first} == SEES
     assert failing(comparison, "gradients") >= SEES
+
+
+def test_gradients_that_go_astray_are_of_one_encoder(tmp_path: Path) -> None:
+    """Of two that stream; in the first step, before weights differ."""
+    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *PP2)
+    plan = plan_runs(Request(flags=command, scale="tiny", steps=1, ranks=2), folder=tmp_path)
+    both = Pair(plan, tmp_path)
+    assert both.compared().agrees
+    comparison = both.compared(partial(turn_gradients_within_passes, of="audio_encoder"))
+    assert failing(comparison, "gradients") == {"audio_encoder", "audio_projector"}
