@@ -10,9 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from simulated import Exchange, Move, Rank, finish
+from streamed_steps import busiest
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
+from loongplug.hetero import streamed_together
 from loongplug.hetero.operations import (
     EncodePieces,
     Operation,
@@ -26,12 +28,22 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-from loongplug.hetero.pipeline_clock import FREE, DecoderPass, PassCosts, PieceCost
+from loongplug.hetero.pipeline_clock import (
+    FREE,
+    DecoderPass,
+    EncoderPlan,
+    PassCosts,
+    PieceCost,
+    Step,
+    simulate,
+)
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
 from loongplug.hetero.streamed_together import OwnedUnit, StepPlanner
+from loongplug.hetero.streaming import separated
+from loongplug.hetero.streaming import streamed as plan_of
 
 pytestmark = pytest.mark.quick
 
@@ -278,9 +290,9 @@ def test_all_goes_there_and_back_once(case: tuple[Encoders, dict[str, Media]]) -
 
 
 def even(*, trains: bool = True, stages: int = 4) -> tuple[Encoders, dict[str, Media]]:
-    """Two encoders with a fifth of the work each, one of TP 2."""
-    eyes = Encoder(stages=stages, decoder_tp=2, row=2)
-    ears = Encoder(stages=stages, decoder_tp=2, tp=2, row=4, trains=trains)
+    """Two encoders, one of TP 2; a rank takes as long for a medium of either."""
+    eyes = Encoder(stages=stages, decoder_tp=2, row=8)
+    ears = Encoder(stages=stages, decoder_tp=2, tp=2, row=16, trains=trains)
     media = [[(1, 8, 8)] * 4 for _ in range(16)]
     return {"eyes": eyes, "ears": ears}, {"eyes": media, "ears": media}
 
@@ -300,6 +312,27 @@ def test_both_work_between_passes_and_take_turns(trains: bool) -> None:
     assert not turns[0] & turns[1], "one at a time"
     assert any(turn for _, turn in turns[0] | turns[1])
     assert not finish(Run(encoders, found, late="ears").programs)
+
+
+@pytest.mark.parametrize(("stages", "most"), [(2, 1.01), (4, 1.05), (8, 1.12)])
+def test_close_to_the_busiest_ranks_work(
+    stages: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of the plan for both, whose owners each encoder's own plan has said."""
+    steps: list[Step] = []
+
+    def noted(step: Step) -> EncoderPlan:
+        steps.append(step)
+        return plan_of(step)
+
+    monkeypatch.setattr(streamed_together, "streamed", noted)
+    assert together(*even(stages=stages))[1] is not None
+    (step,) = steps
+    before, now = simulate(step, separated(step)), simulate(step, plan_of(step))
+    assert before is not None
+    assert now is not None
+    assert now.step <= most * busiest(step) < before.step
+    assert now.features_held() < before.features_held()
 
 
 def test_without_media_nothing_is_planned() -> None:
