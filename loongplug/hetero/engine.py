@@ -153,7 +153,7 @@ class EncoderEngine:
                 self.executor().trains_before = self._trains_before
         if Kept.STATE in self._mode.on_host:
             name = self._entry.name
-            self.executor().state = EncoderState(
+            self.executor().host.state = EncoderState(
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
             )
 

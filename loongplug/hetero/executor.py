@@ -1,7 +1,6 @@
 """Does the operations of a step's plan, around and within Megatron's own schedule."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,9 @@ from loongplug.data.microbatch import Microbatch, Unit
 from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.encoder_state import EncoderState, movable_saves
 from loongplug.hetero.exchange import Exchange
 from loongplug.hetero.executed_step import ExecutedStep
+from loongplug.hetero.host_moves import HostMoves
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -30,7 +29,6 @@ from loongplug.hetero.operations import (
     GiveBack,
     HandOn,
     KeepGradient,
-    Kept,
     Offload,
     Operation,
     PiecesBackward,
@@ -59,7 +57,6 @@ from loongplug.models.entries import Entry
 from loongplug.models.features import Features
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
-from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
 # Makes the plan of a step; called as Engine.plan is.
@@ -105,8 +102,7 @@ class Executor:
         self._links = links
         self._streaming = streaming
         self._recorder = recorder
-        self._queue = PrefetchQueue(platform.copies())
-        self.state: EncoderState | None = None  # where it leaves for the host
+        self.host = HostMoves(platform)
         # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
         # a stage, whether anything in it or before it does, and whether anything before it does.
         self.encoder_trains: bool | None = None
@@ -319,20 +315,14 @@ class Executor:
                 if joined:
                     came = torch.cat([came, *map(step.own_gradients.pop, joined)])
                 step.encoder.backward(own, came, more=more)
-            case Offload(what=what, units=units):
-                self._queue.leave(self._leaving(what, units))
-            case Release(what=what, units=units):
-                self._queue.let_go(*_names(what, units))
-            case Reload(what=what, units=units):
-                self._queue.send_for(*_names(what, units))
-            case Await(what=what, units=units):
-                self._arrives(what, units)
+            case Offload() | Release() | Reload() | Await():
+                self.host.operate(operation, step)
             case ReceiveFeatures(unit=unit, pieces=pieces):
                 step.features[unit] = step.of_pieces.receive(pieces)
             case SendGradients(unit=unit, pieces=pieces):
                 step.of_pieces.give_back(pieces, step.gradients.pop(unit))
             case EncodePieces(pieces=pieces, movable=movable):
-                with self._movable_saves(step.media if movable else None) as saved:
+                with self.host.saves(step, movable=movable) as saved:
                     step.of_pieces.operate(operation)
                 if saved is not None:
                     step.saved[pieces[0]] = list(saved.values())
@@ -349,7 +339,7 @@ class Executor:
         step = self._now
         encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
         behind = [step.microbatches[each].units[self._entry.name] for each in joined]
-        with self._movable_saves(step.media if movable else None) as saved:
+        with self.host.saves(step, movable=movable) as saved:
             states = self._handed_on(unit)
             payload = step.encoder.payload(encoded, joined=behind, states=states)
         if saved is not None:
@@ -363,15 +353,6 @@ class Executor:
             step.payloads |= zip([unit, *joined], parts, strict=True)
         else:
             step.payloads[unit] = payload
-
-    def _movable_saves(
-        self, media: set[int] | None
-    ) -> AbstractContextManager[dict[int, Movable] | None]:
-        """Inside, what is saved may leave, but for weights and ``media``; None: nothing may."""
-        if media is None:
-            return nullcontext()
-        stays = self._now.weights | media
-        return movable_saves(device=self._platform.device, stays=stays)
 
     def _handed_on(self, unit: int | None) -> Tensor | None:
         """What the stage before has made of a unit; held on to where it gets a gradient."""
@@ -390,13 +371,8 @@ class Executor:
             for unit in sorted(arrived):
                 step.features[units.start + unit] = own_storage(arrived.pop(unit))
             return
-        lots: dict[Hashable, Sequence[Movable]] = {
-            (Kept.FEATURES, units.start + unit): [self._movable(each)]
-            for unit, each in arrived.items()
-        }
-        self._queue.leave(lots)
-        arrived.clear()
-        self._queue.let_go(*lots)
+        features = {units.start + unit: arrived.pop(unit) for unit in sorted(arrived)}
+        self.host.features_leave(features)
 
     def _scatter(self, units: range) -> None:
         step = self._now
@@ -426,37 +402,7 @@ class Executor:
             case GiveBack():
                 links.give_back(unit, step.states.pop(unit).grad)
 
-    def _leaving(self, what: Kept, units: tuple[int, ...]) -> dict[Hashable, Sequence[Movable]]:
-        step = self._now
-        match what:
-            case Kept.STATE:
-                assert self.state is not None
-                return dict.fromkeys(_names(what, units), self.state.movable())
-            case Kept.ACTIVATIONS:
-                return {(what, unit): step.saved.pop(unit) for unit in units}
-            case Kept.GRADIENTS:
-                return {(what, unit): [self._movable(step.gradients.pop(unit))] for unit in units}
-            case Kept.FEATURES:
-                raise AssertionError("they leave when they are gathered")
-
-    def _arrives(self, what: Kept, units: tuple[int, ...]) -> None:
-        """What comes back is the computation's again, and nothing here holds activations."""
-        arriving = {Kept.FEATURES: self._now.features, Kept.GRADIENTS: self._now.gradients}
-        taken = self._queue.take(*_names(what, units))
-        for unit in units if what in arriving else ():
-            (found,) = taken[what, unit]
-            assert found.device is not None
-            arriving[what][unit] = found.device
-
-    def _movable(self, tensor: Tensor) -> Movable:
-        return Movable(device=tensor, where=self._platform.device)
-
 
 def _rows(unit: Unit) -> int:
     """Of the encoder's input, what this rank encodes of it."""
     return 0 if unit.media is None else len(unit.media.rows)
-
-
-def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:
-    """As the queue knows them; the encoder's state is of no unit."""
-    return [(what, unit) for unit in units or (None,)]

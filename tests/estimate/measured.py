@@ -349,7 +349,7 @@ class _Watch:
 
 def _gradients_of(executor: Executor) -> list[Tensor]:
     """Of features, as far as they are on the device: also those that leave."""
-    step, lots = executor._step, executor._queue._lots
+    step, lots = executor._step, executor.host.queue._lots
     leaving = [
         each.device
         for name, lot in lots.items()

@@ -114,7 +114,7 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         return original(self, *args)
 
     around("loongplug.hetero.piece_work:PiecesOfStep.end", noted)
-    around("loongplug.hetero.executor:Executor._leaving", leaving)
+    around("loongplug.hetero.host_moves:HostMoves._leaving", leaving)
     if before is not None:
         before(rank)
 
