@@ -18,6 +18,7 @@ from parity.mutations import (
 from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, made_plan
 
+from loongplug.data.demo_sounds import make_sound_data
 from loongplug.data.order import epoch_permutation
 from loongplug.hetero.operations import PiecesBackward
 from loongplug.verify.plan import Request
@@ -157,6 +158,23 @@ def test_two_encoders_agree_with_a_single_rank(name: str, tmp_path: Path) -> Non
         assert any(within for _, within in own), f"{encoder}: nothing was done between passes"
         assert any(map(sum, (pieces for pieces, _ in own)))
     assert any(turns for *_, turns in found), "they did not take turns"
+
+
+def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path) -> None:
+    """Rows have sounds alone; the encoder of images has no piece, and trains."""
+    make_sound_data(tmp_path, train=16, test=1)
+    data = (
+        *("--tokenizer-model", str(tmp_path / "processor_qwen2_5_omni"), "--seq-length", "320"),
+        *("--train-data-path", str(tmp_path / "train_audio.jsonl")),
+    )
+    model = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny")
+    request = Request(flags=(*model, *data, *STREAMED, *PP2, *OVERLAPPED), scale="tiny", steps=2)
+    plan = plan_runs(request, folder=tmp_path)
+    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
+    assert comparison.agrees, report(plan, comparison)
+    of_images = [sum(pieces) for pieces, *_, name, _ in streamed(tmp_path, 2) if "image" in name]
+    assert of_images
+    assert not any(of_images)
 
 
 def partly_text(demo: Path, folder: Path) -> None:
