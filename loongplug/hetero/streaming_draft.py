@@ -83,7 +83,10 @@ class Draft:
         self._missing = [len(pieces) for pieces in step.pieces]
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
-        self._to_go_backward: list[deque[tuple[Name, ...]]] = [deque() for _ in replicas]
+        # By replica and encoder: each one's graphs go back in the order in which they were made.
+        self._to_go_backward: list[list[deque[tuple[Name, ...]]]] = [
+            [deque() for _ in step.encoders] for _ in replicas
+        ]
         self._work: list[list[EncoderWork]] = [[] for _ in replicas]
 
     @property
@@ -127,8 +130,8 @@ class Draft:
         names = self._may_encode(replica, now, bound)
         if names:
             self._encode(replica, now, *names)
-        elif self._may_go_backward(replica, now, bound):
-            self._go_backward(replica, now)
+        elif (kind := self._may_go_backward(replica, now, bound)) is not None:
+            self._go_backward(replica, now, kind)
         elif one is not None and comes is not None and comes <= now:
             self._ready[replica] = True
             if all(self._ready[each] for each in self._step.lanes[stage]):
@@ -162,13 +165,21 @@ class Draft:
             found.append(name)
         return found
 
-    def _may_go_backward(self, replica: int, now: int, bound: int | None) -> bool:
-        if not self._to_go_backward[replica]:
-            return False
-        work = EncoderWork(0, False, self._to_go_backward[replica][0])
-        came = self._ends.get(DecoderPass(False, 0, work.pieces[-1][0]))
-        end = now + self._step.encoder_pass(work)
-        return came is not None and came <= now and (bound is None or end <= bound)
+    def _may_go_backward(self, replica: int, now: int, bound: int | None) -> int | None:
+        """Through which encoder: of those whose gradients are there, where they have been longest.
+
+        None for not now.
+        """
+        found: list[tuple[int, int]] = []
+        for kind, queue in enumerate(self._to_go_backward[replica]):
+            if not queue:
+                continue
+            work = EncoderWork(0, False, queue[0])
+            came = self._ends.get(DecoderPass(False, 0, work.pieces[-1][0]))
+            end = now + self._step.encoder_pass(work)
+            if came is not None and came <= now and (bound is None or end <= bound):
+                found.append((came, kind))
+        return min(found)[1] if found else None
 
     def _encode(self, replica: int, now: int, *names: Name) -> None:
         for name in names:
@@ -176,7 +187,7 @@ class Draft:
         self._left -= len(names)
         end = self._place(replica, EncoderWork(self._here(replica), True, names), now)
         if self._step.encoder(names[0]).trains:
-            self._to_go_backward[replica].append(names)
+            self._to_go_backward[replica][self._step.kind(names[0])].append(names)
             self._owners[names[-1][0]].add(replica)
         for microbatch, piece in names:
             self._room[replica] -= self._step.encoding(microbatch, piece)
@@ -186,8 +197,8 @@ class Draft:
                 self._look(now, self._step.lanes[0])
                 self._look(self._features[microbatch], self._step.lanes[0])
 
-    def _go_backward(self, replica: int, now: int) -> None:
-        names = self._to_go_backward[replica].popleft()
+    def _go_backward(self, replica: int, now: int, kind: int) -> None:
+        names = self._to_go_backward[replica][kind].popleft()
         self._place(replica, EncoderWork(self._here(replica), False, names), now)
 
     def _here(self, replica: int) -> int:

@@ -50,8 +50,7 @@ streamed_offload = excludes(
         in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-state`",
     ),
     reason="the encoder works all through the decoder's schedule, so that its state cannot be "
-    "away, and features are sent as soon as they are made: only what a rank of the first stage has "
-    "made for itself waits there",
+    "away, and features set out as soon as they are made: what is on its way cannot leave",
     cure=f"drop the flag, or {_SEPARATED}",
 )
 streamed_overlap = excludes(
