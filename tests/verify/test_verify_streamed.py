@@ -84,6 +84,7 @@ TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
         2,
         (*VPP2, "+model.image_encoder.lora.rank=2", "model.audio_encoder.freeze=true"),
     ),
+    "pp2-cp2": (4, (*PP2, *CP2)),
     "pp2-dp2-images-frozen": (
         4,
         (*PP2, f"{ENCODER}.freeze=true", "model.image_projector.freeze=true", *OVERLAPPED),
