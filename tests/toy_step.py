@@ -221,9 +221,9 @@ def run_step(
     seen: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
     """:func:`run_encoders` with one, whose state may be on the host."""
-    if executor.state is None:
+    if executor.host.state is None:
         wrapped: Any = model.parts[ENTRY.name]
-        executor.state = EncoderState(wrapped, [], platform=executor._platform)
+        executor.host.state = EncoderState(wrapped, [], platform=executor._platform)
     return run_encoders(
         {ENTRY.name: executor},
         model,
@@ -305,6 +305,7 @@ class _Encodes:
 
     steps = True
     here = False
+    fills_bubbles = False
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

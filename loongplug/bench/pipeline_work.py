@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from loongplug.hetero.modes import NAMED, SCHEDULED, Mode, mode_of
 from loongplug.hetero.pass_order import Pipeline
-from loongplug.hetero.pipeline_clock import PieceCost, Step, decoder_passes, simulate
+from loongplug.hetero.pipeline_clock import PassCosts, PieceCost, Step, decoder_passes, simulate
 from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.hetero.streaming import streamed
 from loongplug.models.entries import Entry, Role, checked
@@ -160,8 +160,9 @@ def paced_costs(case: Case) -> StreamedCosts:
         forward=tuple(round(_MICROSECONDS * x.forward / chunks) for x in case.stages) * chunks,
         backward=tuple(round(_MICROSECONDS * x.backward / chunks) for x in case.stages) * chunks,
         group=len(case.stages),
-        trains=time.backward > 0,
-        joined=forward * case.pieces * case.microbatches,
+        of_passes=PassCosts(
+            trains=time.backward > 0, joined=forward * case.pieces * case.microbatches
+        ),
     )
 
 
@@ -179,8 +180,7 @@ def streamed_step(case: Case) -> Step:
         passes=tuple(decoder_passes(each, case.microbatches) for each in pipelines),
         forward=costs.forward,
         backward=costs.backward,
-        trains=costs.trains,
-        joined=costs.joined,
+        encoders=(costs.of_passes,),
     )
 
 

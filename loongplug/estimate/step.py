@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from loongplug.data.microbatch import Share
 from loongplug.estimate.edge_ends import DecoderEnd
 from loongplug.estimate.encoded_units import (
     EncodedUnits,
@@ -34,6 +35,8 @@ from loongplug.hetero.operations import (
 )
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
 from loongplug.hetero.routes import Rows, size
+from loongplug.hetero.streamed_pieces import StreamedStep
+from loongplug.hetero.streamed_together import OwnedUnit
 from loongplug.models.entries import Entry
 from loongplug.training.arguments import ParsedArguments
 from loongplug.training.decoder_data import assignment_of
@@ -176,22 +179,31 @@ class Step:
 
     def follow(self, ledger: Ledger, *, rank: int) -> None:
         """Enter what a step of ``rank`` makes and frees, with the same chunks as this process's."""
+        planned = self._planned() or {}
+        streaming = {
+            name: self._streamed_side(name, each, rank=rank) for name, each in planned.items()
+        }
         sides = [
             self._decoder_end(name, rank)
             if engine.apart
-            else self._streamed_side(name, rank) or self._side(name, rank)
+            else streaming.get(name) or self._side(name, rank)
             for name, engine in self._rank.engine.encoders.items()
         ]
+        turns_of_all = max((each.turns for each in streaming.values()), default=0)
 
         def at(when: When) -> None:
             for side in sides:
                 side.at(ledger, when)
 
+        def work_before(number: int) -> None:
+            for place in range(turns_of_all):
+                at(before_pass(number, place))
+
         at(BEGIN)
         ledger.add(PIPELINE, self._buffers)
         passes = list(turns(self._pipeline, len(self._microbatches)))
         for number, turn in enumerate(passes):
-            at(before_pass(number))  # where encoders work then, no two passes are one turn
+            work_before(number)  # where encoders work then, no two passes are one turn
             if turn.forward is not None and turn.forward.chunk == 0:
                 at(forward(turn.forward.microbatch))
             if turn.backward is not None and turn.backward.chunk == 0:
@@ -199,7 +211,7 @@ class Step:
             self._work(ledger, number, turn)
             if turn.backward is not None and turn.backward.chunk == 0:
                 at(gradient(turn.backward.microbatch))
-        at(before_pass(len(passes)))
+        work_before(len(passes))
         ledger.clear(PIPELINE)
         at(END)
 
@@ -228,14 +240,37 @@ class Step:
             if name not in self._apart and self._rank.chunks[0].pre_process
         )
 
-    def _streamed_side(self, encoder: str, rank: int) -> StreamedSide | None:
-        """Of a step that streams; None where it does not."""
+    def _planned(self) -> Mapping[str, StreamedStep] | None:
+        """Of encoders that stream in this step, by name; None where none does."""
+        engine = self._rank.engine
+        units = {}
+        for name, each in engine.encoders.items():
+            if each.fills_bubbles:
+                of_encoder = [microbatch.units[name] for microbatch in self._microbatches]
+                shares = self._shares(name, of_encoder)
+                units[name] = [
+                    OwnedUnit.of(unit.grids, of_unit)
+                    for unit, of_unit in zip(of_encoder, shares, strict=True)
+                ]
+        return engine.step_planner.plan(units) if units else None
+
+    def _shares(self, encoder: str, units: Sequence[UnitSize]) -> Sequence[tuple[Share, ...]]:
+        """Who encodes what, as ranks are told when they load media."""
         engine = self._rank.engine.encoders[encoder]
-        edge, planner = engine.place.edge, engine.planner
+        assert engine.place.edge is not None, "an encoder beside the decoder"
+        assignment = assignment_of(
+            self._args,
+            self._model.encoder(encoder),
+            replicas=len(engine.place.edge.replicas),
+            planner=engine.planner,
+        )
+        return assignment.of(range(len(units)), [each.grids for each in units], step=len(units))
+
+    def _streamed_side(self, encoder: str, planned: StreamedStep, *, rank: int) -> StreamedSide:
+        """Of a step that streams."""
+        engine = self._rank.engine.encoders[encoder]
+        edge = engine.place.edge
         units = [each.units[encoder] for each in self._microbatches]
-        planned = None if planner is None else planner.plan([each.grids for each in units])
-        if planned is None:
-            return None
         assert edge is not None, "an encoder beside the decoder"
         replica = edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
@@ -272,12 +307,11 @@ class Step:
         )
 
     def _side(self, encoder: str, rank: int) -> EncoderSide:
-        architecture, engine = self._model.encoder(encoder), self._rank.engine.encoders[encoder]
+        engine = self._rank.engine.encoders[encoder]
         edge = engine.place.edge
         assert edge is not None, "an encoder beside the decoder"
         units = [each.units[encoder] for each in self._microbatches]
-        assignment = assignment_of(self._args, architecture, replicas=len(edge.replicas))
-        shares = assignment.of(range(len(units)), [unit.grids for unit in units], step=len(units))
+        shares = self._shares(encoder, units)
         encoded = self._encoded(encoder)
         own = [
             unit.share(each, replica=edge.replica_of(rank))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loongplug.estimate.encoded_units import EncodedUnits
-from loongplug.estimate.ledger import FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
+from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, INPUT, Ledger
 from loongplug.estimate.units import UnitSize, parts_of
 from loongplug.hetero.edge import WINDOW
 from loongplug.hetero.operations import (
@@ -18,6 +18,8 @@ from loongplug.hetero.operations import (
     PiecesBackward,
     ReceiveFeatures,
     ReceiveGradient,
+    Release,
+    Reload,
     SendFeatures,
     SendGradients,
     StepPlan,
@@ -62,6 +64,12 @@ class StreamedSide:
     trains: bool
     _features: "_Posted" = field(init=False)
     _gradients: "_Posted" = field(init=False)
+
+    @property
+    def turns(self) -> int:
+        """So many moments there are before a pass at most."""
+        moments = (when.turn for when in self.plan if when.event is Event.PASS)
+        return 1 + max(moments, default=0)
 
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
@@ -112,6 +120,8 @@ class StreamedSide:
                 ledger.add(FEATURE_GRADIENTS, self._unit(unit))
             case SendGradients(pieces=pieces):
                 gone = sum(self.consumed[each] for each in pieces if not self._own(each))
+                stays = sum(map(self.consumed.__getitem__, pieces)) - gone
+                ledger.work("gradients of pieces are taken apart", stays if len(pieces) > 1 else 0)
                 ledger.take(FEATURE_GRADIENTS, gone)
             case ReceiveGradient(piece=piece):
                 if not self.consumed[piece]:
@@ -121,8 +131,22 @@ class StreamedSide:
                     ledger.add(FEATURE_GRADIENTS, more)
             case PiecesBackward(pieces=(piece, *joined)):
                 self.encoded.go_back(ledger, piece, joined=joined, held=held)
+            case Release(units=pieces) | Reload(units=pieces):  # activations alone leave
+                enter = ledger.take if isinstance(operation, Release) else ledger.add
+                for piece in pieces:
+                    enter(ENCODER, self._kept(piece))
             case _:
                 pass  # nothing that takes memory
+
+    def _kept(self, piece: int) -> int:
+        """Bytes of what the backward needs of the pass whose first piece it is."""
+        (joined,) = (
+            each.pieces[1:]
+            for operations in self.plan.values()
+            for each in operations
+            if isinstance(each, EncodePieces) and each.pieces[0] == piece
+        )
+        return self.encoded.cost(piece, joined=joined).kept
 
     def _own(self, piece: int) -> bool:
         return self.pieces[piece].replica == self.replica

@@ -44,8 +44,7 @@ class EncoderPlace:
     edges; None on ranks at neither end. Where it has stages, ``before`` and ``behind`` are this
     rank's links to others.
 
-    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over, and
-    ``pipeline_groups`` what goes between the decoder's stages meanwhile.
+    Where encoders fill the decoder's bubbles, ``piece_groups`` are what pieces go over.
     """
 
     state: ModuleState | None
@@ -58,7 +57,6 @@ class EncoderPlace:
     before: StageLink | None = None
     behind: StageLink | None = None
     piece_groups: PieceGroups | None = None
-    pipeline_groups: PipelineGroups | None = None
 
     def made_by(self, rank: int, *, training: bool) -> tuple[Piece, ...]:
         """The pieces that ``rank`` encodes, or has a stage of, in their order.
@@ -118,19 +116,9 @@ class PlaceOfEncoder:
                 timeout_minutes=self.timeout_minutes,
                 nccl_config_path=self.nccl_config_path,
             )
-        piece_groups = pipeline_groups = None
+        piece_groups = None
         if self.mode.fills_bubbles:
-            options: dict[str, Any] = {
-                "device": current_platform().device,
-                "timeout_minutes": self.timeout_minutes,
-                "nccl_config_path": self.nccl_config_path,
-            }
-            piece_groups = create_piece_groups(name, placement.edges(name), **options)
-            pipeline_groups = create_pipeline_groups(
-                decoder.groups("pp"),
-                virtual=self.decoder_places > decoder.pp,
-                **options,
-            )
+            piece_groups = create_piece_groups(name, placement.edges(name), **self._connected)
         if rank not in decoder.ranks:  # another encoder's own
             return EncoderPlace(state=None, replica_group=None)
         edge = placement.edge(name, rank=rank)
@@ -151,8 +139,28 @@ class PlaceOfEncoder:
             replica_group=together,
             exchange_group=exchange_group,
             piece_groups=piece_groups,
-            pipeline_groups=pipeline_groups,
         )
+
+    def pipeline_groups(self) -> PipelineGroups:
+        """What goes between the decoder's stages where encoders fill its bubbles.
+
+        Collective over all ranks; once in a run, for all encoders.
+        """
+        decoder = decoder_layout()
+        found = create_pipeline_groups(
+            decoder.groups("pp"), virtual=self.decoder_places > decoder.pp, **self._connected
+        )
+        assert found is not None, "the decoder lies on all ranks"
+        return found
+
+    @property
+    def _connected(self) -> dict[str, Any]:
+        """How groups are made whose ranks send at any time."""
+        return {
+            "device": current_platform().device,
+            "timeout_minutes": self.timeout_minutes,
+            "nccl_config_path": self.nccl_config_path,
+        }
 
     def _build_state(self, placement: Placement, decoder: Layout) -> ModuleState | None:
         """The state that the encoder trains in. Collective over all ranks."""

@@ -8,19 +8,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from loongplug.hetero.bubble_schedule import BubbleSchedule
+from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import WINDOW, Edges
 from loongplug.hetero.encoder_place import EncoderPlace, PlaceOfEncoder
 from loongplug.hetero.encoder_state import EncoderState
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.executor import Executor, Schedule, unwrapped
+from loongplug.hetero.executor import Executor, Schedule
 from loongplug.hetero.modes import Mode
 from loongplug.hetero.operations import Kept, StepPlan
 from loongplug.hetero.piece_edges import PieceEdges
 from loongplug.hetero.piece_work import Streaming
 from loongplug.hetero.pipeline_graph import in_flight, warmup
-from loongplug.hetero.policies import EncoderStep, Stream
+from loongplug.hetero.pipeline_wires import PipelineGroups
+from loongplug.hetero.policies import EncoderStep
 from loongplug.hetero.stage_links import StageLinks
+from loongplug.hetero.stream import Stream
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts
+from loongplug.hetero.streamed_together import StepPlanner
 from loongplug.models.entries import Entry
 from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
@@ -83,6 +88,7 @@ class EncoderEngine:
         )
         self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
+        self.engine: Engine | None = None  # of the run, which this is one of
         self._place: EncoderPlace | None = None
         self._executor: Executor | None = None
 
@@ -95,13 +101,25 @@ class EncoderEngine:
 
     @cached_property
     def planner(self) -> Planner | None:
-        """Plans steps that stream, in training; None in modes without. Collective as `place`."""
+        """Says who encodes what in steps that stream; None in modes without.
+
+        Of several encoders, the engine's plans when. Collective as `place`.
+        """
         edge = self.place.edge
         if self._costs is None or edge is None:
             return None
         decoder = decoder_layout()
         stages = tuple(decoder.coordinates(ranks[0]).pp for ranks in edge.replicas)
         return Planner(self._costs, stages=stages)
+
+    @property
+    def fills_bubbles(self) -> bool:
+        """Whether steps of training may stream."""
+        return self._mode.fills_bubbles
+
+    def pipeline_groups(self) -> PipelineGroups:
+        """See :meth:`PlaceOfEncoder.pipeline_groups`."""
+        return self._found.pipeline_groups()
 
     @property
     def steps(self) -> bool:
@@ -135,7 +153,7 @@ class EncoderEngine:
                 self.executor().trains_before = self._trains_before
         if Kept.STATE in self._mode.on_host:
             name = self._entry.name
-            self.executor().state = EncoderState(
+            self.executor().host.state = EncoderState(
                 chunks[0].parts[name], optimizer.of_part[name], platform=current_platform()
             )
 
@@ -242,16 +260,16 @@ class EncoderEngine:
         )
 
     def _streaming(self) -> Streaming | None:
-        place, planner, rank = self.place, self.planner, dist.get_rank()
-        if planner is None:
+        place, rank = self.place, dist.get_rank()
+        if not self.fills_bubbles:
             return None
+        assert self.engine is not None, "encoders are planned together"
         assert place.edge is not None
         assert place.piece_groups is not None
-        assert place.pipeline_groups is not None
         replica = place.edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
         return Streaming(
-            planner,
+            self.engine.step_planner,
             PieceEdges(
                 place.edge,
                 place.piece_groups,
@@ -259,10 +277,9 @@ class EncoderEngine:
                 device=current_platform().device,
                 recorder=self.recorder,
             ),
-            groups=place.pipeline_groups,
+            name=self._entry.name,
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
-            recorder=self.recorder,
         )
 
     def _exchange(self, *, training: bool) -> Exchange | Edges:
@@ -285,11 +302,35 @@ class Engine:
 
     def __init__(self, encoders: Mapping[str, EncoderEngine]) -> None:
         self.encoders = encoders
+        for each in encoders.values():
+            each.engine = self
+        self._recorder: Recorder = NOTHING
 
     def report_to(self, recorder: Recorder) -> None:
         """Have exchanges report there, from the first step on."""
+        self._recorder = recorder
         for each in self.encoders.values():
             each.recorder = recorder
+
+    @cached_property
+    def step_planner(self) -> StepPlanner:
+        """Plans steps that stream, of all encoders that do. Collective like their places."""
+        planners, replicas = {}, {}
+        for name, each in self.encoders.items():
+            edge, planner = each.place.edge, each.planner
+            if planner is not None and edge is not None:
+                planners[name], replicas[name] = planner, edge.replicas
+        return StepPlanner(planners, replicas)
+
+    @cached_property
+    def _bubbles(self) -> BubbleSchedule | None:
+        """Where steps may stream. Collective over all ranks."""
+        streaming = [each for each in self.encoders.values() if each.fills_bubbles]
+        if not streaming:
+            return None
+        executors = [each.executor() for each in streaming]
+        groups = streaming[0].pipeline_groups()
+        return BubbleSchedule(executors, groups, recorder=self._recorder)
 
     @property
     def states(self) -> dict[str, ModuleState | None]:
@@ -337,6 +378,8 @@ class Engine:
             if self.own is not None:
                 return self.encoders[self.own].alone()
             schedule = get_schedule(*args, **kwargs)
+            if self._bubbles is not None:
+                schedule = self._bubbles.within(schedule)
             for each in reversed([each for each in self.encoders.values() if each.steps]):
                 schedule = each.executor().around(schedule)
             return schedule

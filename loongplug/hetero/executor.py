@@ -1,22 +1,21 @@
 """Does the operations of a step's plan, around and within Megatron's own schedule."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from loongplug.data.microbatch import Microbatch, Unit
+from loongplug.hetero.decoder_hooks import FeaturesNode, Waiting, before_backward, unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep, units_of
-from loongplug.hetero.encoder_state import EncoderState, addresses, movable_saves
-from loongplug.hetero.exchange import Exchange, ExchangeSpec
+from loongplug.hetero.exchange import Exchange
+from loongplug.hetero.executed_step import ExecutedStep
+from loongplug.hetero.host_moves import HostMoves
 from loongplug.hetero.operations import (
     BEGIN,
     END,
@@ -30,7 +29,6 @@ from loongplug.hetero.operations import (
     GiveBack,
     HandOn,
     KeepGradient,
-    Kept,
     Offload,
     Operation,
     PiecesBackward,
@@ -52,14 +50,13 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
+from loongplug.hetero.piece_edges import own_storage
 from loongplug.hetero.piece_work import PiecesOfStep, Streaming
 from loongplug.hetero.stage_links import StageLinks, StageUnit
 from loongplug.models.entries import Entry
 from loongplug.models.features import Features
-from loongplug.models.multimodal import MultimodalModel
 from loongplug.observe.recorder import NOTHING, Recorder
 from loongplug.platform import Platform
-from loongplug.platform.prefetch import Movable, PrefetchQueue
 
 Schedule = Callable[..., Any]  # a forward-backward function of Megatron's
 # Makes the plan of a step; called as Engine.plan is.
@@ -105,13 +102,12 @@ class Executor:
         self._links = links
         self._streaming = streaming
         self._recorder = recorder
-        self._queue = PrefetchQueue(platform.copies())
-        self.state: EncoderState | None = None  # where it leaves for the host
+        self.host = HostMoves(platform)
         # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
         # a stage, whether anything in it or before it does, and whether anything before it does.
         self.encoder_trains: bool | None = None
         self.trains_before = False
-        self._step: _Step | None = None
+        self._step: ExecutedStep | None = None
 
     def around(self, schedule: Schedule) -> Schedule:
         """``schedule`` with the plan's operations around and within it.
@@ -137,9 +133,8 @@ class Executor:
             self.begin(chunk, microbatches, training=not forward_only)
             replayed: Iterator[Microbatch] = iter(microbatches)
             config = get_model_config(chunk)
-            finalize, waiting = config.finalize_model_grads_func, _Waiting()
+            finalize, waiting = config.finalize_model_grads_func, Waiting()
             config.finalize_model_grads_func = None if finalize is None else waiting
-            pieces = self._now.pieces
             try:
                 result = schedule(
                     forward_step_func=self.watched(forward_step_func),
@@ -147,10 +142,8 @@ class Executor:
                     model=model,
                     num_microbatches=num_microbatches,
                     forward_only=forward_only,
-                    **(options if pieces is None else options | pieces.within(config, self)),
+                    **options,
                 )
-                if pieces is not None:
-                    pieces.finish()
             finally:
                 config.finalize_model_grads_func = finalize
             self.end()
@@ -201,7 +194,7 @@ class Executor:
         spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
         pieces = None
         if self._streaming is not None and training:
-            pieces = self._streaming.pieces(units, spec=spec, encoder=encoder)
+            pieces = self._streaming.pieces(microbatches, spec=spec, encoder=encoder)
         plan = self._planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
@@ -212,7 +205,7 @@ class Executor:
         if self._outside_schedule:
             chunk.outside_schedule.add(self._entry.name)
         exchange = self._exchange if training or self._evaluating is None else self._evaluating
-        self._step = _Step(
+        self._step = ExecutedStep(
             plan=plan,
             encoder=encoder,
             exchange=exchange,
@@ -242,14 +235,19 @@ class Executor:
             self._do(forward(here))
             output, loss = forward_step(data_iterator, model, *args, **options)
             if backward(here) in self._now.plan:
-                _before_backward(output, lambda: self._do(backward(here)))
+                before_backward(output, lambda: self._do(backward(here)))
             return output, loss
 
         return watching
 
-    def before_pass(self, number: int) -> None:
-        """Before a pass of the stage, where a step streams; see :class:`~.bubbles.BubbleWork`."""
-        self._do(before_pass(number))
+    @property
+    def pieces(self) -> PiecesOfStep | None:
+        """Of the step that has begun; None where it does not stream."""
+        return self._now.pieces
+
+    def before_pass(self, number: int, turn: int) -> None:
+        """Before a pass of the stage, where a step streams: what is to be done in this turn."""
+        self._do(before_pass(number, turn))
 
     def features(self, number: int) -> Features:
         """For the decoder's graph, which hands their gradient to this step."""
@@ -269,7 +267,7 @@ class Executor:
         self._step = None
 
     @property
-    def _now(self) -> "_Step":
+    def _now(self) -> ExecutedStep:
         assert self._step is not None, "no step has begun"
         return self._step
 
@@ -279,7 +277,11 @@ class Executor:
             return self._now.taken.pop(unit)
         # The graph goes no further than inputs that need it: one without values. A leaf with the
         # features would keep them until its backward.
-        found: Tensor = _Features.apply(torch.empty(0, requires_grad=True), self, unit)
+        found: Tensor = FeaturesNode.apply(
+            torch.empty(0, requires_grad=True),
+            partial(self._now.taken.pop, unit),
+            partial(self._gradient_came, unit),
+        )
         return found
 
     def _gradient_came(self, unit: int, gradient_of_features: Tensor) -> None:
@@ -313,19 +315,18 @@ class Executor:
                 if joined:
                     came = torch.cat([came, *map(step.own_gradients.pop, joined)])
                 step.encoder.backward(own, came, more=more)
-            case Offload(what=what, units=units):
-                self._queue.leave(self._leaving(what, units))
-            case Release(what=what, units=units):
-                self._queue.let_go(*_names(what, units))
-            case Reload(what=what, units=units):
-                self._queue.send_for(*_names(what, units))
-            case Await(what=what, units=units):
-                self._arrives(what, units)
+            case Offload() | Release() | Reload() | Await():
+                self.host.operate(operation, step)
             case ReceiveFeatures(unit=unit, pieces=pieces):
                 step.features[unit] = step.of_pieces.receive(pieces)
             case SendGradients(unit=unit, pieces=pieces):
                 step.of_pieces.give_back(pieces, step.gradients.pop(unit))
-            case EncodePieces() | SendFeatures() | ReceiveGradient() | PiecesBackward():
+            case EncodePieces(pieces=pieces, movable=movable):
+                with self.host.saves(step, movable=movable) as saved:
+                    step.of_pieces.operate(operation)
+                if saved is not None:
+                    step.saved[pieces[0]] = list(saved.values())
+            case SendFeatures() | ReceiveGradient() | PiecesBackward():
                 step.of_pieces.operate(operation)
             case GatherWeights():
                 step.encoder.gather_weights()
@@ -338,12 +339,7 @@ class Executor:
         step = self._now
         encoded = None if unit is None else step.microbatches[unit].units[self._entry.name]
         behind = [step.microbatches[each].units[self._entry.name] for each in joined]
-        if movable:
-            assert encoded is not None
-            assert encoded.media is not None
-            stays = step.weights | addresses([encoded.media.rows])
-            saves = movable_saves(device=self._platform.device, stays=stays)
-        with saves if movable else nullcontext() as saved:
+        with self.host.saves(step, movable=movable) as saved:
             states = self._handed_on(unit)
             payload = step.encoder.payload(encoded, joined=behind, states=states)
         if saved is not None:
@@ -373,15 +369,10 @@ class Executor:
         )
         if not to_host:
             for unit in sorted(arrived):
-                step.features[units.start + unit] = _own_storage(arrived.pop(unit))
+                step.features[units.start + unit] = own_storage(arrived.pop(unit))
             return
-        lots: dict[Hashable, Sequence[Movable]] = {
-            (Kept.FEATURES, units.start + unit): [self._movable(each)]
-            for unit, each in arrived.items()
-        }
-        self._queue.leave(lots)
-        arrived.clear()
-        self._queue.let_go(*lots)
+        features = {units.start + unit: arrived.pop(unit) for unit in sorted(arrived)}
+        self.host.features_leave(features)
 
     def _scatter(self, units: range) -> None:
         step = self._now
@@ -411,128 +402,7 @@ class Executor:
             case GiveBack():
                 links.give_back(unit, step.states.pop(unit).grad)
 
-    def _leaving(self, what: Kept, units: tuple[int, ...]) -> dict[Hashable, Sequence[Movable]]:
-        step = self._now
-        match what:
-            case Kept.STATE:
-                assert self.state is not None
-                return dict.fromkeys(_names(what, units), self.state.movable())
-            case Kept.ACTIVATIONS:
-                return {(what, unit): step.saved.pop(unit) for unit in units}
-            case Kept.GRADIENTS:
-                return {(what, unit): [self._movable(step.gradients.pop(unit))] for unit in units}
-            case Kept.FEATURES:
-                raise AssertionError("they leave when they are gathered")
-
-    def _arrives(self, what: Kept, units: tuple[int, ...]) -> None:
-        """What comes back is the computation's again, and nothing here holds activations."""
-        arriving = {Kept.FEATURES: self._now.features, Kept.GRADIENTS: self._now.gradients}
-        taken = self._queue.take(*_names(what, units))
-        for unit in units if what in arriving else ():
-            (found,) = taken[what, unit]
-            assert found.device is not None
-            arriving[what][unit] = found.device
-
-    def _movable(self, tensor: Tensor) -> Movable:
-        return Movable(device=tensor, where=self._platform.device)
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """What one step has made and not used up, by unit; ``own`` is what this rank encoded."""
-
-    plan: StepPlan
-    encoder: EncoderOfStep
-    exchange: Exchange | Edges
-    model: MultimodalModel
-    microbatches: list[Microbatch]
-    spec: ExchangeSpec  # of all units
-    pieces: PiecesOfStep | None  # where it streams
-    states: dict[int, Tensor] = field(default_factory=dict)  # of the stage before
-    payloads: dict[int, Tensor] = field(default_factory=dict)  # encoded here, not gathered yet
-    features: dict[int, Tensor] = field(default_factory=dict)  # gathered here
-    taken: dict[int, Tensor] = field(default_factory=dict)  # for the forward under way
-    arrived: Tensor | None = None  # the gradient that the backward under way has made
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of features
-    # Roots of graphs alone: of what is encoded, features are held where they are consumed.
-    own: dict[int | None, GradientEdge] = field(default_factory=dict)
-    own_gradients: dict[int | None, Tensor] = field(default_factory=dict)  # of payloads
-    saved: dict[int | None, list[Movable]] = field(default_factory=dict)  # that may leave
-
-    @property
-    def of_pieces(self) -> PiecesOfStep:
-        assert self.pieces is not None, "the step does not stream"
-        return self.pieces
-
-    @cached_property
-    def weights(self) -> set[int]:
-        """Addresses of what all units use."""
-        return addresses(self.model.parameters())
-
-    def assert_done(self) -> None:
-        """Behind the last operation: all that was made is used up."""
-        for what in (
-            *(self.payloads, self.features, self.taken, self.gradients),
-            *(self.own, self.own_gradients, self.saved, self.states),
-        ):
-            assert not what, f"nobody used what there is of units {list(what)}"
-
-
-class _Features(torch.autograd.Function):
-    """Has an input without values, since the graph goes no further than inputs that need it."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, executor: Executor, unit: int) -> Tensor:
-        ctx.came = partial(executor._gradient_came, unit)
-        return executor._now.taken.pop(unit)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_of_features: Tensor) -> tuple[None, None, None]:
-        ctx.came(gradient_of_features)
-        return None, None, None
-
-
-class _Waiting:
-    """Stands in for a function that is to be called later, with what it was called with."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._calls.append((args, kwargs))
-
-    def release(self, function: Callable[..., Any] | None) -> None:
-        for args, kwargs in self._calls:
-            assert function is not None
-            function(*args, **kwargs)
-
-
-def unwrapped(chunk: Any) -> MultimodalModel:
-    """Megatron hands chunks on with or without its wrappers."""
-    model: MultimodalModel = get_attr_wrapped_model(chunk, "encoders", return_model_obj=True)
-    return model
-
 
 def _rows(unit: Unit) -> int:
     """Of the encoder's input, what this rank encodes of it."""
     return 0 if unit.media is None else len(unit.media.rows)
-
-
-def _names(what: Kept, units: tuple[int, ...]) -> list[Hashable]:
-    """As the queue knows them; the encoder's state is of no unit."""
-    return [(what, unit) for unit in units or (None,)]
-
-
-def _before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward of what a forward step gave begins."""
-    if isinstance(output, AbstractSchedulePlan):  # of how to come to an output
-        output.on_backward(call)
-    elif output.requires_grad:
-        output.register_hook(lambda gradient_of_output: call())
-
-
-def _own_storage(features: Tensor) -> Tensor:
-    """Clone views: a view keeps the whole receive buffer alive."""
-    if features.untyped_storage().nbytes() == features.nbytes:
-        return features
-    return features.clone()

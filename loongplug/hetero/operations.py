@@ -25,22 +25,26 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class When:
-    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes."""
+    """An event, and of which microbatch it is; or before which ``number`` of the stage's passes.
+
+    Before one pass there are several moments where several encoders take turns.
+    """
 
     event: Event
     microbatch: int | None = None
     number: int | None = None
+    turn: int = 0
 
 
 BEGIN, END = When(Event.BEGIN), When(Event.END)
 
 
-def before_pass(number: int) -> When:
+def before_pass(number: int, turn: int = 0) -> When:
     """Before a pass of the stage, forward or backward, from 0 on; their count is behind the last.
 
     What the pass before has made has set out, and nobody waits for what this one takes yet.
     """
-    return When(Event.PASS, number=number)
+    return When(Event.PASS, number=number, turn=turn)
 
 
 def forward(microbatch: int) -> When:
@@ -164,9 +168,13 @@ class EncoderBackward:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodePieces:
-    """Make these pieces' features here, in one pass; pieces are numbered over all of the step."""
+    """Make these pieces' features here, in one pass; pieces are numbered over all of the step.
+
+    With ``movable``, what its backward needs can leave for the host, by the name of the first.
+    """
 
     pieces: tuple[int, ...]
+    movable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +233,10 @@ class ReduceGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class _Move:
-    """``units``: of which units; empty for the encoder's state, which is of none."""
+    """``units``: of which units; empty for the encoder's state, which is of none.
+
+    In a step that streams they are pieces, of which each stands for all of its pass.
+    """
 
     what: Kept
     units: tuple[int, ...] = ()

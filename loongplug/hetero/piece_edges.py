@@ -232,7 +232,7 @@ class PieceEdges:
 
     def _give(self, way: _Direction, transfer: Transfer, rows: Tensor) -> None:
         if transfer.target == self._rank:
-            way.kept[transfer.unit] = rows
+            way.kept[transfer.unit] = own_storage(rows)  # not all that it came with
             return
         if not len(rows):
             return
@@ -278,3 +278,10 @@ class PieceEdges:
 def _begun(way: _Direction | None) -> _Direction:
     assert way is not None, "no step has begun"
     return way
+
+
+def own_storage(rows: Tensor) -> Tensor:
+    """Clone views: a view keeps alive all that it is a part of."""
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return rows
+    return rows.clone()

@@ -3,17 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from loongplug.data.microbatch import MediaInput, Share, Unit
-from loongplug.hetero.bubbles import BubbleCommunicator, BubbleWork
+from loongplug.data.microbatch import MediaInput, Microbatch, Share, Unit
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import ExchangeSpec
 from loongplug.hetero.operations import (
@@ -23,53 +18,42 @@ from loongplug.hetero.operations import (
     SendFeatures,
 )
 from loongplug.hetero.piece_edges import PieceEdges
-from loongplug.hetero.pipeline_wires import PipelineGroups
-from loongplug.hetero.policies import Stream
 from loongplug.hetero.routes import Rows, common, within
-from loongplug.hetero.streamed_pieces import Piece, Planner, StreamedStep
-from loongplug.observe.recorder import NOTHING, Recorder
-
-# What Megatron's schedules, and what finalises gradients behind them, look for.
-_GROUPS = ["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"]
+from loongplug.hetero.stream import Stream
+from loongplug.hetero.streamed_pieces import Piece, StreamedStep
+from loongplug.hetero.streamed_together import StepPlanner, owned_units
 
 
 class Streaming:
-    """What one rank streams by, for a run: plans, edges, and the groups of the pipeline."""
+    """What one rank streams the pieces of the encoder ``name`` by, for a run: plans and edges."""
 
     def __init__(
-        self,
-        planner: Planner,
-        edges: PieceEdges,
-        *,
-        groups: PipelineGroups,
-        replica: int,
-        stage: int,
-        recorder: Recorder = NOTHING,
+        self, planner: StepPlanner, edges: PieceEdges, *, name: str, replica: int, stage: int
     ) -> None:
         """``replica`` is the encoder's that this rank is of, ``stage`` the decoder's."""
         self._planner = planner
+        self.name = name
         self.edges = edges
-        self.groups = groups
         self.replica = replica
         self.stage = stage
-        self.recorder = recorder
 
     def pieces(
-        self, units: Sequence[Unit], *, spec: ExchangeSpec, encoder: EncoderOfStep
+        self, microbatches: Sequence[Microbatch], *, spec: ExchangeSpec, encoder: EncoderOfStep
     ) -> "PiecesOfStep | None":
-        """Of a step of training with these ``units``; None where it does not stream.
+        """Of a step of training with these ``microbatches``; None where it does not stream.
 
         ``spec`` is what all know of the whole units. The same on every rank of a model replica.
         """
-        planned = self._planner.plan([each.grids for each in units])
-        if planned is None:
+        of_all = self._planner.plan(owned_units([each.units for each in microbatches]))
+        if of_all is None:
             return None
+        planned, units = of_all[self.name], [each.units[self.name] for each in microbatches]
         assert encoder.trains == planned.trains, "counted from the flags that freeze"
         return PiecesOfStep(self, planned, units, spec=spec, encoder=encoder)
 
 
 class PiecesOfStep:
-    """One rank's pieces during one step, and the communicator of its stage."""
+    """One rank's pieces during one step."""
 
     def __init__(
         self,
@@ -86,7 +70,6 @@ class PiecesOfStep:
         self._units = units
         self._encoder = encoder
         self._edges = streaming.edges
-        self._communicator: BubbleCommunicator | None = None
         self.stream: Stream = planned.stream(streaming.replica)
         self._spec = _of_pieces(planned.pieces, spec)
         self._payloads: dict[int, Tensor] = {}
@@ -95,26 +78,10 @@ class PiecesOfStep:
         self._received: dict[int, int] = {}  # rows of each piece, where it is consumed
         self._edges.begin(self._spec, trains=encoder.trains)
 
-    def within(self, config: ModelParallelConfig, work: BubbleWork) -> dict[str, Any]:
-        """What a schedule is to be called with so that ``work`` is done between its passes."""
-        streaming = self._streaming
-        self._communicator = BubbleCommunicator(
-            parallel_state.get_pipeline_model_parallel_group(),
-            config,
-            groups=streaming.groups,
-            forwards=[each.forward for each in self._planned.passes[streaming.stage]],
-            work=work,
-            recorder=streaming.recorder,
-        )
-        return {
-            "p2p_communicator": self._communicator,
-            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
-        }
-
-    def finish(self) -> None:
-        """Behind the schedule: the work that is left."""
-        assert self._communicator is not None, "the schedule had another one"
-        self._communicator.finish()
+    @property
+    def forwards(self) -> list[bool]:
+        """Of each pass of this rank's stage of the decoder, whether it is a forward."""
+        return [each.forward for each in self._planned.passes[self._streaming.stage]]
 
     def end(self) -> None:
         """Behind the plan's last operation."""

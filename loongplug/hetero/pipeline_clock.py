@@ -43,19 +43,35 @@ class PieceCost(NamedTuple):
 FREE = PieceCost(0, 0)
 
 
+Name = tuple[int, int]  # of a piece: its microbatch, and its number in it
+
+
 class EncoderWork(NamedTuple):
     """A pass through the encoder, forward or backward, before one of its stage's passes.
 
     ``before`` counts all passes of the stage, forward and backward, from 0 on; as many as there
     are stands for behind the last. What earlier passes made has been sent then, and what the next
     one takes is not waited for yet. ``pieces`` go together, forward and backward, each by its
-    microbatch and its number in it, in order: features are there when all of them are made, and
-    the backward waits for the gradients of all.
+    microbatch and its number in it, in order, and all are of one encoder: features are there when
+    all of them are made, and the backward waits for the gradients of all.
     """
 
     before: int
     forward: bool
-    pieces: tuple[tuple[int, int], ...]
+    pieces: tuple[Name, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCosts:
+    """What holds for every pass through one encoder.
+
+    ``trains``: it has a backward. ``each`` is what a pass takes besides its pieces, however many
+    these are; pieces go together as long as their forwards take no more than ``joined``.
+    """
+
+    trains: bool = True
+    each: PieceCost = FREE
+    joined: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +85,9 @@ class Step:
         passes: of each stage, in Megatron's order (:func:`decoder_passes`).
         forward: what a microbatch's forward takes, by place.
         backward: the same of its backward.
-        trains: the encoders have a backward.
-        each: what a pass through an encoder takes besides its pieces, however many these are.
-        joined: pieces go together as long as their forwards take no more than this.
+        encoders: all that there are; each lies on every replica.
+        kinds: which one of them each piece is for, as ``pieces``; without, all are for the first.
+        owners: the replica that encodes each piece, as ``pieces``; without, the plan says.
     """
 
     pieces: tuple[tuple[PieceCost, ...], ...]
@@ -79,9 +95,9 @@ class Step:
     passes: tuple[tuple[DecoderPass, ...], ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    trains: bool = True
-    each: PieceCost = FREE
-    joined: int = 0
+    encoders: tuple[PassCosts, ...] = (PassCosts(),)
+    kinds: tuple[tuple[int, ...], ...] = ()
+    owners: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.passes)
@@ -90,6 +106,9 @@ class Step:
         assert len(self.forward) % stages == 0, f"{len(self.forward)} places on {stages} stages"
         each = 2 * len(self.pieces) * len(self.forward) // stages
         assert all(len(passes) == each for passes in self.passes), "not a step's passes"
+        counts = list(map(len, self.pieces))
+        for given in filter(None, (self.kinds, self.owners)):
+            assert list(map(len, given)) == counts, "one for each piece"
 
     def cost(self, one: DecoderPass) -> int:
         """Of a pass."""
@@ -113,18 +132,32 @@ class Step:
             return DecoderPass(False, place, microbatch)
         return DecoderPass(True, place + 1, microbatch)
 
+    def kind(self, name: Name) -> int:
+        """The number of the encoder that a piece is for."""
+        return self.kinds[name[0]][name[1]] if self.kinds else 0
+
+    def encoder(self, name: Name) -> PassCosts:
+        """The one that a piece is for."""
+        return self.encoders[self.kind(name)]
+
     def encoding(self, microbatch: int, piece: int) -> int:
-        """What a piece takes forward and, where encoders train, backward."""
+        """What a piece takes forward and, where its encoder trains, backward."""
         cost = self.pieces[microbatch][piece]
-        return cost.forward + cost.backward if self.trains else cost.forward
+        trains = self.encoder((microbatch, piece)).trains
+        return cost.forward + cost.backward if trains else cost.forward
 
     def encoder_pass(self, work: EncoderWork) -> int:
         """What it takes."""
-        kind = 0 if work.forward else 1
-        return self.each[kind] + sum(self.pieces[unit][piece][kind] for unit, piece in work.pieces)
+        way, each = 0 if work.forward else 1, self.encoder(work.pieces[0]).each
+        return each[way] + sum(self.pieces[unit][piece][way] for unit, piece in work.pieces)
 
     @cached_property
-    def names(self) -> tuple[tuple[int, int], ...]:
+    def trains(self) -> bool:
+        """Whether any encoder has a backward."""
+        return any(each.trains for each in self.encoders)
+
+    @cached_property
+    def names(self) -> tuple[Name, ...]:
         """All pieces in order, by microbatch and place in it."""
         return tuple(
             (microbatch, piece)
@@ -169,7 +202,7 @@ class Times:
 
     step: int
     idle: tuple[int, ...]
-    encoded: dict[tuple[int, int], int]
+    encoded: dict[Name, int]
     used: dict[int, int]
 
     def features_held(self) -> int:
@@ -223,7 +256,7 @@ class _Clock:
         self._busy = [0 for _ in replicas]
         self._at = [0 for _ in replicas]  # when the replica's ranks are free
         self._ends: dict[DecoderPass, int] = {}
-        self._encoded: dict[tuple[int, int], int] = {}
+        self._encoded: dict[Name, int] = {}
         self._missing = [len(each) for each in step.pieces]
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
 

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from loongplug.hetero.operations import (
     BEGIN,
@@ -40,26 +39,7 @@ from loongplug.hetero.operations import (
     forward,
     gradient,
 )
-
-
-class PieceWork(NamedTuple):
-    """Pieces that go through the encoder together, before a pass of this rank's stage."""
-
-    before: int
-    forward: bool
-    pieces: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """Pieces that are encoded between the decoder's passes.
-
-    ``work`` is what this rank does with those that it has, in its order. ``pieces`` are the numbers
-    of each microbatch's, of all of the step.
-    """
-
-    work: tuple[PieceWork, ...]
-    pieces: tuple[range, ...]
+from loongplug.hetero.stream import Stream, activations_away
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +163,7 @@ def separated(step: EncoderStep) -> StepPlan:
     plan = _Draft()
     mine = step.mine(step.units)
     on_host = Kept.FEATURES in step.on_host
-    moves = Kept.ACTIVATIONS in step.on_host and step.trains
+    moves = _activations_move(step)
     passes = step.passes()
     if moves:
         passes = [(unit,) for unit in mine]
@@ -285,15 +265,22 @@ def _reduced_later(operation: Operation) -> Operation:
     return operation
 
 
+def _activations_move(step: EncoderStep) -> bool:
+    return Kept.ACTIVATIONS in step.on_host and step.trains
+
+
 def _bubbles(plan: _Draft, step: EncoderStep, stream: Stream) -> None:
     """Encoder work before passes; features and gradients when the decoder's passes need them."""
-    for before, forwards, together in stream.work:
-        when = before_pass(before)
+    moves = activations_away(stream.work if _activations_move(step) else ())
+    for number, operations in moves.before.items():
+        plan.at(before_pass(number), *operations)
+    for place, (before, forwards, together, turn) in enumerate(stream.work):
+        when, moving = before_pass(before, turn), moves.within.get(place, ())
         if forwards:
-            plan.at(when, EncodePieces(pieces=together))
-            plan.at(when, *(SendFeatures(piece=piece) for piece in together))
+            plan.at(when, EncodePieces(pieces=together, movable=together in moves.leaving))
+            plan.at(when, *moving, *(SendFeatures(piece=piece) for piece in together))
         else:
-            plan.at(when, *(ReceiveGradient(piece=piece) for piece in together))
+            plan.at(when, *(ReceiveGradient(piece=piece) for piece in together), *moving)
             plan.at(when, PiecesBackward(pieces=together))
     for unit in step.units if step.consumes else ():
         pieces = stream.pieces[unit]

@@ -4,9 +4,10 @@ The same on every rank of a model replica: it follows from the grids of the step
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from loongplug.data.microbatch import Share
 from loongplug.data.positions import Grid
@@ -14,14 +15,15 @@ from loongplug.hetero.balance import shares_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pieces import cut
 from loongplug.hetero.pipeline_clock import (
-    FREE,
     DecoderPass,
-    EncoderPlan,
+    EncoderWork,
+    Name,
+    PassCosts,
     PieceCost,
     Step,
     decoder_passes,
 )
-from loongplug.hetero.policies import PieceWork, Stream
+from loongplug.hetero.stream import PieceWork, Stream
 from loongplug.hetero.streaming import streamed
 
 # Of a microbatch. There are more where replicas would have fewer than so many in a step.
@@ -38,9 +40,8 @@ class StreamedCosts:
 
     ``of_media`` is one encoder replica's for some media, ``forward`` and ``backward`` are what a
     microbatch takes in the decoder, by place (:class:`~.pipeline_clock.DecoderPass`). With several
-    chunks to a rank, each takes ``group`` microbatches in turn. ``trains``: the encoder has a
-    backward. ``tokens`` has a medium's in the text. ``each`` is what a pass through the encoder
-    takes besides its media; pieces go together up to ``joined`` operations of their forwards.
+    chunks to a rank, each takes ``group`` microbatches in turn. ``tokens`` has a medium's in the
+    text. ``of_passes`` is of passes through the encoder.
     """
 
     of_media: Callable[[Sequence[Grid]], PieceCost]
@@ -48,9 +49,7 @@ class StreamedCosts:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     group: int
-    trains: bool
-    each: PieceCost = FREE
-    joined: int = 0
+    of_passes: PassCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,111 +106,146 @@ class StreamedStep:
         )
 
 
+class Kept[Of: Hashable, Plan]:
+    """The plans of the last steps."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Of, Plan] = OrderedDict()
+
+    def get(self, step: Of, make: Callable[[Of], Plan]) -> Plan:
+        """The plan of a step, made where it is not kept."""
+        if step not in self._plans:
+            self._plans[step] = make(step)
+            if len(self._plans) > _KEPT:
+                self._plans.popitem(last=False)
+        return self._plans[step]
+
+
 class Planner:
-    """Plans the steps of one model replica; keeps the last ones.
+    """Plans the steps of one model replica for one encoder; keeps the last ones.
 
     ``stages`` has the pipeline stage that each encoder replica lies on.
     """
 
     def __init__(self, costs: StreamedCosts, *, stages: tuple[int, ...]) -> None:
-        self._costs = costs
-        self._stages = stages
-        self._kept: OrderedDict[tuple[tuple[Grid, ...], ...], StreamedStep | None] = OrderedDict()
+        self.costs = costs
+        self.stages = stages
+        self._kept: Kept[tuple[tuple[Grid, ...], ...], StreamedStep | None] = Kept()
 
     def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
         """Of each unit of a step, given as the grids of its media; None as :meth:`plan`."""
         planned = self.plan(units)
         if planned is None:
             return None
-        return planned.shares([[self._costs.tokens(grid) for grid in grids] for grids in units])
+        return planned.shares([[self.costs.tokens(grid) for grid in grids] for grids in units])
 
     def plan(self, units: Units) -> StreamedStep | None:
         """A step with these media; None where streaming is not faster by the clock."""
-        key = tuple(map(tuple, units))
-        if key not in self._kept:
-            self._kept[key] = self._planned(key)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[key]
+        return self._kept.get(tuple(map(tuple, units)), self._planned)
+
+    def passes(self, microbatches: int) -> tuple[tuple[DecoderPass, ...], ...]:
+        """The decoder's, of each stage, in a step of so many."""
+        stages, places = 1 + max(self.stages), len(self.costs.forward)
+        pipelines = (
+            Pipeline(stages=stages, stage=stage, chunks=places // stages, group=self.costs.group)
+            for stage in range(stages)
+        )
+        return tuple(decoder_passes(each, microbatches) for each in pipelines)
+
+    def cut(
+        self, grids: Sequence[Grid], *, microbatches: int, stretches: int = 1
+    ) -> tuple[range, ...]:
+        """The media of a unit, of a step of so many, in pieces of about one cost.
+
+        They may be one of several ``stretches`` of it, which have equally many pieces.
+        """
+        count = max(_PIECES, -(-_EACH * len(self.stages) // microbatches))
+        of_media = [self.costs.of_media([grid]) for grid in grids]
+        return cut([each.forward + each.backward for each in of_media], -(-count // stretches))
 
     def _planned(self, units: tuple[tuple[Grid, ...], ...]) -> StreamedStep | None:
-        costs, stages = self._costs, 1 + max(self._stages)
-        count = max(_PIECES, -(-_EACH * len(self._stages) // len(units)))
-        cuts = [self._cut(grids, count) for grids in units]
+        costs = self.costs
+        cuts = [self.cut(grids, microbatches=len(units)) for grids in units]
         step = Step(
             pieces=tuple(
                 tuple(costs.of_media(grids[each.start : each.stop]) for each in media)
                 for grids, media in zip(units, cuts, strict=True)
             ),
-            replicas=self._stages,
-            passes=tuple(
-                decoder_passes(
-                    Pipeline(
-                        stages=stages,
-                        stage=stage,
-                        chunks=len(costs.forward) // stages,
-                        group=costs.group,
-                    ),
-                    len(units),
-                )
-                for stage in range(stages)
-            ),
+            replicas=self.stages,
+            passes=self.passes(len(units)),
             forward=costs.forward,
             backward=costs.backward,
-            trains=costs.trains,
-            each=costs.each,
-            joined=costs.joined,
+            encoders=(costs.of_passes,),
         )
         plan = streamed(step)
         if not plan.streamed:
             return None
-        runs = _runs(plan)
-        first = {names[0]: number for number, names in enumerate(runs)}
-        owners = {
-            name: replica
-            for replica, work in enumerate(plan.work)
-            for one in work
-            for name in one.pieces
-        }
-        ends = [list(accumulate(map(costs.tokens, grids), initial=0)) for grids in units]
-        pieces = []
-        for names in runs:
-            (unit, begin), (_, end) = names[0], names[-1]
-            media = range(cuts[unit][begin].start, cuts[unit][end].stop)
-            rows = slice(ends[unit][media.start], ends[unit][media.stop])
-            owner = owners[unit, begin]
-            pieces.append(Piece(microbatch=unit, media=media, rows=rows, replica=owner))
-        return StreamedStep(
-            pieces=tuple(pieces),
-            work=tuple(
-                tuple(
-                    PieceWork(
-                        one.before,
-                        one.forward,
-                        tuple(first[name] for name in one.pieces if name in first),
-                    )
-                    for one in work
+        work = [[InTurn(each, 0) for each in of_replica] for of_replica in plan.work]
+        return streamed_step(work, costs=costs, units=units, cuts=cuts, passes=step.passes)
+
+
+class InTurn(NamedTuple):
+    """An encoder's work of a replica, and when it comes among that before the same pass."""
+
+    work: EncoderWork
+    turn: int
+
+
+def streamed_step(
+    work: Sequence[Sequence[InTurn]],
+    *,
+    costs: StreamedCosts,
+    units: Units,
+    cuts: Sequence[Sequence[range]],
+    passes: tuple[tuple[DecoderPass, ...], ...],
+) -> StreamedStep:
+    """What is to be sent and done of one encoder's ``work``, by replica.
+
+    Names of pieces number ``cuts``: of each of the ``units``, the media of each piece.
+    """
+    forwards = [each.work.pieces for of_one in work for each in of_one if each.work.forward]
+    runs = _runs(forwards)
+    first = {names[0]: number for number, names in enumerate(runs)}
+    owners = {
+        name: replica
+        for replica, of_one in enumerate(work)
+        for each in of_one
+        for name in each.work.pieces
+    }
+    ends = [list(accumulate(map(costs.tokens, grids), initial=0)) for grids in units]
+    pieces = []
+    for names in runs:
+        (unit, begin), (_, end) = names[0], names[-1]
+        media = range(cuts[unit][begin].start, cuts[unit][end].stop)
+        rows = slice(ends[unit][media.start], ends[unit][media.stop])
+        owner = owners[unit, begin]
+        pieces.append(Piece(microbatch=unit, media=media, rows=rows, replica=owner))
+    return StreamedStep(
+        pieces=tuple(pieces),
+        work=tuple(
+            tuple(
+                PieceWork(
+                    one.before,
+                    one.forward,
+                    tuple(first[name] for name in one.pieces if name in first),
+                    turn,
                 )
-                for work in plan.work
-            ),
-            passes=step.passes,
-            microbatches=len(units),
-            trains=costs.trains,
-        )
-
-    def _cut(self, grids: Sequence[Grid], count: int) -> tuple[range, ...]:
-        """Media in pieces of about one cost."""
-        of_media = [self._costs.of_media([grid]) for grid in grids]
-        return cut([each.forward + each.backward for each in of_media], count)
+                for one, turn in of_one
+            )
+            for of_one in work
+        ),
+        passes=passes,
+        microbatches=len(units),
+        trains=costs.of_passes.trains,
+    )
 
 
-def _runs(plan: EncoderPlan) -> list[list[tuple[int, int]]]:
+def _runs(passes: Iterable[Sequence[Name]]) -> list[list[Name]]:
     """The names of pieces that are sent as one, together; all, in order.
 
     Those are neighbours of a microbatch that go through an encoder in one pass.
     """
-    passes = (one.pieces for work in plan.work for one in work if one.forward)
-    found: list[list[tuple[int, int]]] = []
+    found: list[list[Name]] = []
     for names in passes:
         found.append([names[0]])
         for last, name in pairwise(names):

@@ -15,15 +15,27 @@ Work before a pass belongs where the last pass's output has been sent, the next 
 posted, and nobody waits for it yet. That is in the pipeline's communicator: ``forward_step_func``
 is called behind the wait. Nobody waits for the sends of features and gradients of features. A
 replica without a piece has no work here, and still has to give every parameter a gradient.
+
+Several encoders are planned together, in the order in which the decoder needs their pieces. A pass
+is through one of them, and the order that is said above is that of each one's own pieces: features
+and gradients of one encoder go over edges of its own.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from loongplug.hetero.balance import plan as balanced
-from loongplug.hetero.pipeline_clock import EncoderPlan, EncoderWork, Step, simulate
-from loongplug.hetero.streaming_blocks import blocks, joined_passes
+from loongplug.hetero.pipeline_clock import (
+    EncoderPlan,
+    EncoderWork,
+    Name,
+    PassCosts,
+    Step,
+    simulate,
+)
+from loongplug.hetero.streaming_blocks import at_the_ends, blocks
 from loongplug.hetero.streaming_draft import Draft, Habits, tails_of
 
 # Plans are tried until so many passes and works have been placed, but never fewer than these.
@@ -67,13 +79,12 @@ def streamed(step: Step) -> EncoderPlan:
     if len(step.passes) == 1 or not any(step.pieces):
         return best
     fastest, tails = times.step, tails_of(step)
-    for fill in (0, 2, 4):
-        plan = blocks(step, fill=fill)
+    for plan in _in_blocks(step):
         times = simulate(step, plan)
         if times is not None and times.step < fastest:
             best, fastest = plan, times.step
     encoding = sum(step.encoding(*name) for name in step.names)
-    few = 3 * len(step.names) * sum(step.each) >= encoding
+    few = 3 * sum(sum(step.encoder(name).each) for name in step.names) >= encoding
     placed = sum(map(len, step.passes)) + (1 + step.trains) * sum(map(len, step.pieces))
     count = len(_JOINING) if few else max(_LEAST, _PLACED // placed)
     drafts: dict[Habits, int] = {}  # and when they end
@@ -83,7 +94,7 @@ def streamed(step: Step) -> EncoderPlan:
         draft = Draft(step, tails, habits)
         draft.fill()
         plan, ends = draft.plan(), draft.ends
-        if any(step.each):
+        if any(any(each.each) for each in step.encoders):
             plan, ends = _with_joined(step, plan, ends=ends)
         drafts[habits] = ends
         if ends < fastest:
@@ -96,18 +107,21 @@ def streamed(step: Step) -> EncoderPlan:
 
 def separated(step: Step) -> EncoderPlan:
     """All pieces before the decoder's schedule, all backwards behind it; balanced by cost."""
-    names = step.names
-    costs = [step.encoding(*name) for name in names]
-    work: list[list[EncoderWork]] = [[] for _ in step.replicas]
-    owners = balanced(costs, len(step.replicas), threshold=0)
-    for replica, of_replica in enumerate(work):
-        own = [name for owner, name in zip(owners, names, strict=True) if owner == replica]
-        passes = joined_passes(step, own)
-        behind = len(step.passes[step.replicas[replica]])
-        of_replica += (EncoderWork(0, True, each) for each in passes)
-        if step.trains:
-            of_replica += (EncoderWork(behind, False, each) for each in passes)
-    return EncoderPlan(work=tuple(map(tuple, work)), streamed=False)
+    owners: Sequence[int] = list(chain(*step.owners))
+    if not step.owners:
+        costs = [step.encoding(*name) for name in step.names]
+        owners = balanced(costs, len(step.replicas), threshold=0)
+    owned: list[list[Name]] = [[] for _ in step.replicas]
+    for owner, name in zip(owners, step.names, strict=True):
+        owned[owner].append(name)
+    return EncoderPlan(work=at_the_ends(step, owned), streamed=False)
+
+
+def _in_blocks(step: Step) -> list[EncoderPlan]:
+    """Of few passes; of given owners, that which has the fewest."""
+    if step.owners:
+        return [replace(separated(step), streamed=True)]
+    return [blocks(step, fill=fill) for fill in (0, 2, 4)]
 
 
 def _with_joined(step: Step, plan: EncoderPlan, *, ends: int) -> tuple[EncoderPlan, int]:
@@ -122,25 +136,32 @@ def _with_joined(step: Step, plan: EncoderPlan, *, ends: int) -> tuple[EncoderPl
 def _neighbours(step: Step, work: Sequence[EncoderWork]) -> tuple[EncoderWork, ...]:
     """Of one replica, with those joined that go before the same passes, there and back."""
     at = {(one.forward, one.pieces): place for place, one in enumerate(work)}
-    ways = sorted({one.forward for one in work})
-    lots: list[list[tuple[tuple[int, int], ...]]] = []
-    taken = 0  # by the last lot
+    lots: list[list[tuple[Name, ...]]] = []
+    latest: dict[int, list[tuple[Name, ...]]] = {}  # lot by encoder
+    taken: dict[int, int] = {}  # by that
     for one in work:
         if not one.forward:
             continue
-        forward = step.encoder_pass(one) - step.each.forward
-        same = lots and all(
-            work[at[way, lots[-1][-1]]].before == work[at[way, one.pieces]].before for way in ways
+        kind, encoder = step.kind(one.pieces[0]), step.encoder(one.pieces[0])
+        forward = step.encoder_pass(one) - encoder.each.forward
+        same = kind in latest and all(
+            work[at[way, latest[kind][-1]]].before == work[at[way, one.pieces]].before
+            for way in _ways(encoder)
         )
-        if same and taken + forward <= step.joined:
-            lots[-1].append(one.pieces)
-            taken += forward
+        if same and taken[kind] + forward <= encoder.joined:
+            latest[kind].append(one.pieces)
+            taken[kind] += forward
         else:
-            lots.append([one.pieces])
-            taken = forward
+            latest[kind], taken[kind] = [one.pieces], forward
+            lots.append(latest[kind])
     found = [
         (at[way, lot[-1]], EncoderWork(work[at[way, lot[-1]]].before, way, tuple(chain(*lot))))
         for lot in lots
-        for way in ways
+        for way in _ways(step.encoder(lot[0][0]))
     ]
     return tuple(each for _, each in sorted(found))
+
+
+def _ways(encoder: PassCosts) -> tuple[bool, ...]:
+    """Whether a pass goes forward, of each that its pieces have."""
+    return (True, False) if encoder.trains else (True,)

@@ -14,11 +14,10 @@ from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,
+    Name,
     Step,
     passes_in_turn,
 )
-
-Names = tuple[tuple[int, int], ...]
 
 
 def blocks(step: Step, *, fill: int) -> EncoderPlan:
@@ -52,7 +51,7 @@ def blocks(step: Step, *, fill: int) -> EncoderPlan:
     dealt = _dealt([room for _, _, room in rooms], costs)
     work = []
     for replica, wait in enumerate(waits):
-        own: dict[int, list[tuple[int, int]]] = {0: [], wait.backward: []}
+        own: dict[int, list[Name]] = {0: [], wait.backward: []}
         for name, place in zip(step.names, dealt, strict=True):
             if rooms[place][0] == replica:
                 own[rooms[place][1]].append(name)
@@ -60,31 +59,45 @@ def blocks(step: Step, *, fill: int) -> EncoderPlan:
     return EncoderPlan(work=tuple(work), streamed=True)
 
 
-def joined_passes(step: Step, names: Iterable[tuple[int, int]]) -> list[Names]:
-    """Pieces of one replica that nothing keeps apart, in as few passes as there may be."""
-    passes: list[Names] = []
-    taken = 0  # by the last pass
+def at_the_ends(step: Step, owned: Sequence[Sequence[Name]]) -> tuple[tuple[EncoderWork, ...], ...]:
+    """By replica: its ``owned`` pieces before its first pass, and all back behind its last."""
+    return tuple(
+        _work(step, {0: names}, behind=len(step.passes[stage]))
+        for names, stage in zip(owned, step.replicas, strict=True)
+    )
+
+
+def joined_passes(step: Step, names: Iterable[Name]) -> list[tuple[Name, ...]]:
+    """Pieces of one replica that nothing keeps apart, in as few passes as there may be.
+
+    What is needed first goes first.
+    """
+    found: list[list[Name]] = []
+    latest: dict[int, list[Name]] = {}  # by encoder
+    taken: dict[int, int] = {}  # by that
     for name in names:
-        forward = step.pieces[name[0]][name[1]].forward
-        if passes and taken + forward <= step.joined:
-            passes[-1] = (*passes[-1], name)
-            taken += forward
+        kind, forward = step.kind(name), step.pieces[name[0]][name[1]].forward
+        if kind in latest and taken[kind] + forward <= step.encoders[kind].joined:
+            latest[kind].append(name)
+            taken[kind] += forward
         else:
-            passes.append((name,))
-            taken = forward
-    return passes
+            latest[kind], taken[kind] = [name], forward
+            found.append(latest[kind])
+    return list(map(tuple, found))
 
 
 def _work(
-    step: Step, blocks: Mapping[int, Sequence[tuple[int, int]]], *, behind: int
+    step: Step, blocks: Mapping[int, Sequence[Name]], *, behind: int
 ) -> tuple[EncoderWork, ...]:
     """Of a replica, whose ``blocks`` are by the pass before which they are encoded."""
     lots = [
         (before, each) for before, names in blocks.items() for each in joined_passes(step, names)
     ]
     forwards = tuple(EncoderWork(before, True, names) for before, names in lots)
-    backwards = (EncoderWork(behind, False, names) for _, names in lots)
-    return (*forwards, *(backwards if step.trains else ()))
+    backwards = (
+        EncoderWork(behind, False, names) for _, names in lots if step.encoder(names[0]).trains
+    )
+    return (*forwards, *backwards)
 
 
 def _filled(free: Sequence[int], work: int) -> list[int]:

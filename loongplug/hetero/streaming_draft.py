@@ -10,6 +10,7 @@ from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,
+    Name,
     Step,
     passes_in_turn,
 )
@@ -50,7 +51,7 @@ class Draft:
 
     A rank that waits for the decoder does encoder work that is done before the pass has to begin:
     when its input is there, or, if that is later, when a pass must begin for the decoder to be
-    through in time. Pieces are encoded in their order by whoever comes first.
+    through in time. Pieces are encoded in their order, by whoever comes first or by their owners.
     """
 
     def __init__(self, step: Step, tails: dict[DecoderPass, int], habits: Habits) -> None:
@@ -58,13 +59,18 @@ class Draft:
         replicas = range(len(step.replicas))
         costs = [step.pieces[microbatch][piece] for microbatch, piece in step.names]
         phase = sum(cost.forward for cost in costs) // len(replicas)
-        piece = max(cost.backward if step.trains else cost.forward for cost in costs)
+        piece = max(
+            cost.backward if step.encoder(name).trains else cost.forward
+            for name, cost in zip(step.names, costs, strict=True)
+        )
         self._target = max(tails.values()) + phase * habits.start // 16 + piece * habits.late // 4
         encoding = [step.encoding(*name) for name in step.names]
         decoding = [step.decoding[stage] for stage in step.replicas]
         mean = -(-(sum(encoding) + sum(decoding)) // len(replicas))
         extra = max(encoding) * habits.extra // 2
-        self._room = [mean + extra - each for each in decoding]  # for more pieces, by cost
+        # For more pieces, by cost; a replica encodes all that are its own.
+        all_of_them = 1 + sum(encoding)
+        self._room = [all_of_them if step.owners else mean + extra - each for each in decoding]
         share = len(step.names) * habits.together // (16 * len(replicas))
         self._together = max(1, share)
         self._events: list[tuple[int, int]] = []  # when to look at a replica
@@ -72,11 +78,15 @@ class Draft:
         self._ready = [False for _ in replicas]  # for the next pass
         self._next = [0 for _ in step.passes]
         self._ends: dict[DecoderPass, int] = {}
-        self._to_encode = deque(step.names)
+        self._to_encode = _queues(step)  # by replica
+        self._left = len(step.names)
         self._missing = [len(pieces) for pieces in step.pieces]
         self._features = [0 for _ in step.pieces]  # when the latest piece of a microbatch is there
         self._owners: list[set[int]] = [set() for _ in step.pieces]
-        self._to_go_backward: list[deque[tuple[tuple[int, int], ...]]] = [deque() for _ in replicas]
+        # By replica and encoder: each one's graphs go back in the order in which they were made.
+        self._to_go_backward: list[list[deque[tuple[Name, ...]]]] = [
+            [deque() for _ in step.encoders] for _ in replicas
+        ]
         self._work: list[list[EncoderWork]] = [[] for _ in replicas]
 
     @property
@@ -93,16 +103,17 @@ class Draft:
         replicas = range(len(self._step.replicas))
         self._look(0, replicas)
         now = 0
-        while self._events or self._to_encode:
+        while self._events or self._left:
             if self._events:
                 now, replica = heappop(self._events)
                 if self._free[replica] <= now and not self._ready[replica]:
                     self._decide(replica, now)
             else:
                 # All wait for features that nobody has room for.
-                replica = max(replicas, key=lambda each: (self._room[each], -each))
+                able = (each for each in replicas if self._to_encode[each])
+                replica = min(able, key=lambda at: (self._to_encode[at][0], -self._room[at], at))
                 self._ready[replica] = False
-                self._encode(replica, now, count=1)
+                self._encode(replica, now, self._to_encode[replica][0])
 
     def _look(self, when: int, replicas: Iterable[int]) -> None:
         for replica in replicas:
@@ -116,11 +127,11 @@ class Draft:
         bound = None
         if one is not None:
             bound = max(self._target - self._tails[one], 0 if comes is None else comes)
-        count = self._may_encode(replica, now, bound)
-        if count:
-            self._encode(replica, now, count=count)
-        elif self._may_go_backward(replica, now, bound):
-            self._go_backward(replica, now)
+        names = self._may_encode(replica, now, bound)
+        if names:
+            self._encode(replica, now, *names)
+        elif (kind := self._may_go_backward(replica, now, bound)) is not None:
+            self._go_backward(replica, now, kind)
         elif one is not None and comes is not None and comes <= now:
             self._ready[replica] = True
             if all(self._ready[each] for each in self._step.lanes[stage]):
@@ -133,36 +144,50 @@ class Draft:
             return self._ends.get(before)
         return None if self._missing[one.microbatch] else self._features[one.microbatch]
 
-    def _may_encode(self, replica: int, now: int, bound: int | None) -> int:
-        """How many pieces in one pass."""
-        step, room = self._step, self._room[replica]
-        end, taken, count = now + step.each.forward, 0, 0
-        for microbatch, piece in islice(self._to_encode, self._together):
-            takes = step.pieces[microbatch][piece].forward
+    def _may_encode(self, replica: int, now: int, bound: int | None) -> list[Name]:
+        """Which pieces in one pass: the next one, and more for the same encoder."""
+        step, room, queue = self._step, self._room[replica], self._to_encode[replica]
+        found: list[Name] = []
+        if not queue:
+            return found
+        kind, encoder = step.kind(queue[0]), step.encoder(queue[0])
+        end, taken = now + encoder.each.forward, 0
+        for name in islice((x for x in queue if step.kind(x) == kind), self._together):
+            takes = step.pieces[name[0]][name[1]].forward
             end, taken = end + takes, taken + takes
-            if room <= 0 or (count and taken > step.joined):
+            if room <= 0 or (found and taken > encoder.joined):
                 break
-            needed = self._target - self._tails[DecoderPass(True, 0, microbatch)]
+            needed = self._target - self._tails[DecoderPass(True, 0, name[0])]
             urgent = self._habits.urgent and end > needed
             if not (bound is None or end <= bound or urgent):
                 break
-            room -= step.encoding(microbatch, piece)
-            count += 1
-        return count
+            room -= step.encoding(*name)
+            found.append(name)
+        return found
 
-    def _may_go_backward(self, replica: int, now: int, bound: int | None) -> bool:
-        if not self._to_go_backward[replica]:
-            return False
-        work = EncoderWork(0, False, self._to_go_backward[replica][0])
-        came = self._ends.get(DecoderPass(False, 0, work.pieces[-1][0]))
-        end = now + self._step.encoder_pass(work)
-        return came is not None and came <= now and (bound is None or end <= bound)
+    def _may_go_backward(self, replica: int, now: int, bound: int | None) -> int | None:
+        """Through which encoder: of those whose gradients are there, where they have been longest.
 
-    def _encode(self, replica: int, now: int, *, count: int) -> None:
-        names = tuple(self._to_encode.popleft() for _ in range(count))
+        None for not now.
+        """
+        found: list[tuple[int, int]] = []
+        for kind, queue in enumerate(self._to_go_backward[replica]):
+            if not queue:
+                continue
+            work = EncoderWork(0, False, queue[0])
+            came = self._ends.get(DecoderPass(False, 0, work.pieces[-1][0]))
+            end = now + self._step.encoder_pass(work)
+            if came is not None and came <= now and (bound is None or end <= bound):
+                found.append((came, kind))
+        return min(found)[1] if found else None
+
+    def _encode(self, replica: int, now: int, *names: Name) -> None:
+        for name in names:
+            self._to_encode[replica].remove(name)
+        self._left -= len(names)
         end = self._place(replica, EncoderWork(self._here(replica), True, names), now)
-        if self._step.trains:
-            self._to_go_backward[replica].append(names)
+        if self._step.encoder(names[0]).trains:
+            self._to_go_backward[replica][self._step.kind(names[0])].append(names)
             self._owners[names[-1][0]].add(replica)
         for microbatch, piece in names:
             self._room[replica] -= self._step.encoding(microbatch, piece)
@@ -172,8 +197,8 @@ class Draft:
                 self._look(now, self._step.lanes[0])
                 self._look(self._features[microbatch], self._step.lanes[0])
 
-    def _go_backward(self, replica: int, now: int) -> None:
-        names = self._to_go_backward[replica].popleft()
+    def _go_backward(self, replica: int, now: int, kind: int) -> None:
+        names = self._to_go_backward[replica][kind].popleft()
         self._place(replica, EncoderWork(self._here(replica), False, names), now)
 
     def _here(self, replica: int) -> int:
@@ -203,6 +228,17 @@ class Draft:
             self._look(end, self._owners[one.microbatch])
 
 
+def _queues(step: Step) -> list[deque[Name]]:
+    """What each replica may encode, in order; without owners, all have one queue together."""
+    together = deque(step.names)
+    if not step.owners:
+        return [together for _ in step.replicas]
+    owned: list[deque[Name]] = [deque() for _ in step.replicas]
+    for microbatch, piece in step.names:
+        owned[step.owners[microbatch][piece]].append((microbatch, piece))
+    return owned
+
+
 def tails_of(step: Step) -> dict[DecoderPass, int]:
     """From the begin of each pass to the end of the decoder's schedule at the earliest.
 
@@ -214,9 +250,17 @@ def tails_of(step: Step) -> dict[DecoderPass, int]:
         longest = 0
         if behind is not None:
             longest = tails[behind]
-        elif not one.forward and step.trains:
+        elif not one.forward:
             costs = step.pieces[one.microbatch]
-            longest = max((step.each.backward + cost.backward for cost in costs), default=0)
+            encoders = [step.encoder((one.microbatch, piece)) for piece in range(len(costs))]
+            longest = max(
+                (
+                    encoder.each.backward + cost.backward
+                    for encoder, cost in zip(encoders, costs, strict=True)
+                    if encoder.trains
+                ),
+                default=0,
+            )
         if number + 1 < len(step.passes[stage]):
             longest = max(longest, tails[step.passes[stage][number + 1]])
         tails[one] = longest + step.cost(one)

@@ -15,7 +15,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from loongplug.data.positions import Grid
 from loongplug.hetero.balance import EncoderWork
-from loongplug.hetero.pipeline_clock import PieceCost
+from loongplug.hetero.pipeline_clock import PassCosts, PieceCost
 from loongplug.hetero.streamed_pieces import StreamedCosts
 from loongplug.models.architecture import EncoderArchitecture
 from loongplug.models.decoder import DecoderConfig
@@ -103,9 +103,11 @@ def streamed_costs(args: Namespace, model: Any, *, entry: Entry) -> StreamedCost
         forward=tuple(each.forward for each in stages),
         backward=tuple(each.backward for each in stages),
         group=args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size,
-        trains=trains,
-        each=PieceCost(of_a_pass, 2 * of_a_pass if trains else 0),
-        joined=round(joined / media.tp / media.speed),
+        of_passes=PassCosts(
+            trains=trains,
+            each=PieceCost(of_a_pass, 2 * of_a_pass if trains else 0),
+            joined=round(joined / media.tp / media.speed),
+        ),
     )
 
 

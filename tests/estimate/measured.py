@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from free_passes import free_passes
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from micro.memory_counter import all_to_alls_apart
@@ -26,11 +27,16 @@ from loongplug.estimate.ledger import (
     WEIGHTS,
 )
 from loongplug.estimate.tape import Tape
+from loongplug.hetero.bubbles import BubbleCommunicator
+from loongplug.hetero.decoder_hooks import unwrapped
 from loongplug.hetero.edge import Edges
 from loongplug.hetero.encoder_of_step import EncoderOfStep
 from loongplug.hetero.exchange import Exchange
-from loongplug.hetero.executor import Executor, unwrapped
+from loongplug.hetero.executor import Executor
 from loongplug.hetero.operations import Kept
+from loongplug.hetero.piece_edges import PieceEdges
+from loongplug.hetero.piece_work import PiecesOfStep
+from loongplug.hetero.routes import Transfer
 from loongplug.hetero.sends import Sends
 from loongplug.hetero.stage_links import StageLink, StageLinks
 from loongplug.models.decoder import TextDecoder
@@ -202,8 +208,46 @@ class _Watch:
         around(Edges, "_isend", before=lambda edges, *_, **__: _go(edges._sends, edges._trains))
         around(Edges, "_take_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
         self._follow_links()
+        self._follow_pieces()
         if not self.decodes:
             around(EncoderOfStep, "backward", before=self._sample)
+
+    def _follow_pieces(self) -> None:
+        """What comes to a rank piece by piece, and what it keeps for itself.
+
+        What goes, to other stages too, is gone at once, as it is where it has been received: a copy
+        that does not count is sent. Nobody can wait for a send here.
+        """
+        tape, give, send = self.tape, PieceEdges._give, BubbleCommunicator._send
+
+        def sent(communicator: BubbleCommunicator, name: str, tensor: Tensor) -> Any:
+            with _disable_current_modes():
+                copied = tensor.clone()
+            return send(communicator, name, copied)
+
+        def given(edges: PieceEdges, way: Any, transfer: Transfer, rows: Tensor) -> None:
+            if transfer.target != edges._rank:
+                with _disable_current_modes():
+                    rows = rows.clone()
+            give(edges, way, transfer, rows)
+
+        def posted(post: Any) -> Any:
+            def posting(edges: PieceEdges, way: Any) -> None:
+                with tape.region(FEATURES if way.name == "features" else FEATURE_GRADIENTS):
+                    post(edges, way)
+
+            return posting
+
+        def noted() -> None:
+            self._note(FEATURES)
+
+        BubbleCommunicator._send = sent
+        PieceEdges._give, PieceEdges._post = given, posted(PieceEdges._post)
+        around(PieceEdges, "receive_gradient", inside=lambda: tape.region(FEATURE_GRADIENTS))
+        around(PieceEdges, "send_features", inside=lambda: tape.region(FEATURES))
+        around(PieceEdges, "_take", behind=noted)
+        around(PiecesOfStep, "_encode", inside=lambda: tape.region(FEATURES), behind=noted)
+        around(PiecesOfStep, "receive", inside=lambda: tape.region(FEATURES))
 
     def _follow_links(self) -> None:
         """What goes between an encoder's stages, and what each of them makes."""
@@ -295,15 +339,17 @@ class _Watch:
         if self.decodes:
             gradients = [each for executor in self.executors for each in _gradients_of(executor)]
             storages = {each._cdata: each for each in map(Tensor.untyped_storage, gradients)}
-            live[FEATURE_GRADIENTS] = sum(each.nbytes() for each in storages.values())
-            live[DECODER] = live.get(DECODER, 0) - live[FEATURE_GRADIENTS]
+            made = sum(each.nbytes() for each in storages.values())  # in the decoder's backward
+            came = live.get(FEATURE_GRADIENTS, 0) if any(map(_streams, self.executors)) else 0
+            live[FEATURE_GRADIENTS] = came + made
+            live[DECODER] = live.get(DECODER, 0) - made
         for name, nbytes in live.items():
             self.found.most[name] = max(self.found.most.get(name, 0), nbytes)
 
 
 def _gradients_of(executor: Executor) -> list[Tensor]:
     """Of features, as far as they are on the device: also those that leave."""
-    step, lots = executor._step, executor._queue._lots
+    step, lots = executor._step, executor.host.queue._lots
     leaving = [
         each.device
         for name, lot in lots.items()
@@ -311,9 +357,16 @@ def _gradients_of(executor: Executor) -> list[Tensor]:
         for each in lot.items
         if each.device is not None
     ]
+    if _streams(executor):
+        kept = executor.pieces._edges._gradients.kept
+        leaving += [each for each in kept.values() if len(each)]
     if isinstance(executor._exchange, Edges):
         leaving += [each.tensor for each in executor._exchange._sends._under_way]
     return [*([] if step is None else step.gradients.values()), *leaving]
+
+
+def _streams(executor: Executor) -> bool:
+    return executor._step is not None and executor._step.pieces is not None
 
 
 def _go(sends: Sends, known: bool) -> None:
@@ -346,8 +399,13 @@ def around(
     setattr(owner, name, called)
 
 
-def measure(rank: int, *, flags: list[str], apart: bool) -> Measured:
-    """Two steps of the run; what the second held."""
+def measure(rank: int, *, flags: list[str], apart: bool, freely: bool) -> Measured:
+    """Two steps of the run; what the second held.
+
+    ``freely``: what streams does so in many passes.
+    """
+    if freely:
+        free_passes(rank)
     watch = _Watch(apart=apart)
     # An estimate is of full rows: it takes no token for padding, which experts are not sent.
     router_mask = TextDecoder.router_mask

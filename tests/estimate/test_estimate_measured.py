@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from free_passes import free_passes
 from measured import measure
 from ranks import run_ranks
 
@@ -49,6 +50,8 @@ OFFLOAD = (
     "--full-hetero-dp-cpu-offload",
     *("--offload-encoder-activations", "--offload-encoder-state"),
 )
+STREAMED = (FULL, "--full-hetero-dp-schedule", "streamed")
+MANY = ("--micro-batch-size", "1", "--global-batch-size", "12")
 PAIRS = "--overlap-moe-expert-parallel-comm"
 OVERLAP = (
     *(*EXPERTS, EP, "2", "--bf16", SHARDED, PAIRS),
@@ -98,6 +101,10 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "full-pp2-decoder-lora-offload": (2, (FULL, PP, "2", SHARDED, *LORA, *OFFLOAD)),
     "full-pp2-lora-only": (2, (FULL, PP, "2", *LORA, *LORA_ONLY, *RECOMPUTE, *OFFLOAD[1:])),
     "experts-allgather-lora-packed": (2, (*EXPERTS, *ALLGATHER, EP, "2", *LORA, *PACKED)),
+    "streamed-pp2": (2, (*STREAMED, PP, "2", SHARDED, *MANY)),
+    "streamed-tp2-pp2-sp": (4, (*STREAMED, TP, "2", PP, "2", SP, *MANY)),
+    "streamed-pp2-many-passes": (2, (*STREAMED, PP, "2", *MANY)),
+    "streamed-pp2-many-passes-away": (2, (*STREAMED, PP, "2", OFFLOAD[1], *MANY)),
     # Packs: replicas that share experts have rows of one length there.
     "overlap-delayed-saved": (2, (*OVERLAP, DELAYED, *TWICE, *AWAY, *PACKED)),
     "overlap-full-vpp2-delayed": (
@@ -118,6 +125,7 @@ TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "two-encoders-full-tp2-pp2": (4, (FULL, TP, "2", PP, "2", SHARDED, *OFFLOAD)),
+    "two-encoders-streamed-tp2-pp2-many-passes": (4, (*STREAMED, TP, "2", PP, "2", SHARDED)),
     "two-encoders-full-and-uniform-pp2": (
         2,
         (FULL, PP, "2", "model.audio_encoder.mode=uniform", "+model.audio_encoder.freeze=true"),
@@ -156,7 +164,9 @@ ENCODER_STAGES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def estimated(rank, *, flags, ranks):
+def estimated(rank, *, flags, ranks, freely):
+    if freely:
+        free_passes(rank)
     dist.destroy_process_group()  # the harness's: the estimate makes one of its own
     parsed = parsed_for(flags, ranks=ranks)
     # The step that is measured, the first, has made the optimizer's state.
@@ -248,9 +258,10 @@ def on_its_way(stage, real):
 def holds_what_was_estimated(flags, name, table):
     ranks, more = (CASES | TWO_ENCODERS | OWN_RANKS | ENCODER_STAGES)[name]
     run = [*flags, *more, "--train-iters", "2"]
-    (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks)
+    freely = "many-passes" in name
+    (stages,) = run_ranks(estimated, 1, flags=run, ranks=ranks, freely=freely)
     apart = DP in more or FULL in more or any("rank_offset" in each for each in more)
-    found = run_ranks(measure, ranks, flags=run, apart=apart, timeout=180.0)
+    found = run_ranks(measure, ranks, flags=run, apart=apart, freely=freely, timeout=180.0)
     for stage in stages:
         real, most = found[stage.rank], dict(stage.most)
         table.append(row(name, stage, real))

@@ -8,8 +8,8 @@ from loongplug.estimate.ledger import ENCODER, FEATURE_GRADIENTS, FEATURES, Ledg
 from loongplug.estimate.streamed_side import StreamedSide, consumed_tokens
 from loongplug.estimate.trace import Cost
 from loongplug.estimate.units import UnitSize
-from loongplug.hetero.operations import BEGIN, END, before_pass, forward, gradient
-from loongplug.hetero.pipeline_clock import FREE, PieceCost
+from loongplug.hetero.operations import BEGIN, END, Kept, before_pass, forward, gradient
+from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.placement import Edge
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
@@ -28,16 +28,16 @@ def planned(stages: int, microbatches: int, *, each: PieceCost = FREE) -> Stream
         forward=(800 // stages,) * stages,
         backward=(1600 // stages,) * stages,
         group=stages,
-        trains=True,
-        each=each,
-        joined=100 * 4 * microbatches,
+        of_passes=PassCosts(each=each, joined=100 * 4 * microbatches),
     )
     found = Planner(costs, stages=tuple(range(stages))).plan([[GRID] * 4] * microbatches)
     assert found is not None
     return found
 
 
-def followed(found: StreamedStep, stage: int, *, shard: int = 1) -> Ledger:
+def followed(
+    found: StreamedStep, stage: int, *, shard: int = 1, on_host: frozenset[Kept] = frozenset()
+) -> Ledger:
     """A step of one rank; of the first stage's, one that takes a ``shard``-th of the features."""
     stages = len(found.passes)
     of_piece = [PAYLOAD * each.tokens // shard for each in found.pieces]
@@ -52,6 +52,7 @@ def followed(found: StreamedStep, stage: int, *, shard: int = 1) -> Ledger:
                 training=True,
                 trains=True,
                 last_stage=stage == stages - 1,
+                on_host=on_host,
                 stream=found.stream(stage),
             )
         ),
@@ -94,6 +95,15 @@ def test_all_that_comes_goes(stages: int, microbatches: int, shard: int) -> None
     first = followed(found, 0)
     if microbatches == 16:
         assert first.most[FEATURES] <= whole // 3
+
+
+def test_activations_that_leave_are_not_there() -> None:
+    found = planned(4, 16)
+    for stage in range(4):
+        stays = followed(found, stage)
+        leaves = followed(found, stage, on_host=frozenset({Kept.ACTIVATIONS}))
+        assert not +leaves.live, (stage, leaves.live)
+        assert 0 < leaves.most[ENCODER] < stays.most[ENCODER]
 
 
 def test_pieces_of_one_pass_come_and_go_together() -> None:

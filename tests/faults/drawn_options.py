@@ -180,7 +180,7 @@ def is_full(mode: str) -> bool:
 def mode_flags(mode: str, layout: Layout) -> tuple[str, ...]:
     """As the command line has them. In full-wide an encoder is split over all stages.
 
-    What cannot stream (two encoders, what leaves for the host) does not in full-streamed.
+    What cannot stream (encoders of two modes, features on the host) does not in full-streamed.
     """
     own_tp = "model.image_encoder.tensor_model_parallel_size"
     full = ("--enable-full-hetero-dp",)

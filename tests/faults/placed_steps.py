@@ -404,6 +404,7 @@ class _Engine:
     """What an engine asks of an encoder's."""
 
     steps = True
+    fills_bubbles = False
 
     def __init__(self, encoder: _Encoder) -> None:
         self.here = encoder.place.here

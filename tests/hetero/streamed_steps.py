@@ -11,6 +11,7 @@ from loongplug.hetero.pipeline_clock import (
     DecoderPass,
     EncoderPlan,
     EncoderWork,
+    PassCosts,
     PieceCost,
     Step,
     decoder_passes,
@@ -52,7 +53,7 @@ def even(
         passes=passes(stages, microbatches, chunks=chunks),
         forward=(FORWARD // chunks,) * (stages * chunks),
         backward=(2 * FORWARD // chunks,) * (stages * chunks),
-        trains=trains,
+        encoders=(PassCosts(trains=trains),),
     )
 
 
@@ -72,16 +73,33 @@ def steps(draw: st.DrawFn) -> Step:
     if chunks > 1:
         microbatches = stages * draw(st.integers(1, 3))
     costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
+    pieces = tuple(tuple(draw(st.lists(costs, max_size=4))) for _ in range(microbatches))
+    encoders = draw(st.lists(passes_of_an_encoder(), min_size=1, max_size=2))
+
+    def of_pieces(below: int) -> tuple[tuple[int, ...], ...]:
+        numbers = st.integers(0, below - 1)
+        return tuple(tuple(draw(numbers) for _ in each) for each in pieces)
+
     times = st.lists(st.integers(1, 30), min_size=stages * chunks, max_size=stages * chunks)
     return Step(
-        pieces=tuple(tuple(draw(st.lists(costs, max_size=4))) for _ in range(microbatches)),
+        pieces=pieces,
         replicas=tuple(stage for stage in range(stages) for _ in range(lanes)),
         passes=passes(stages, microbatches, chunks=chunks),
         forward=tuple(draw(times)),
         backward=tuple(draw(times)),
-        trains=draw(st.booleans()),
-        each=draw(st.builds(PieceCost, st.integers(0, 20), st.integers(0, 40))),
-        joined=draw(st.sampled_from([0, 60, 10_000])),
+        encoders=tuple(encoders),
+        kinds=of_pieces(len(encoders)) if len(encoders) > 1 else (),
+        owners=of_pieces(stages * lanes) if draw(st.booleans()) else (),
+    )
+
+
+def passes_of_an_encoder() -> st.SearchStrategy[PassCosts]:
+    """Frozen or not."""
+    return st.builds(
+        PassCosts,
+        trains=st.booleans(),
+        each=st.builds(PieceCost, st.integers(0, 20), st.integers(0, 40)),
+        joined=st.sampled_from([0, 60, 10_000]),
     )
 
 
@@ -89,9 +107,10 @@ def steps(draw: st.DrawFn) -> Step:
 class Traffic:
     """What ranks send and receive: in which order, and the programs of all ranks.
 
-    ``pieces`` has, by direction, source, target and end, which pieces pass in turn. A replica is
-    one rank; those of one stage are in one tensor parallel group, which does a pass together. So do
-    those of other model replicas, by ``name``, that this one is ``tied`` to, as experts tie them.
+    ``pieces`` has, by what they are and of which encoder, source, target and end, which pieces pass
+    in turn. A replica is one rank; those of one stage are in one tensor parallel group, which does
+    a pass together. So do those of other model replicas, by ``name``, that this one is ``tied`` to,
+    as experts tie them.
     """
 
     step: Step
@@ -154,8 +173,9 @@ class Traffic:
         owned = [(self._owners[name], name) for name in names]
         if one[:2] == (True, 0):
             takes += self._pieces("features", replica, owned, sends=False)
-        elif one[:2] == (False, 0) and self.step.trains and replica == self.step.lanes[0][0]:
-            gives += self._pieces("gradients", replica, owned)
+        elif one[:2] == (False, 0) and replica == self.step.lanes[0][0]:
+            back = [(owner, name) for owner, name in owned if self.step.encoder(name).trains]
+            gives += self._pieces("gradients", replica, back)
         here, elsewhere = (self.name, replica), [(name, replica) for name in self.tied]
         ties = (
             tuple(Move(sends=True, what="tie", source=here, target=each) for each in elsewhere),
@@ -175,8 +195,9 @@ class Traffic:
         moves = []
         for other, name in others:
             source, target = (rank, other) if sends else (other, rank)
-            self.pieces[what, source, target, sends].append(name)
-            moves.append(self._move(what, source, target, sends=sends))
+            way = f"{what} of {self.step.kind(name)}"
+            self.pieces[way, source, target, sends].append(name)
+            moves.append(self._move(way, source, target, sends=sends))
         return tuple(moves)
 
     def _move(self, what: str, source: int, target: int, *, sends: bool = True) -> Move:

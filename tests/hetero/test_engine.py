@@ -113,7 +113,7 @@ def test_what_each_encoder_has_on_the_host_comes_back(monkeypatch, last_stage):
             for entry in BOTH
         }
         for name, each in around.items():
-            each.state = EncoderState(model.parts[name], [], platform=each._platform)
+            each.host.state = EncoderState(model.parts[name], [], platform=each._platform)
         losses = run_encoders(around, model, microbatches(ROWS, ears=SOUNDS))
         assert all(each._platform.away == 0 for each in around.values())
         found.append(torch.cat([torch.stack(losses), *map(model.gradients_of, BOTH)]))
@@ -135,6 +135,6 @@ def test_a_backward_that_begins_is_told_to_both(monkeypatch):
     model = Model(entries=BOTH)
     around = executors(separated, separated, on_host=frozenset({Kept.STATE}), last_stage=False)
     for name, each in around.items():
-        each.state = EncoderState(model.parts[name], [], platform=each._platform)
+        each.host.state = EncoderState(model.parts[name], [], platform=each._platform)
     run_encoders(around, model, microbatches([3, 2], ears=[2, 1]))
     assert sorted(told) == ["ears", "eyes"]

@@ -292,7 +292,7 @@ def state_away(
     on_host = frozenset({Kept.STATE})
     executor = executor_of(separated, None, on_host=on_host, last_stage=last_stage, device=device)
     chunks = [Model(trains=False), Model()]
-    executor.state = EncoderState(chunks[0].parts["eyes"], [], platform=device)
+    executor.host.state = EncoderState(chunks[0].parts["eyes"], [], platform=device)
     seen = []
 
     def look():

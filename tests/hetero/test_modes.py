@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import loongplug
-from loongplug.hetero import modes, operations, policies
+from loongplug.hetero import modes, operations, policies, stream
 from loongplug.hetero.operations import BEGIN, END, Encode, EncodeInForward, EncoderBackward
 from loongplug.hetero.policies import EncoderStep
 
@@ -89,7 +89,7 @@ def test_it_would_be_seen(code: str) -> None:
 
 def test_a_policy_is_pure() -> None:
     """It knows operations, and neither tensors nor ranks nor Megatron."""
-    for module in (policies, operations):
+    for module in (policies, operations, stream):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {
@@ -100,7 +100,7 @@ def test_a_policy_is_pure() -> None:
         }
         assert imported <= {
             "collections", "collections.abc", "dataclasses", "enum", "typing",
-            "loongplug.hetero.operations",
+            "loongplug.hetero.operations", "loongplug.hetero.stream",
         }  # fmt: skip
 
 

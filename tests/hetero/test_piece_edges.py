@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -134,15 +135,18 @@ def ends(did: dict[int, list[tuple[str, Any]]], *, one_queue: bool = False) -> b
     return not any(queues.values()) and all(at[rank] == len(did[rank]) for rank in did)
 
 
-def drive(edges: PieceEdges, replica: int, *, step: Step, plan: EncoderPlan, wires: Wires) -> None:
+def drive(
+    of_encoders: list[PieceEdges], replica: int, *, step: Step, plan: EncoderPlan, wires: Wires
+) -> None:
     """All that a rank does in a step, as the plan, the passes and the communicator have it."""
     stage = step.replicas[replica]
-    numbers = {name: number for number, name in enumerate(step.names)}
+    numbers = {name: number for own in names_by_encoder(step) for number, name in enumerate(own)}
     work = list(plan.work[replica])
     for place, one in enumerate([*step.passes[stage], None]):
         posted = None if one is None else pipeline_input(step, replica, one, wires=wires)
         while work and (one is None or work[0].before <= place):
             forward, names = work.pop(0)[1:]
+            edges = of_encoders[step.kind(names[0])]
             for number in map(numbers.__getitem__, names):
                 if forward:
                     edges.send_features(number, torch.zeros(number + 1, 1))
@@ -152,19 +156,29 @@ def drive(edges: PieceEdges, replica: int, *, step: Step, plan: EncoderPlan, wir
             break
         if posted is not None:
             posted.wait()
-        pieces = range(len(step.pieces[one.microbatch]) if one.place == 0 else 0)
+        count = len(step.pieces[one.microbatch]) if one.place == 0 else 0
+        pieces = [(one.microbatch, piece) for piece in range(count)]
         if one.forward:
-            for piece in pieces:
-                edges.receive_features(numbers[one.microbatch, piece])
+            for name in pieces:
+                of_encoders[step.kind(name)].receive_features(numbers[name])
         wires.does("says", ("pass", one, replica))
         for other in step.lanes[stage]:  # of one tensor parallel group
             wires.does("waits", ("pass", one, other))
-        if step.trains and not one.forward:
-            for piece in pieces:
-                number = numbers[one.microbatch, piece]
-                edges.send_gradient(number, torch.zeros(number + 1, 1))
+        if not one.forward:
+            for name in (each for each in pieces if step.encoder(each).trains):
+                rows = torch.zeros(numbers[name] + 1, 1)
+                of_encoders[step.kind(name)].send_gradient(numbers[name], rows)
         pipeline_output(step, replica, one, wires=wires)
-    edges.drain()
+    for edges in of_encoders:
+        edges.drain()
+
+
+def names_by_encoder(step: Step) -> list[list[tuple[int, int]]]:
+    """Each one's pieces, in order."""
+    return [
+        [name for name in step.names if step.kind(name) == kind]
+        for kind in range(len(step.encoders))
+    ]
 
 
 def peer(step: Step, replica: int, one: DecoderPass) -> int:
@@ -196,12 +210,15 @@ def pipeline_output(step: Step, replica: int, one: DecoderPass, *, wires: Wires)
 def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> Wires:
     """All ranks' step, by real edges and the names of their groups."""
     owners = owners_of(plan)
-    pieces = ExchangeSpec(
-        tokens=tuple(range(1, len(step.names) + 1)),
-        shares=tuple((Share(encoder_replica=owners[name]),) for name in step.names),
-        width=1,
-        dtype=torch.float32,
-    )
+    specs = [
+        ExchangeSpec(
+            tokens=tuple(range(1, len(names) + 1)),
+            shares=tuple((Share(encoder_replica=owners[name]),) for name in names),
+            width=1,
+            dtype=torch.float32,
+        )
+        for names in names_by_encoder(step)
+    ]
     ranks = range(len(step.replicas))
     edge = Edge(replicas=tuple((rank,) for rank in ranks), consumers=step.lanes[0])
     wires = Wires()
@@ -209,9 +226,13 @@ def drawn(step: Step, plan: EncoderPlan, *, window: int, groups: Any = None) -> 
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
         for wires.rank in ranks:
-            edges = PieceEdges(edge, groups or GROUPS, window=window, device=torch.device("cpu"))
-            edges.begin(pieces, trains=step.trains)
-            drive(edges, wires.rank, step=step, plan=plan, wires=wires)
+            of_encoders = []
+            for kind, (spec, encoder) in enumerate(zip(specs, step.encoders, strict=True)):
+                own = groups or GROUPS[kind]
+                edges = PieceEdges(edge, own, window=window, device=torch.device("cpu"))
+                edges.begin(spec, trains=encoder.trains)
+                of_encoders.append(edges)
+            drive(of_encoders, wires.rank, step=step, plan=plan, wires=wires)
     return wires
 
 
@@ -225,8 +246,12 @@ def owners_of(plan: EncoderPlan) -> dict[tuple[int, int], int]:
     }
 
 
-UP_AND_DOWN: Any = ("features up", "features down"), ("gradients up", "gradients down")
-GROUPS = PieceGroups(features=UP_AND_DOWN[0], gradients=UP_AND_DOWN[1])
+FEATURES: Any = [(f"features up {kind}", f"features down {kind}") for kind in range(2)]
+GRADIENTS: Any = [(f"gradients up {kind}", f"gradients down {kind}") for kind in range(2)]
+GROUPS = [
+    PieceGroups(features=there, gradients=back)
+    for there, back in zip(FEATURES, GRADIENTS, strict=True)
+]
 
 
 @given(steps(), st.integers(1, 5), st.booleans())
@@ -237,11 +262,11 @@ def test_every_pair_has_one_order_in_each_direction(step: Step, window: int, fil
     wires = drawn(step, plan, window=window)
     assert wires.sent == wires.posted
     for (name, *_), order in (*wires.sent.items(), *wires.posted.items()):
-        assert order == sorted(order) or name not in (*UP_AND_DOWN[0], *UP_AND_DOWN[1])
+        assert order == sorted(order) or name not in {*chain(*FEATURES, *GRADIENTS)}
     one_way = {(name, *sorted(pair)) for name, *pair in wires.sent}
     assert len(one_way) == len(wires.sent)
     # Of the features, all that a consumer has not made itself.
-    count = sum(len(order) for way, order in wires.sent.items() if way[0] in UP_AND_DOWN[0])
+    count = sum(len(order) for way, order in wires.sent.items() if way[0] in {*chain(*FEATURES)})
     owners = owners_of(plan).values()
     assert count == sum(owner != consumer for owner in owners for consumer in step.lanes[0])
     assert ends(wires.did)
@@ -277,7 +302,7 @@ def test_a_piece_out_of_turn_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_rank", "isend", "irecv"):
             patch.setattr(dist, name, getattr(wires, name))
-        edges = PieceEdges(edge, GROUPS, window=1, device=torch.device("cpu"))
+        edges = PieceEdges(edge, GROUPS[0], window=1, device=torch.device("cpu"))
         edges.begin(pieces, trains=False)
         with pytest.raises(AssertionError, match="is not the next of features"):
             edges.receive_features(1)

@@ -14,22 +14,27 @@ from loongplug.data.positions import Grid
 from loongplug.hetero.operations import (
     BEGIN,
     END,
+    Await,
     EncodePieces,
     EncoderBackward,
     Event,
     GatherWeights,
     KeepGradient,
+    Kept,
+    Offload,
     Operation,
     PiecesBackward,
     ReceiveFeatures,
     ReceiveGradient,
     ReduceGradients,
+    Release,
+    Reload,
     SendFeatures,
     SendGradients,
     StepPlan,
     TakeFeatures,
 )
-from loongplug.hetero.pipeline_clock import FREE, PieceCost
+from loongplug.hetero.pipeline_clock import FREE, PassCosts, PieceCost
 from loongplug.hetero.policies import EncoderStep, streamed
 from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
 
@@ -62,9 +67,7 @@ def planner(
         forward=(200 // chunks,) * places,
         backward=(400 // chunks,) * places,
         group=stages,
-        trains=trains,
-        each=each,
-        joined=joined,
+        of_passes=PassCosts(trains=trains, each=each, joined=joined),
     )
     return Planner(costs, stages=tuple(stage for stage in range(stages) for _ in range(lanes)))
 
@@ -115,7 +118,7 @@ def test_a_plan_is_made_once_and_is_the_same_for_all() -> None:
     assert one.plan(units) == other.plan(units)
     for number in range(50):  # few are kept
         one.plan([[(1, 2, 2 + number)]])
-    assert len(one._kept) < 50
+    assert len(one._kept._plans) < 50
     assert one.plan(units) == other.plan(units)
 
 
@@ -143,7 +146,9 @@ def test_what_goes_through_in_one_pass_is_sent_as_one() -> None:
     assert alone is None or all(len(x.pieces) == 1 for work in alone.work for x in work)
 
 
-def plans(found: StreamedStep, *, stages: int, trains: bool) -> list[StepPlan]:
+def plans(
+    found: StreamedStep, *, stages: int, trains: bool, on_host: frozenset[Kept] = frozenset()
+) -> list[StepPlan]:
     """Of one replica to a stage."""
     return [
         streamed(
@@ -155,11 +160,62 @@ def plans(found: StreamedStep, *, stages: int, trains: bool) -> list[StepPlan]:
                 training=True,
                 trains=trains,
                 last_stage=stage == stages - 1,
+                on_host=on_host,
                 stream=found.stream(stage),
             )
         )
         for stage in range(stages)
     ]
+
+
+ACTIVATIONS = frozenset({Kept.ACTIVATIONS})
+AWAY = (EncodePieces, Offload, Release, Reload, Await, PiecesBackward)
+
+
+def away(plan: StepPlan) -> dict[int, list[type[Operation]]]:
+    """By the first piece of each pass that leaves: what is done with it, in order."""
+    found: dict[int, list[type[Operation]]] = {}
+    moments = sorted(
+        (when for when in plan if when.event is Event.PASS), key=lambda x: x.number or 0
+    )
+    for each in chain(*(plan[when] for when in moments)):
+        match each:
+            case EncodePieces(pieces=pieces, movable=True):
+                found[pieces[0]] = [EncodePieces]
+            case PiecesBackward(pieces=pieces) if pieces[0] in found:
+                found[pieces[0]].append(PiecesBackward)
+            case Offload(what=Kept.ACTIVATIONS, units=(piece,)):
+                found[piece].append(Offload)
+            case Release(units=(piece,)) | Reload(units=(piece,)) | Await(units=(piece,)):
+                found[piece].append(type(each))
+    return found
+
+
+@given(UNITS, st.integers(2, 4), st.sampled_from([FREE, PieceCost(100, 200)]))
+@settings(max_examples=60)
+def test_activations_leave_and_are_back_before_they_are_needed(
+    units: list[list[Grid]], stages: int, each: PieceCost
+) -> None:
+    found = planner(stages, each=each).plan(units)
+    assume(found is not None)
+    assert found is not None
+    for plan in plans(found, stages=stages, trains=True, on_host=ACTIVATIONS):
+        assert all(tuple(life) == AWAY for life in away(plan).values())
+        count = sum(map(len, away(plan).values()))
+        moved = sum(len(done(plan, kind)) for kind in (Offload, Release, Reload, Await))
+        assert moved == count * 4 // len(AWAY), "nothing else moves"
+
+
+def test_which_activations_leave() -> None:
+    """Most of them where many microbatches lie between; of a frozen encoder there are none."""
+    media = [[(1, 4, 4)] * 4] * 16
+    found = planner(4).plan(media)
+    assert found is not None
+    for plan in plans(found, stages=4, trains=True, on_host=ACTIVATIONS):
+        assert 2 * len(away(plan)) > len(done(plan, EncodePieces)) > 0
+    frozen = planner(4, trains=False).plan(media)
+    assert frozen is not None
+    assert not any(map(away, plans(frozen, stages=4, trains=False, on_host=ACTIVATIONS)))
 
 
 def done(plan: StepPlan, kind: type[Operation]) -> list[Any]:

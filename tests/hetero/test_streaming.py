@@ -15,6 +15,7 @@ from streamed_steps import Traffic, busiest, even, steps
 from loongplug.hetero.pipeline_clock import (
     EncoderPlan,
     EncoderWork,
+    PassCosts,
     PieceCost,
     Step,
     Times,
@@ -27,22 +28,12 @@ pytestmark = pytest.mark.quick
 
 def check(step: Step, plan: EncoderPlan) -> Times:
     """Every piece once, one order at both ends, and nobody waits for ever."""
-    passes = {
-        forward: [[one.pieces for one in work if one.forward is forward] for work in plan.work]
-        for forward in (True, False)
-    }
-    for forward, of_replicas in passes.items():
-        works = [[*chain(*each)] for each in of_replicas]
-        done = sorted(chain(*works))
-        assert done == ([*step.names] if forward or step.trains else [])
-        # Of one replica, in one order: the graphs of the first are free first.
-        assert all(each == sorted(each) for each in works)
-    assert not step.trains or passes[True] == passes[False], "what is one graph goes back as one"
-    for names in chain(*passes[True]):
-        forward = sum(step.pieces[unit][piece].forward for unit, piece in names)
-        assert len(names) == 1 or forward <= step.joined
-    for work in plan.work:
+    for kind, encoder in enumerate(step.encoders):
+        of_encoder(step, plan, kind, encoder)
+    for replica, work in enumerate(plan.work):
         assert [one.before for one in work] == sorted(one.before for one in work)
+        for unit, piece in chain(*(one.pieces for one in work)):
+            assert not step.owners or step.owners[unit][piece] == replica
     traffic = Traffic(step, plan)
     for (what, source, target, sends), names in traffic.pieces.items():
         assert names == traffic.pieces.get((what, source, target, not sends)), (
@@ -66,6 +57,27 @@ def test_every_plan_is_sound_and_none_is_slower(step: Step) -> None:
     assert times.step >= busiest(step)
 
 
+def of_encoder(step: Step, plan: EncoderPlan, kind: int, encoder: PassCosts) -> None:
+    """The passes through one of them: all of its pieces, in one order, and back as there."""
+    passes = {
+        forward: [
+            [x.pieces for x in work if x.forward is forward and step.kind(x.pieces[0]) == kind]
+            for work in plan.work
+        ]
+        for forward in (True, False)
+    }
+    own = [name for name in step.names if step.kind(name) == kind]
+    for forward, of_replicas in passes.items():
+        works = [[*chain(*each)] for each in of_replicas]
+        assert sorted(chain(*works)) == (own if forward or encoder.trains else [])
+        # Of one replica, in one order: the graphs of the first are free first.
+        assert all(each == sorted(each) for each in works)
+    assert not encoder.trains or passes[True] == passes[False], "one graph goes back as one"
+    for names in chain(*passes[True]):
+        taken = sum(step.pieces[unit][piece].forward for unit, piece in names)
+        assert len(names) == 1 or taken <= encoder.joined
+
+
 def with_work(plan: EncoderPlan, replica: int, work: Iterable[EncoderWork]) -> EncoderPlan:
     return replace(plan, work=(*plan.work[:replica], tuple(work), *plan.work[replica + 1 :]))
 
@@ -82,6 +94,7 @@ def test_a_fault_in_a_plan_is_found(step: Step, data: st.DataObject) -> None:
         for second in range(len(work))
         for first in range(second + 1)
         if work[first].forward is work[second].forward
+        and step.kind(work[first].pieces[0]) == step.kind(work[second].pieces[0])
         and (first < second or len(work[first].pieces) > 1)
     ]
     assume(found and plan.streamed)
@@ -125,7 +138,8 @@ def test_model_replicas_may_be_tied_by_their_passes(step: Step, data: st.DataObj
     """
     costs = st.builds(PieceCost, st.integers(0, 60), st.integers(0, 120))
     pieces = tuple(tuple(data.draw(st.lists(costs, max_size=4))) for _ in step.pieces)
-    tied = {"one": step, "other": replace(step, pieces=pieces)}
+    other = replace(step, pieces=pieces, encoders=step.encoders[:1], kinds=(), owners=())
+    tied = {"one": step, "other": other}
     plans = {
         name: data.draw(st.sampled_from([streamed, separated]))(each) for name, each in tied.items()
     }

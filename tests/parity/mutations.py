@@ -95,7 +95,7 @@ def _several(size: str) -> Callable[..., bool]:
 
 
 EXCHANGE, EXECUTOR = "loongplug.hetero.exchange", "loongplug.hetero.executor"
-PIECES = "loongplug.hetero.piece_work"
+HOOKS, PIECES = "loongplug.hetero.decoder_hooks", "loongplug.hetero.piece_work"
 EDGE, PLACEMENT = "loongplug.hetero.edge", "loongplug.hetero.placement"
 DECODER, ROUTER = "loongplug.models.decoder", "loongplug.models.layers.router"
 PROVIDER, OPTIMIZER = "loongplug.training.provider", "loongplug.parallel.optimizer_per_module"
@@ -321,7 +321,7 @@ def finalize_too_early(rank: int) -> None:
         ends.pop()()
 
     around(f"{EXECUTOR}:Executor.end", lambda end, self: ends.append(partial(end, self)))
-    around(f"{EXECUTOR}:_Waiting.release", first)
+    around(f"{HOOKS}:Waiting.release", first)
 
 
 @fault("a rank without units does not go through its encoder", spec="placement.md P1, pitfalls")

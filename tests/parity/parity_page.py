@@ -29,7 +29,7 @@ _MORE: dict[type[Cell], tuple[str, ...]] = {
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
     ContextCell: _PARTS,
     StreamedContextCell: _PARTS,
-    StreamedCell: ("trains",),
+    StreamedCell: ("trains", "away"),
 }
 
 
@@ -175,7 +175,8 @@ def streamed_page(results: Sequence[Result], whole: int, code: str) -> str:
         "clock says that a step would not be faster so, it is separated in these runs, too. Passes "
         "through the encoder count nothing there, so that there are many; of so small models plans "
         "would otherwise join nearly all. Every value of a column meets every value of every other "
-        "that it can be with.",
+        "that it can be with; of the model with two encoders, which stream together, there are few "
+        "cells, and what is frozen there is the encoder of images.",
         "",
         "Adapters train with `--adam-eps 1e-3`, and so do the single rank's: with 1e-8, Adam makes "
         "whole steps of rounding where a gradient is nearly zero. Two of 56 such cells then parted "
@@ -286,7 +287,7 @@ def _columns(result: Result) -> Iterable[str]:
     if isinstance(cell, ContextCell):
         yield from (str(cell.cp), cell.rows, cell.comm, cell.trained, cell.away, cell.own)
     if isinstance(cell, StreamedCell):
-        yield cell.trained
+        yield from (cell.trained, cell.away)
     if isinstance(cell, OverlapCell):
         yield from (cell.trained, cell.kept)
         yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))

@@ -3,14 +3,26 @@
 from dataclasses import dataclass, replace
 from itertools import product
 
-from parity.cells import FULL, MODELS, Cell, layouts, one_of_each, sequence_parallel_choices
-from parity.saving_cells import TrainedCell, one_word
+from parity.cells import (
+    FULL,
+    MODELS,
+    Cell,
+    few_of,
+    layouts,
+    one_of_each,
+    sequence_parallel_choices,
+)
+from parity.saving_cells import AWAY, TrainedCell, one_word
 
+TWO_ENCODERS = "qwen2_5_omni_tiny"  # both stream, in few cells
 _TRAINED = ("all", "all but the encoder", "the decoder", "LoRA of all modules")
 # Adam makes as large a step of a gradient near zero as of any other. Where few tokens reach an
 # expert, some gradients of its adapters are rounding alone: another one, where an encoder's passes
 # have other units in them. In 16 layers a second step then differs by 8e-5, and by 5e-6 with this.
 _SMALLEST = ("--adam-eps", "1e-3")
+# With two encoders, it is that of images which is frozen.
+_TRAINED_OF_TWO = ("all", "all but the encoder")
+_AWAY = ("nothing", "activations")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -18,6 +30,7 @@ class StreamedCell(TrainedCell):
     """One layout of full separation, streamed."""
 
     schedule: str = "streamed"
+    away: str = "nothing"
 
     @property
     def streams(self) -> bool:
@@ -27,7 +40,7 @@ class StreamedCell(TrainedCell):
     @property
     def name(self) -> str:
         """A short one that tells cells apart."""
-        return f"{super().name}-{self.schedule}-{one_word(self.trained)}"
+        return f"{super().name}-{self.schedule}-{one_word(self.trained)}-away-{self.away}"
 
     @property
     def _adapts(self) -> bool:
@@ -42,14 +55,23 @@ class StreamedCell(TrainedCell):
         """What the single rank is given, too."""
         return [*super().shared_flags(), *(_SMALLEST if self._adapts else ())]
 
+    def flags(self) -> list[str]:
+        """The layout and its options as training's flags."""
+        return [*super().flags(), *AWAY[self.away]]
+
 
 def streamed_cells() -> list[StreamedCell]:
-    """Every layout of full separation that can stream, in one choice of the options or more."""
-    return [
+    """Every layout of full separation that can stream, in one choice of the options or more.
+
+    Of a model with two encoders, cells until every value of an axis was in one.
+    """
+    of_one = [
         cell
         for model in MODELS
         for cell in one_of_each([_choices(each) for each in streamed_layouts(model)], seed=model)
     ]
+    of_two = [cell for each in streamed_layouts(TWO_ENCODERS) for cell in _choices(each)]
+    return of_one + few_of(of_two, seed=TWO_ENCODERS)
 
 
 def streamed_layouts(model: str) -> list[Cell]:
@@ -64,6 +86,7 @@ def streamed_layouts(model: str) -> list[Cell]:
 def _choices(layout: Cell) -> list[StreamedCell]:
     """The layout with every choice of the options that it can have; balance is the plan's own."""
     bare = StreamedCell(**vars(layout))
+    trains = _TRAINED if len(layout.encoders) == 1 else _TRAINED_OF_TWO
     return [
         replace(
             bare,
@@ -71,8 +94,13 @@ def _choices(layout: Cell) -> list[StreamedCell]:
             recompute=recompute,
             optimizer=optimizer,
             trained=trained,
+            away=away,
         )
-        for sequence, recompute, optimizer, trained in product(
-            sequence_parallel_choices(layout), ("none", "both"), ("plain", "overlapped"), _TRAINED
+        for sequence, recompute, optimizer, trained, away in product(
+            sequence_parallel_choices(layout),
+            ("none", "both"),
+            ("plain", "overlapped"),
+            trains,
+            _AWAY,
         )
     ]

@@ -10,7 +10,12 @@ from parity.cells import MODELS, pairs
 from parity.parity_page import streamed_page
 from parity.results import Result, as_result
 from parity.saving_cells import TrainedCell
-from parity.streamed_cells import StreamedCell, streamed_cells, streamed_layouts
+from parity.streamed_cells import (
+    TWO_ENCODERS,
+    StreamedCell,
+    streamed_cells,
+    streamed_layouts,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -22,6 +27,7 @@ def test_every_layout_of_full_separation_with_stages_streams():
     cells = streamed_cells()
     assert cells == streamed_cells()
     assert len({cell.name for cell in cells}) == len(cells) <= 200
+    assert {cell.model for cell in cells} == {*MODELS, TWO_ENCODERS}
     for model in MODELS:
         mine = [cell for cell in cells if cell.model == model]
         sizes = ("encoder_tp", "tp", "pp", "vpp", "dp", "ep")
@@ -33,6 +39,21 @@ def test_every_layout_of_full_separation_with_stages_streams():
         assert len(trained) == 4
         optimizers = {(cell.trained, cell.optimizer) for cell in mine}
         assert len(optimizers) == 2 * len(trained) < len(met)
+
+
+@pytest.mark.not_quick
+def test_few_cells_of_two_encoders_have_every_value():
+    mine = [cell for cell in streamed_cells() if cell.model == TWO_ENCODERS]
+    assert 3 <= len(mine) <= 12
+    assert {len(cell.encoders) for cell in mine} == {2}
+    every = streamed_layouts(TWO_ENCODERS)
+    for size in ("encoder_tp", "tp", "pp", "vpp", "dp"):
+        met = {getattr(cell, size) for cell in mine}
+        assert met == {getattr(cell, size) for cell in every}, size
+    assert {(cell.trained, cell.away) for cell in mine} >= {
+        ("all", "activations"),
+        ("all but the encoder", "nothing"),
+    }
 
 
 def test_the_single_rank_trains_the_same_and_streams_nothing():

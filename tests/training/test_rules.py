@@ -348,9 +348,12 @@ def test_encoders_over_several_stages_do_not_stream(prepared: Run) -> None:
         assert violated(prepared, model=model, **changes) == []
 
 
-def test_two_encoders_do_not_stream(omni: Any) -> None:
-    assert violated(omni, model=omni[1], **STREAMED) == ["streamed-encoders"]
-    assert violated(omni, model=omni[1], enable_full_hetero_dp=True) == []
+def test_encoders_of_several_modes_do_not_stream(omni: Any) -> None:
+    assert violated(omni, model=omni[1], **STREAMED) == []
+    for mode in ("uniform", "encoder_hetero_dp"):
+        model = changed(omni[1], [f"audio_encoder.mode='{mode}'"])
+        assert violated(omni, model=model, **STREAMED) == ["streamed-encoders"]
+        assert violated(omni, model=model, enable_full_hetero_dp=True) == []
 
 
 def test_a_device_with_one_queue_does_not_stream(

@@ -53,7 +53,7 @@ def test_parts_add_up_to_the_whole(
     (of_units,) = work.encoders
     piece = costs.of_media(GRIDS)
     assert piece.forward + piece.backward == pytest.approx(of_units.of_media(GRIDS), rel=1e-6)
-    assert bool(piece.backward) == costs.trains == (flags != FROZEN)
+    assert bool(piece.backward) == costs.of_passes.trains == (flags != FROZEN)
     # Of media together as much as of each: attention is within a frame.
     alone = [costs.of_media([grid]) for grid in GRIDS]
     assert sum(each.forward for each in alone) == pytest.approx(piece.forward, rel=1e-6)
@@ -99,14 +99,14 @@ def test_a_pass_takes_something_and_holds_as_many_rows_as_full_separation_joins(
 ) -> None:
     """A pass more is worth it where it fills a wait that is longer, for every layer."""
     plain, _, _ = counted(tmp_path, ranks=2, monkeypatch=monkeypatch)
-    assert plain.each.backward == 2 * plain.each.forward > 0
+    assert plain.of_passes.each.backward == 2 * plain.of_passes.each.forward > 0
     deep = ("model.image_encoder.num_layers=11",)
     deeper, _, _ = counted(tmp_path, *deep, ranks=2, monkeypatch=monkeypatch)
-    assert deeper.each.forward > plain.each.forward
+    assert deeper.of_passes.each.forward > plain.of_passes.each.forward
     frozen, _, _ = counted(tmp_path, *FROZEN, ranks=2, monkeypatch=monkeypatch)
-    assert frozen.each == (plain.each.forward, 0)
+    assert frozen.of_passes.each == (plain.of_passes.each.forward, 0)
     few = ("+model.image_encoder.joined_rows=64",)
     fewer, _, _ = counted(tmp_path, *few, ranks=2, monkeypatch=monkeypatch)
     row = plain.of_media([(1, 8, 8)]).forward / 64
-    assert 0 < fewer.joined <= 64 * row
-    assert plain.joined == pytest.approx(fewer.joined * 16384 / 64)
+    assert 0 < fewer.of_passes.joined <= 64 * row
+    assert plain.of_passes.joined == pytest.approx(fewer.of_passes.joined * 16384 / 64)

@@ -18,9 +18,12 @@ from parity.mutations import (
 from sweeps import sweep
 from verify_cases import Mutation, Pair, failing, made_plan
 
+from loongplug.data.demo_sounds import make_sound_data
 from loongplug.data.order import epoch_permutation
 from loongplug.hetero.operations import PiecesBackward
+from loongplug.verify.plan import Request
 from loongplug.verify.report import report
+from loongplug.verify.runs import plan_runs
 
 STREAMED = ("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed")
 PP2, PP4 = (("--pipeline-model-parallel-size", size) for size in "24")
@@ -59,10 +62,34 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         (*PP4, "--micro-batch-size", "2", "--global-batch-size", "4"),
     ),
     "pp4": (4, PP4),
+    "pp2-activations-away": (
+        2,
+        (*PP2, "--offload-encoder-activations", "--global-batch-size", "16"),
+    ),
     "pp2-experts": (
         4,
         (*PP2, "--model-name", "qwen3_vl_moe_tiny", "--expert-model-parallel-size", "2"),
     ),
+}
+SOME = ("pp2-tp2-sp-overlapped", "pp2-vpp2", "pp2-activations-away")
+
+# Of a model that sees and hears: ranks in all, and flags.
+TWO_ENCODERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "pp2": (2, (*PP2, *OVERLAPPED)),
+    "pp2-tp2-sp-sounds-tp2": (
+        4,
+        (*PP2, *SP, "model.audio_encoder.tensor_model_parallel_size=2"),
+    ),
+    "pp2-vpp2-images-adapted-sounds-frozen": (
+        2,
+        (*VPP2, "+model.image_encoder.lora.rank=2", "model.audio_encoder.freeze=true"),
+    ),
+    "pp2-cp2": (4, (*PP2, *CP2)),
+    "pp2-dp2-images-frozen": (
+        4,
+        (*PP2, f"{ENCODER}.freeze=true", "model.image_projector.freeze=true", *OVERLAPPED),
+    ),
+    "pp4": (4, PP4),
 }
 
 
@@ -80,30 +107,75 @@ def noting(rank: int, *, folder: Path, before: Mutation | None = free_passes) ->
         within = sum(0 < each.before < last for each in work)
         together = [{self._planned.pieces[n].microbatch for n in each.pieces} for each in work]
         found = [[len(each) for each in self.stream.pieces], within, [*map(len, together)]]
+        found += [self._streaming.name, any(each.turn for each in work)]
         with (folder / f"streamed-{rank}").open("a", encoding="utf-8") as file:
             print(json.dumps(found), file=file)
 
+    def leaving(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+        (folder / f"left-{rank}").touch()
+        return original(self, *args)
+
     around("loongplug.hetero.piece_work:PiecesOfStep.end", noted)
+    around("loongplug.hetero.host_moves:HostMoves._leaving", leaving)
     if before is not None:
         before(rank)
 
 
-def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int]]]:
-    """What was noted: of each step of each rank."""
+def streamed(folder: Path, ranks: int) -> list[tuple[list[int], int, list[int], str, bool]]:
+    """What was noted: of each step of each rank, by encoder."""
     files = [folder / f"streamed-{rank}" for rank in range(ranks)]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return [(pieces, within, together) for pieces, within, together in map(json.loads, lines)]
+    return [tuple(json.loads(line)) for line in lines]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sweep(CASES, but=("pp2-tp2-sp-overlapped", "pp2-vpp2")))
+@pytest.mark.parametrize("name", sweep(CASES, but=SOME))
 def test_it_agrees_with_a_single_rank(name: str, demo: Path, tmp_path: Path) -> None:
     ranks, flags = CASES[name]
     plan = made_plan(tmp_path, demo, *STREAMED, *flags, ranks=ranks, steps=2)
     comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(plan, comparison)
     found = streamed(tmp_path, ranks)
-    assert any(within for _, within, _ in found), "nothing was done between passes"
+    assert any(within for _, within, *_ in found), "nothing was done between passes"
+    left = list(tmp_path.glob("left-*"))
+    assert len(left) == (ranks if "away" in name else 0), "activations did not leave"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    sweep(TWO_ENCODERS, but=("pp2-tp2-sp-sounds-tp2", "pp2-vpp2-images-adapted-sounds-frozen")),
+)
+def test_two_encoders_agree_with_a_single_rank(name: str, tmp_path: Path) -> None:
+    ranks, flags = TWO_ENCODERS[name]
+    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *flags)
+    request = Request(flags=command, scale="tiny", steps=2, ranks=ranks)
+    plan = plan_runs(request, folder=tmp_path)
+    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
+    assert comparison.agrees, report(plan, comparison)
+    found = streamed(tmp_path, ranks)
+    for encoder in ("image_encoder", "audio_encoder"):
+        own = [(pieces, within) for pieces, within, _, name, _ in found if name == encoder]
+        assert any(within for _, within in own), f"{encoder}: nothing was done between passes"
+        assert any(map(sum, (pieces for pieces, _ in own)))
+    assert any(turns for *_, turns in found), "they did not take turns"
+
+
+def test_an_encoder_without_media_agrees_beside_one_that_streams(tmp_path: Path) -> None:
+    """Rows have sounds alone; the encoder of images has no piece, and trains."""
+    make_sound_data(tmp_path, train=16, test=1)
+    data = (
+        *("--tokenizer-model", str(tmp_path / "processor_qwen2_5_omni"), "--seq-length", "320"),
+        *("--train-data-path", str(tmp_path / "train_audio.jsonl")),
+    )
+    model = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny")
+    request = Request(flags=(*model, *data, *STREAMED, *PP2, *OVERLAPPED), scale="tiny", steps=2)
+    plan = plan_runs(request, folder=tmp_path)
+    comparison = Pair(plan, tmp_path).compared(partial(noting, folder=tmp_path))
+    assert comparison.agrees, report(plan, comparison)
+    of_images = [sum(pieces) for pieces, *_, name, _ in streamed(tmp_path, 2) if "image" in name]
+    assert of_images
+    assert not any(of_images)
 
 
 def partly_text(demo: Path, folder: Path) -> None:
@@ -131,8 +203,8 @@ def test_rows_without_images_and_others_agree(pair: Pair, tmp_path: Path) -> Non
     comparison = pair.compared(partial(noting, folder=tmp_path))
     assert comparison.agrees, report(pair.plan, comparison)
     found = streamed(tmp_path, 2)
-    assert any(within for _, within, _ in found)
-    assert any(0 in pieces and max(pieces) > 1 for pieces, _, _ in found)
+    assert any(within for _, within, *_ in found)
+    assert any(0 in pieces and max(pieces) > 1 for pieces, *_ in found)
 
 
 def test_several_microbatches_in_one_pass_agree(pair: Pair, tmp_path: Path) -> None:
@@ -140,7 +212,7 @@ def test_several_microbatches_in_one_pass_agree(pair: Pair, tmp_path: Path) -> N
     comparison = pair.compared(partial(noting, folder=tmp_path, before=None))
     assert comparison.agrees, report(pair.plan, comparison)
     found = streamed(tmp_path, 2)
-    assert any(max(together, default=0) > 1 for _, _, together in found)
+    assert any(max(together, default=0) > 1 for _, _, together, *_ in found)
 
 
 def freely(rank: int, *, fault: Mutation) -> None:
@@ -149,11 +221,11 @@ def freely(rank: int, *, fault: Mutation) -> None:
     fault(rank)
 
 
-def turn_gradients_within_passes(rank: int) -> None:
+def turn_gradients_within_passes(rank: int, *, of: str = "image_encoder") -> None:
     """Those of a pass's pieces stand in the wrong order; all shapes are right."""
 
     def turned(original: Callable[..., Any], self: Any, operation: Any) -> None:
-        if isinstance(operation, PiecesBackward):
+        if isinstance(operation, PiecesBackward) and self._streaming.name == of:
             own = [self._gradients[each] for each in operation.pieces]
             turned = torch.cat(own[::-1]).split(list(map(len, own)))
             self._gradients |= zip(operation.pieces, turned, strict=True)
@@ -176,3 +248,13 @@ def test_gradients_that_go_astray(pair: Pair, fault: Mutation) -> None:
     first = min((each.step for each in fails), default=None)  # a step may be separated
     assert {each.module for each in fails if each.step == first} == SEES
     assert failing(comparison, "gradients") >= SEES
+
+
+def test_gradients_that_go_astray_are_of_one_encoder(tmp_path: Path) -> None:
+    """Of two that stream; in the first step, before weights differ."""
+    command = ("--device", "cpu", "--model-name", "qwen2_5_omni_tiny", *STREAMED, *PP2)
+    plan = plan_runs(Request(flags=command, scale="tiny", steps=1, ranks=2), folder=tmp_path)
+    both = Pair(plan, tmp_path)
+    assert both.compared().agrees
+    comparison = both.compared(partial(turn_gradients_within_passes, of="audio_encoder"))
+    assert failing(comparison, "gradients") == {"audio_encoder", "audio_projector"}

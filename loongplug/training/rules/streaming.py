@@ -7,6 +7,7 @@ import os
 from argparse import Namespace
 from typing import Any
 
+from loongplug.hetero.modes import mode_of
 from loongplug.training.rules.hetero import encoder_tp, full_separation
 from loongplug.training.rules.pipeline import wants_virtual
 from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
@@ -45,13 +46,11 @@ streamed_offload = excludes(
     _STREAMED,
     any_of(
         flag("--full-hetero-dp-cpu-offload"),
-        flag("--offload-encoder-activations"),
         flag("--offload-encoder-state"),
-        in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-activations`, "
-        "`--offload-encoder-state`",
+        in_docs="`--full-hetero-dp-cpu-offload`, `--offload-encoder-state`",
     ),
-    reason="the encoder works all through the decoder's schedule, so that nothing of it can be "
-    "away, and few features are there at a time",
+    reason="the encoder works all through the decoder's schedule, so that its state cannot be "
+    "away, and features set out as soon as they are made: what is on its way cannot leave",
     cure=f"drop the flag, or {_SEPARATED}",
 )
 streamed_overlap = excludes(
@@ -81,14 +80,21 @@ streamed_virtual = excludes(
 
 
 @rule(
-    reason="the decoder's pipeline has one communicator, which does one encoder's work",
-    cure=_SEPARATED,
+    reason="one plan has the work of all encoders, and that of another mode comes at times of its "
+    "own",
+    cure=f"give every encoder full separation, or {_SEPARATED}",
 )
 def streamed_encoders(args: Namespace, model: Any) -> str | None:
-    """`--full-hetero-dp-schedule streamed` with several encoders"""
-    if not _STREAMED.said(args) or len(model.encoders) == 1:
+    """`--full-hetero-dp-schedule streamed` with an encoder in another mode beside one in full
+    separation
+    """
+    modes = {name: mode_of(args, model.encoder(name)) for name in model.encoders}
+    others = [
+        f"model.{model.keys[name]}: {x.name}" for name, x in modes.items() if not x.on_every_stage
+    ]
+    if not _STREAMED.said(args) or not others or len(others) == len(modes):
         return None
-    return f"{_STREAMED.said(args)} with {len(model.encoders)} encoders"
+    return f"{_STREAMED.said(args)} with {', '.join(others)}"
 
 
 @rule(

@@ -7,7 +7,7 @@ FULL = {"enable_full_hetero_dp": True}
 STREAMED = {**FULL, "full_hetero_dp_schedule": "streamed"}
 SEPARATED = {**FULL, "full_hetero_dp_schedule": "separated"}
 AUTO = {**FULL, "full_hetero_dp_schedule": "auto"}
-OFFLOADS = ("full_hetero_dp_cpu_offload", "offload_encoder_activations", "offload_encoder_state")
+OFFLOADS = ("full_hetero_dp_cpu_offload", "offload_encoder_state")
 VIRTUAL = {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2}
 VIRTUAL = {**PP, **VIRTUAL, "num_layers": 8, "overlap_p2p_comm": False}
 FLUSH = {"overlap_p2p_comm_warmup_flush": True}
@@ -31,7 +31,10 @@ CASES: Cases = {
     ),
     "streamed-offload": (
         [{**STREAMED, name: True} for name in OFFLOADS],
-        [{**each, name: True} for each in (SEPARATED, AUTO) for name in OFFLOADS],
+        [
+            *({**each, name: True} for each in (SEPARATED, AUTO) for name in OFFLOADS),
+            {**STREAMED, "offload_encoder_activations": True},
+        ],
     ),
     "streamed-overlap": ([{**STREAMED, **FLUSH}], [{**AUTO, **FLUSH}]),
     "streamed-virtual": (

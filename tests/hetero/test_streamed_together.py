@@ -1,0 +1,344 @@
+"""Two encoders in one streamed step: all there and back once, in one order, and nobody waits."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from simulated import Exchange, Move, Rank, finish
+from streamed_steps import busiest
+
+from loongplug.data.microbatch import Share
+from loongplug.data.positions import Grid
+from loongplug.hetero import streamed_together
+from loongplug.hetero.operations import (
+    EncodePieces,
+    Operation,
+    PiecesBackward,
+    ReceiveFeatures,
+    ReceiveGradient,
+    SendFeatures,
+    SendGradients,
+    StepPlan,
+    before_pass,
+    forward,
+    gradient,
+)
+from loongplug.hetero.pipeline_clock import (
+    FREE,
+    DecoderPass,
+    EncoderPlan,
+    PassCosts,
+    PieceCost,
+    Step,
+    simulate,
+)
+from loongplug.hetero.placement import Edge
+from loongplug.hetero.policies import EncoderStep, streamed
+from loongplug.hetero.routes import Transfer, feature_transfers, gradient_transfers
+from loongplug.hetero.streamed_pieces import Planner, StreamedCosts, StreamedStep
+from loongplug.hetero.streamed_together import OwnedUnit, StepPlanner
+from loongplug.hetero.streaming import separated
+from loongplug.hetero.streaming import streamed as plan_of
+
+pytestmark = pytest.mark.quick
+
+NAMES = ("eyes", "ears")
+Media = list[list[Grid]]  # of each microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Beside a decoder of ``decoder_tp`` on each of ``stages``; a row costs ``row``."""
+
+    stages: int
+    decoder_tp: int
+    tp: int = 1
+    row: int = 10
+    trains: bool = True
+    each: PieceCost = FREE
+    chunks: int = 1
+
+    @property
+    def edge(self) -> Edge:
+        ranks = range(self.stages * self.decoder_tp)
+        starts = ranks[:: self.tp]
+        return Edge(
+            replicas=tuple(tuple(ranks[at : at + self.tp]) for at in starts),
+            consumers=tuple(ranks[: self.decoder_tp]),
+        )
+
+    @property
+    def planner(self) -> Planner:
+        def of_media(grids: Sequence[Grid]) -> PieceCost:
+            rows = sum(map(prod, grids)) * self.row // self.tp
+            return PieceCost(rows, 2 * rows)
+
+        places = self.stages * self.chunks
+        costs = StreamedCosts(
+            of_media=of_media,
+            tokens=lambda grid: prod(grid) // 4,
+            forward=(400 // self.chunks,) * places,
+            backward=(800 // self.chunks,) * places,
+            group=self.stages,
+            of_passes=PassCosts(trains=self.trains, each=self.each, joined=2000),
+        )
+        stages = tuple(ranks[0] // self.decoder_tp for ranks in self.edge.replicas)
+        return Planner(costs, stages=stages)
+
+    def units(self, media: Media) -> list[OwnedUnit]:
+        """With owners as ranks are told when they load media."""
+        replicas = len(self.edge.replicas)
+        in_turn = [(Share(encoder_replica=n % replicas),) for n in range(len(media))]
+        shares = self.planner.shares(media) or in_turn
+        return [OwnedUnit.of(each, of_unit) for each, of_unit in zip(media, shares, strict=True)]
+
+
+Encoders = Mapping[str, Encoder]
+
+
+def together(
+    encoders: Encoders, media: Mapping[str, Media]
+) -> tuple[dict[str, list[OwnedUnit]], Mapping[str, StreamedStep] | None]:
+    planner = StepPlanner(
+        {name: each.planner for name, each in encoders.items()},
+        {name: each.edge.replicas for name, each in encoders.items()},
+    )
+    units = {name: each.units(media[name]) for name, each in encoders.items()}
+    return units, planner.plan(units)
+
+
+@dataclass
+class Run:
+    """All ranks' programs of a step, and which pieces pass between two ranks, at each end."""
+
+    encoders: Encoders
+    found: Mapping[str, StreamedStep]
+    late: str = ""  # whose work comes behind the decoder's last pass
+    programs: dict[Rank, list[Exchange]] = field(default_factory=dict)
+    pieces: defaultdict[tuple[str, int, int, bool], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    back: defaultdict[tuple[str, int, int], int] = field(default_factory=lambda: defaultdict(int))
+
+    def __post_init__(self) -> None:
+        some = next(iter(self.encoders.values()))
+        self._tp, self._stages = some.decoder_tp, some.stages
+        self._passes = next(iter(self.found.values())).passes
+        self._there, self._back = (
+            {
+                name: transfers(each.edge, [(x.replica,) for x in self.found[name].pieces])
+                for name, each in self.encoders.items()
+            }
+            for transfers in (feature_transfers, gradient_transfers)
+        )
+        for rank in range(self._stages * self._tp):
+            plans = {name: self.plan(name, rank) for name in self.encoders}
+            self.programs["rank", rank] = list(self._program(rank, plans))
+
+    def plan(self, name: str, rank: int) -> StepPlan:
+        encoder, found = self.encoders[name], self.found[name]
+        replica = encoder.edge.replica_of(rank)
+        return streamed(
+            EncoderStep(
+                encoder_replicas=((0,),) * found.microbatches,
+                replicas=len(encoder.edge.replicas),
+                replica=replica,
+                consumes=rank in encoder.edge.consumers,
+                training=True,
+                trains=found.trains,
+                last_stage=rank // self._tp == self._stages - 1,
+                stream=found.stream(replica),
+            )
+        )
+
+    def _program(self, rank: int, plans: Mapping[str, StepPlan]) -> Iterator[Exchange]:
+        stage, places = rank // self._tp, self._places
+        for number, one in enumerate([*self._passes[stage], None]):
+            yield from self._work(rank, plans, number)
+            if one is None:
+                return
+            before, behind = _neighbours(one, places)
+            if before is not None and before.place % self._stages != stage:
+                yield (self._pass(before, rank, sends=False),)
+            for name, plan in plans.items() if one[:2] == (True, 0) else ():
+                for each in plan.get(forward(one.microbatch), ()):
+                    yield from self._moves(name, rank, each)
+            yield from self._meet(rank, range(stage * self._tp, (stage + 1) * self._tp), "pass")
+            for name, plan in plans.items() if one[:2] == (False, 0) else ():
+                for each in plan.get(gradient(one.microbatch), ()):
+                    yield from self._moves(name, rank, each)
+            if behind is not None and behind.place % self._stages != stage:
+                yield (self._pass(one, rank, sends=True, to=behind.place % self._stages),)
+
+    @property
+    def _places(self) -> int:
+        return self._stages * next(iter(self.encoders.values())).chunks
+
+    def _work(self, rank: int, plans: Mapping[str, StepPlan], number: int) -> Iterator[Exchange]:
+        turns = range(1 + max((when.turn for plan in plans.values() for when in plan), default=0))
+        last = len(self._passes[0])
+        for turn, name in ((turn, name) for turn in turns for name in plans):
+            numbers = [number] if name != self.late else range(last + 1) if number == last else []
+            for each in chain(*(plans[name].get(before_pass(n, turn), ()) for n in numbers)):
+                yield from self._moves(name, rank, each)
+
+    def _moves(self, name: str, rank: int, operation: Operation) -> Iterator[Exchange]:
+        there, back = self._there[name], self._back[name]
+        match operation:
+            case EncodePieces(pieces=pieces) | PiecesBackward(pieces=pieces):
+                edge = self.encoders[name].edge
+                replica = edge.replica_of(rank)
+                assert replica is not None
+                assert {self.found[name].pieces[n].replica for n in pieces} == {replica}
+                for number in pieces if isinstance(operation, PiecesBackward) else ():
+                    self.back[name, number, rank] += 1
+                yield from self._meet(rank, edge.replicas[replica], f"layers of {name}")
+            case SendFeatures(piece=piece):
+                yield from self._sent(f"features of {name}", rank, there, [piece], sends=True)
+            case ReceiveFeatures(pieces=pieces):
+                yield from self._sent(f"features of {name}", rank, there, pieces, sends=False)
+            case SendGradients(pieces=pieces):
+                yield from self._sent(f"gradients of {name}", rank, back, pieces, sends=True)
+            case ReceiveGradient(piece=piece):
+                yield from self._sent(f"gradients of {name}", rank, back, [piece], sends=False)
+
+    def _sent(
+        self, what: str, rank: int, of_all: list[Transfer], pieces: Sequence[int], *, sends: bool
+    ) -> Iterator[Exchange]:
+        for each in (x for piece in pieces for x in of_all if x.unit == piece):
+            if rank == (each.source if sends else each.target):
+                self.pieces[what, each.source, each.target, sends].append(each.unit)
+                source, target = ("rank", each.source), ("rank", each.target)
+                yield (Move(sends=sends, source=source, target=target, what=what),)
+
+    def _meet(self, rank: int, ranks: Sequence[int], what: str) -> Iterator[Exchange]:
+        here, others = ("rank", rank), [("rank", other) for other in ranks if other != rank]
+        yield tuple(Move(sends=True, source=here, target=each, what=what) for each in others)
+        yield tuple(Move(sends=False, source=each, target=here, what=what) for each in others)
+
+    def _pass(self, one: DecoderPass, rank: int, *, sends: bool, to: int = 0) -> Move:
+        """What ``one`` has made, at either end; ``to`` is the stage that it goes to."""
+        other = (to if sends else one.place % self._stages) * self._tp + rank % self._tp
+        here, there = ("rank", rank), ("rank", other)
+        source, target = (here, there) if sends else (there, here)
+        return Move(sends=sends, source=source, target=target, what=f"{one.forward} {one.place}")
+
+
+def _neighbours(one: DecoderPass, places: int) -> tuple[DecoderPass | None, DecoderPass | None]:
+    """What a pass waits for, and what waits for it."""
+    way = [(True, place) for place in range(places)]
+    way += [(False, place) for place in reversed(range(places))]
+    at = way.index((one.forward, one.place))
+    before = DecoderPass(*way[at - 1], one.microbatch) if at else None
+    behind = DecoderPass(*way[at + 1], one.microbatch) if at + 1 < len(way) else None
+    return before, behind
+
+
+GRIDS = st.sampled_from([(1, 2, 2), (1, 2, 4), (2, 4, 4)])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Encoders, dict[str, Media]]:
+    """Any two encoders, and media for them."""
+    stages, tp = draw(st.integers(2, 4)), draw(st.sampled_from([1, 2]))
+    chunks = draw(st.integers(1, 2))
+    count = draw(st.integers(1, 6)) if chunks == 1 else stages * draw(st.integers(1, 2))
+    encoders = {
+        name: Encoder(
+            stages=stages,
+            decoder_tp=tp,
+            tp=draw(st.sampled_from([1, tp])),
+            row=draw(st.integers(1, 20)),
+            trains=draw(st.booleans()),
+            each=draw(st.sampled_from([FREE, PieceCost(100, 200)])),
+            chunks=chunks,
+        )
+        for name in NAMES
+    }
+    of_step = st.lists(st.lists(GRIDS, max_size=6), min_size=count, max_size=count)
+    return encoders, {name: draw(of_step) for name in NAMES}
+
+
+@given(cases())
+@settings(deadline=None)
+def test_all_goes_there_and_back_once(case: tuple[Encoders, dict[str, Media]]) -> None:
+    encoders, media = case
+    units, found = together(encoders, media)
+    assume(found is not None)
+    assert found is not None
+    run = Run(encoders, found)
+    for name, step in found.items():
+        seen = [(x.microbatch, medium) for x in step.pieces for medium in x.media]
+        assert seen == [(n, m) for n, grids in enumerate(media[name]) for m in range(len(grids))]
+        for piece in step.pieces:
+            owners = {units[name][piece.microbatch].owners[medium] for medium in piece.media}
+            assert owners == {piece.replica}
+        backward = [(of_name, n, rank) for of_name, n, rank in run.back if of_name == name]
+        replicas = encoders[name].edge.replicas
+        owed = [(name, n, rank) for n, x in enumerate(step.pieces) for rank in replicas[x.replica]]
+        assert sorted(backward) == (sorted(owed) if encoders[name].trains else [])
+    assert set(run.back.values()) <= {1}
+    for (what, source, target, sends), pieces in run.pieces.items():
+        assert pieces == run.pieces.get((what, source, target, not sends)), (what, source, target)
+        assert pieces == sorted(pieces)
+    assert finish(run.programs)
+
+
+def even(*, trains: bool = True, stages: int = 4) -> tuple[Encoders, dict[str, Media]]:
+    """Two encoders, one of TP 2; a rank takes as long for a medium of either."""
+    eyes = Encoder(stages=stages, decoder_tp=2, row=8)
+    ears = Encoder(stages=stages, decoder_tp=2, tp=2, row=16, trains=trains)
+    media = [[(1, 8, 8)] * 4 for _ in range(16)]
+    return {"eyes": eyes, "ears": ears}, {"eyes": media, "ears": media}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_both_work_between_passes_and_take_turns(trains: bool) -> None:
+    encoders, media = even(trains=trains)
+    _, found = together(encoders, media)
+    assert found is not None
+    for name, step in found.items():
+        last = len(step.passes[0])
+        assert any(0 < work.before < last for work in chain(*step.work)), name
+        assert any(not work.forward for work in chain(*step.work)) == encoders[name].trains
+    turns = [
+        {(work.before, work.turn) for work in found[name].work[0]} for name in ("eyes", "ears")
+    ]
+    assert not turns[0] & turns[1], "one at a time"
+    assert any(turn for _, turn in turns[0] | turns[1])
+    assert not finish(Run(encoders, found, late="ears").programs)
+
+
+@pytest.mark.parametrize(("stages", "most"), [(2, 1.01), (4, 1.05), (8, 1.12)])
+def test_close_to_the_busiest_ranks_work(
+    stages: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of the plan for both, whose owners each encoder's own plan has said."""
+    steps: list[Step] = []
+
+    def noted(step: Step) -> EncoderPlan:
+        steps.append(step)
+        return plan_of(step)
+
+    monkeypatch.setattr(streamed_together, "streamed", noted)
+    assert together(*even(stages=stages))[1] is not None
+    (step,) = steps
+    before, now = simulate(step, separated(step)), simulate(step, plan_of(step))
+    assert before is not None
+    assert now is not None
+    assert now.step <= most * busiest(step) < before.step
+    assert now.features_held() < before.features_held()
+
+
+def test_without_media_nothing_is_planned() -> None:
+    encoders, media = even()
+    assert together(encoders, {name: [[]] * 16 for name in media})[1] is None
+    one_has_none = {"eyes": media["eyes"], "ears": [[]] * 16}
+    found = together(encoders, one_has_none)[1]
+    assert found is not None
+    assert found["ears"].pieces == ()
