@@ -14,6 +14,7 @@ from loongplug.models.layers.linear import (
     LocalColumnParallelLinear,
     LocalRowParallelLinear,
 )
+from loongplug.platform.transfers import to_device
 
 # What data parallelism hangs in front of every module waits for its weights, and takes no input.
 _DATA_PARALLEL = "megatron.core.distributed."
@@ -91,7 +92,7 @@ class Groups:
         ends = None
         if kernel and len(tokens):
             ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-            ends = ends.to(tokens.device, non_blocking=True)
+            ends = to_device(ends, tokens.device)
         return cls(tuple(counts), ends)
 
     def forward(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """ContextAttention on ranks that each hold a part of a row, against SDPAttention of one rank."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -231,6 +232,38 @@ def test_heads_of_short_rows_come_together_and_those_of_long_ones_one_by_one(
     of_head = 2 * 48 * 2 * DIM * 4  # keys and values of 48 tokens, two rows, four bytes each
     together = int(heads * of_head)
     assert run_ranks(_gathers, 2, cp=2, together=together) == [2 * gathers] * 2
+
+
+def _held_heads(rank: int, cp: int) -> list[int]:
+    """How many earlier heads' keys are still there, whenever a next head's are put in order."""
+    taken: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+    put_in_order = gathered.by_heads
+
+    def watched(x: Tensor) -> Tensor:
+        held.append(sum(ref() is not None for ref in taken))
+        return put_in_order(x)
+
+    def taking(add: Any) -> Any:
+        def taken_from(self: Any, k: Tensor, v: Tensor, groups: Any) -> Any:
+            taken.append(weakref.ref(k))
+            return add(self, k, v, groups)
+
+        return taken_from
+
+    with ExitStack() as stack:
+        stack.enter_context(at_once(1))
+        for each in (gathered.Merged, gathered.Gradients):
+            stack.enter_context(patch.object(each, "add", taking(each.add)))
+        stack.enter_context(patch.object(gathered, "by_heads", watched))
+        of_this_rank("one row", "all_gather", rank=rank, cp=cp)
+    return held
+
+
+def test_a_heads_keys_are_gone_before_the_next_ones_are_put_in_order() -> None:
+    (held, _) = run_ranks(_held_heads, 2, cp=2)
+    assert len(held) > 4 * GROUPS  # keys and values of each head, forward and backward
+    assert not any(held)
 
 
 def _dies_within_a_row(rank: int, cp: int) -> None:

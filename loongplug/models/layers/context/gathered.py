@@ -28,9 +28,10 @@ def attend_gathered(
     """Attention for which keys and values are gathered, one key/value head after another.
 
     The next head's are on their way while one is computed, so a rank holds the row's keys and
-    values of two heads. Heads of short rows are taken several at once. The backward gathers them
-    again, and sends their gradients to the ranks that own the tokens, which add them up. All ranks
-    of ``group`` have to call it, in one order.
+    values of two heads, and for a moment of three, when one's are put in order. Heads of short rows
+    are taken several at once. The backward gathers them again, and sends their gradients to the
+    ranks that own the tokens, which add them up. All ranks of ``group`` have to call it, in one
+    order.
 
     Args:
         query: [s, b, heads, dim], this rank's tokens.
@@ -64,6 +65,7 @@ class _GatheredAttention(torch.autograd.Function):
             merged = Merged(q[:, mine], scale=scale)
             merged.add(k, v, row.tiles)
             out[:, mine], lse[:, mine] = merged.out, merged.lse
+            del k, v
         ctx.save_for_backward(q, key, value, out, lse)
         ctx.row, ctx.group, ctx.scale = row, group, scale
         return out.permute(2, 0, 1, 3)
@@ -83,6 +85,7 @@ class _GatheredAttention(torch.autograd.Function):
                 grad[:, mine], q=q[:, mine], out=out[:, mine], lse=lse[:, mine], scale=ctx.scale
             )
             of_keys = torch.stack(found.add(k, v, row.tiles))
+            del k, v
             grad_q[:, mine] = found.q
             returning.append(_Returning(of_keys.to(key.dtype), groups, row=row, group=group))
             if groups.start:
@@ -96,7 +99,7 @@ def _whole_heads(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Key/value heads one after another, or a few at once, and the row's keys and values of them.
 
-    These are [b, heads, length, dim] each.
+    These are [b, heads, length, dim] each; who takes them lets go of them before asking for more.
     """
     total, stride = key.size(2), _heads_at_once(key, row)
     heads = [slice(first, min(first + stride, total)) for first in range(0, total, stride)]
@@ -108,8 +111,10 @@ def _whole_heads(
         work.wait()
         whole = gathered.index_select(0, row.back)  # [length, 2, b, heads, dim]
         del gathered
-        k, v = whole.permute(1, 2, 3, 0, 4).unbind()
-        yield these, by_heads(k), by_heads(v)
+        k, v = (by_heads(x) for x in whole.permute(1, 2, 3, 0, 4).unbind())
+        del whole
+        yield these, k, v
+        del k, v  # they are gone before the next are put in order
 
 
 def _heads_at_once(key: Tensor, row: ContextRow) -> int:
