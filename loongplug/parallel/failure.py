@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from loongplug.parallel.programs import FAILED_VARIABLE
 from loongplug.parallel.store_keys import comes
 from loongplug.parallel.verdict import (
     Failure,
@@ -214,6 +215,7 @@ def _fail(
 ) -> NoReturn:
     if board is not None:
         board.fail(report, message=message, code=code, knows=knows)
+    _tell_launcher(code)
     _print(report)
     raise SystemExit(code)
 
@@ -251,6 +253,7 @@ def _print(text: str) -> None:
 
 def _exit(verdict: Verdict) -> NoReturn:
     _tell_torchrun(verdict)
+    _tell_launcher(verdict.code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -267,3 +270,11 @@ def _tell_torchrun(verdict: Verdict) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     with suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _tell_launcher(code: int) -> None:
+    """Torchrun has no code of ranks that end because it was told to end."""
+    path = os.environ.get(FAILED_VARIABLE)
+    if path is not None:
+        with suppress(OSError), open(path, "w") as file:
+            file.write(str(code))

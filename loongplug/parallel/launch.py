@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
 from multiprocessing import forkserver
 
-from loongplug.parallel.programs import ALONE, program_of
+from loongplug.parallel.programs import ALONE, FAILED_VARIABLE, program_of
 
 # What the process that ranks are forked from imports for them.
 _PRELOADED = "loongplug.preloaded"
@@ -46,17 +47,20 @@ def main() -> None:
     # without one.
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.devnull
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
-    try:
-        torchrun()
-    except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            name = failure.signal_name()
-            if failure.exitcode < 0 and name != "SIGTERM":  # which torchrun sends itself
-                print(f"loongplug: rank {rank} was ended by {name}", file=sys.stderr)
-        _, first = error.get_first_failure()
-        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
-    except SignalException as ended:
-        sys.exit(128 + ended.sigval)
+    with tempfile.NamedTemporaryFile(prefix="loongplug-failed-") as failed:
+        os.environ[FAILED_VARIABLE] = failed.name
+        try:
+            torchrun()
+        except ChildFailedError as error:
+            for rank, failure in error.failures.items():
+                name = failure.signal_name()
+                if failure.exitcode < 0 and name != "SIGTERM":  # which torchrun sends itself
+                    print(f"loongplug: rank {rank} was ended by {name}", file=sys.stderr)
+            _, first = error.get_first_failure()
+            sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+        except SignalException as ended:
+            # Ranks that are told to end save first. Torchrun does not say whether one could not.
+            sys.exit(int(failed.read() or 128 + ended.sigval))
 
 
 if __name__ == "__main__":

@@ -94,3 +94,41 @@ def test_our_launcher_tells_of_what_cannot_speak(
         launch.main()
     assert ended.value.code == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "code"), [("raise ValueError('full')", 1), ("pass", 143)])
+def test_told_to_end_our_launcher_says_whether_ranks_could_save(
+    then: str, code: int, tmp_path: Path
+) -> None:
+    """Torchrun alone ends by 143 in both cases, and a job would be queued again without a save."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal, time
+            from loongplug.parallel.failure import failure_board
+            told = []
+            signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+            with failure_board():
+                print("ready", flush=True)
+                while not told:
+                    time.sleep(0.05)
+                if os.environ["RANK"] == "1":
+                    {then}
+            """
+        )
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", OURS, "--standalone", "--nproc-per-node=2", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=100)
+    assert process.returncode == code, said
+    assert ("loongplug: error [rank 1]: full" in said) == (code == 1)
