@@ -109,7 +109,7 @@ def encoder_state(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="encoder and projector are split over the encoder's tensor parallel ranks",
-    cure="choose another model.image_encoder.tensor_model_parallel_size",
+    cure="choose another tensor_model_parallel_size for that encoder",
 )
 def encoder_sizes(args: Namespace, model: Any) -> str | None:
     """encoder heads, `ffn_hidden_size` or projector width that the encoder's tp does not divide"""
@@ -186,7 +186,7 @@ offload_fusion = excludes(
     FUSED_ACCUMULATION,
     reason="what comes back to a backward are new objects, in which the fused kernel does not "
     "find a weight's gradient buffer",
-    cure="add --no-gradient-accumulation-fusion, or use model.image_encoder.recompute=true instead",
+    cure="add --no-gradient-accumulation-fusion, or use recompute=true of the encoder instead",
 )
 
 

@@ -42,7 +42,7 @@ def query_groups(args: Namespace, model: Any) -> str | None:
 
 @rule(
     reason="rotary positions split a head in four, and the table is a square grid",
-    cure="correct model.image_encoder",
+    cure="correct the sizes of that encoder",
 )
 def encoder_shape(args: Namespace, model: Any) -> str | None:
     """encoder heads of unequal size, or with 2D rope of one that is not a multiple of 4; a position
