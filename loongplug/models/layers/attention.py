@@ -167,8 +167,14 @@ class SDPAttention(MegatronModule):
         if not layout.groups:
             # Zeros of no elements that still depend on all three inputs.
             return query.flatten(1) + 0 * (key.sum() + value.sum())
-        if layout.by_length:
-            return self._packed_by_length(query, key, value, layout, causal=causal)
+        if len(layout.groups) == 1:
+            ((length, segments),) = layout.groups.items()
+            q, k, v = (
+                x.unflatten(0, (len(segments), length)).transpose(1, 2) for x in (query, key, value)
+            )  # [segments, heads, length, dim]
+            out = self._attend(q, k, v, causal=causal)
+            return out.transpose(1, 2).reshape(query.size(0), -1)
+
         pieces = [x.split(layout.lengths) for x in (query, key, value)]
         outputs: list[Tensor] = [query.new_empty(0, query[0].numel())] * len(layout.lengths)
         for segments in layout.groups.values():
@@ -179,20 +185,6 @@ class SDPAttention(MegatronModule):
             for segment, rows in zip(segments, out.unbind(), strict=True):
                 outputs[segment] = rows  # [length, heads * dim]
         return torch.cat(outputs)
-
-    def _packed_by_length(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, causal: bool
-    ) -> Tensor:
-        """As :meth:`_packed`, of a layout whose groups are slices of the pack: none is stacked."""
-        rows = [length * len(segments) for length, segments in layout.groups.items()]
-        outputs: list[Tensor] = []
-        for length, *group in zip(
-            layout.groups, *(x.split(rows) for x in (query, key, value)), strict=True
-        ):
-            q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in group)
-            out = self._attend(q, k, v, causal=causal)  # [segments, heads, length, dim]
-            outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         """[batch, heads, s, dim] x 3 -> [batch, heads, s, dim]."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,12 +28,6 @@ class PackedLayout:
     def tokens(self) -> int:
         """Tokens in the pack."""
         return sum(self.lengths)
-
-    @cached_property
-    def by_length(self) -> bool:
-        """Whether the segments of each group stand next to each other."""
-        runs = groupby(length for length in self.lengths if length)
-        return sum(1 for _ in runs) == len(self.groups)
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> "PackedLayout":

@@ -22,10 +22,8 @@ from loongplug.models.layers.rope import rope_table
 from loongplug.models.layers.specs import Backend, vision_layer_spec
 from loongplug.models.patch_grids import frame_lengths
 from loongplug.models.patch_merger import VisionProjector
-from loongplug.models.patch_order import PatchOrder, by_frame_length
 from loongplug.models.qwen3_vl.config import Qwen3VisionConfig
 from loongplug.models.qwen3_vl.grids import PackedGeometry
-from loongplug.platform.active import is_host
 
 
 class Qwen3VisionEncoder(MegatronModule):
@@ -84,35 +82,30 @@ class Qwen3VisionEncoder(MegatronModule):
             ``deepstack_layers``, in their order, [patches, hidden] each; of layers so far.
         """
         device = next(self.parameters()).device
-        # CUDA's kernels take frames of any lengths in one call.
-        order = by_frame_length(vision.grids) if is_host() else PatchOrder(grids=vision.grids)
-        taps, shares, angles = self._geometry.packed(order.grids, device)
+        taps, shares, angles = self._geometry.packed(vision.grids, device)
         before: tuple[Tensor, ...] = ()
         if isinstance(vision, HandedOn):
-            hidden_states, before = order.put(vision.states), vision.taps  # [patches, hidden]
+            hidden_states, before = vision.states[:, None], vision.taps
         else:
-            hidden_states = self._embed(vision, order, taps, shares)
+            hidden_states = self._embed(vision, taps, shares)[:, None]  # [patches, 1, hidden]
         deepstack_layers = self.architecture.deepstack_layers
         output = self.blocks(
-            hidden_states=input_for_recompute(hidden_states[:, None], layers=self.blocks),
+            hidden_states=input_for_recompute(hidden_states, layers=self.blocks),
             attention_mask=None,
             rotary_pos_emb=rope_table(angles[:, None, None, :], dtype=torch.float32),
-            packed_seq_params=pack_segments(frame_lengths(order.grids), device=device),
+            packed_seq_params=pack_segments(frame_lengths(vision.grids), device=device),
             extract_layer_indices=set(deepstack_layers),
         )
         states, tapped = output if deepstack_layers else (output, [])
-        return order.put_back(states[:, 0]), [
-            *before,
-            *(order.put_back(tap[:, 0]) for tap in tapped),
-        ]
+        return states[:, 0], [*before, *(tap[:, 0] for tap in tapped)]
 
-    def _embed(self, vision: MediaInput, order: PatchOrder, taps: Tensor, shares: Tensor) -> Tensor:
-        """Embedded patches and interpolated positions in this ``order``, [patches, hidden]."""
+    def _embed(self, vision: MediaInput, taps: Tensor, shares: Tensor) -> Tensor:
+        """Patch embeddings plus the interpolated position table, [patches, hidden]."""
         table_rows = self.position_embedding(taps)  # [patches, 4, hidden]
         positions = (table_rows * shares[:, :, None]).sum(dim=1)
         # Called, not only read: parameters that are gathered meanwhile are waited for by a hook.
         patches = self.patch_embed(vision.rows.to(self.patch_embed.weight.dtype))
-        return order.put(patches) + positions.to(patches.dtype)
+        return patches + positions.to(patches.dtype)
 
 
 def build_encoder(

@@ -28,21 +28,6 @@ def test_groups_follow_their_first_segments() -> None:
     assert list(layout.groups.items()) == [(6, [0, 3]), (4, [2, 4]), (9, [5])]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "apart"),
-    [
-        ([], False),
-        ([4, 4, 4], False),
-        ([6, 6, 0, 6, 4], False),
-        ([6, 4, 4, 9, 0], False),
-        ([6, 4, 6], True),
-        ([4, 9, 9, 4], True),
-    ],
-)
-def test_groups_are_slices_where_no_length_comes_again(lengths: list[int], apart: bool) -> None:
-    assert PackedLayout.of(lengths).by_length == (not apart)
-
-
 def test_negative_length_is_refused() -> None:
     with pytest.raises(ValueError, match="Segment 1 of a pack has length -2"):
         PackedLayout.of([4, -2])
