@@ -10,7 +10,7 @@ import torch
 from gathered import gather_full_tensors, replica_differences
 from hf_reference import LIMIT, relative_error
 from host_waits import META, meta_device, no_waits
-from ranks import model_parallel, run_ranks
+from ranks import RankError, model_parallel, run_ranks
 from safetensors.torch import load_file, save_file
 from sounds import (
     NAME,
@@ -224,8 +224,10 @@ def test_mutated_code_is_seen(
     config = TOWERS[name].config()
     expected = reference(config, tmp_path)
     monkeypatch.setattr(target, attribute, mutation)
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, RuntimeError, RankError)) as seen:
         assert_same(config, run(config, tmp_path), expected)
+    # Of ranks that fail, only because positions that a sound has not are asked for.
+    assert seen.type is not RankError or "index out of range in self" in str(seen.value)
 
 
 def test_frames_behind_a_sound_are_heard(tmp_path: Path) -> None:

@@ -219,14 +219,14 @@ def test_an_empty_unit_gives_every_parameter_that_trains_a_gradient_of_zero(
     assert result.features.shape == (config.spatial_merge_size**2, config.hidden_size)
 
 
-def mutated_places(self: PatchTransformer, side: int) -> torch.Tensor:
+def mutated_places(self: PatchTransformer, side: int, device: torch.device) -> torch.Tensor:
     """Row by row, whatever the blocks."""
     own_tokens = int(self.class_token is not None)
     return torch.arange(own_tokens + side**2)
 
 
-def shifted_places(self: PatchTransformer, side: int) -> torch.Tensor:
-    return PLACES(self, side).roll(1)
+def shifted_places(self: PatchTransformer, side: int, device: torch.device) -> torch.Tensor:
+    return PLACES(self, side, device).roll(1)
 
 
 PLACES = PatchTransformer._places
