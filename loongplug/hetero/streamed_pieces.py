@@ -106,7 +106,7 @@ class StreamedStep:
         )
 
 
-class Kept[Of: Hashable, Plan]:
+class LastPlans[Of: Hashable, Plan]:
     """The plans of the last steps."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Planner:
     def __init__(self, costs: StreamedCosts, *, stages: tuple[int, ...]) -> None:
         self.costs = costs
         self.stages = stages
-        self._kept: Kept[tuple[tuple[Grid, ...], ...], StreamedStep | None] = Kept()
+        self._kept: LastPlans[tuple[tuple[Grid, ...], ...], StreamedStep | None] = LastPlans()
 
     def shares(self, units: Units) -> tuple[tuple[Share, ...], ...] | None:
         """Of each unit of a step, given as the grids of its media; None as :meth:`plan`."""

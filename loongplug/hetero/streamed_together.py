@@ -18,7 +18,7 @@ from itertools import groupby
 from loongplug.data.microbatch import Share, Unit
 from loongplug.data.positions import Grid
 from loongplug.hetero.pipeline_clock import EncoderPlan, EncoderWork, PassCosts, PieceCost, Step
-from loongplug.hetero.streamed_pieces import InTurn, Kept, Planner, StreamedStep, streamed_step
+from loongplug.hetero.streamed_pieces import InTurn, LastPlans, Planner, StreamedStep, streamed_step
 from loongplug.hetero.streaming import streamed
 
 
@@ -106,7 +106,9 @@ class StepPlanner:
         for name in planners:
             for ranks in replicas[name]:
                 assert len({lane[rank] for rank in ranks}) == 1, f"{name}: {ranks} of two lanes"
-        self._kept: Kept[tuple[tuple[OwnedUnit, ...], ...], dict[str, StreamedStep] | None] = Kept()
+        self._kept: LastPlans[tuple[tuple[OwnedUnit, ...], ...], dict[str, StreamedStep] | None] = (
+            LastPlans()
+        )
 
     def plan(self, units: Units) -> Mapping[str, StreamedStep] | None:
         """By encoder; None where streaming is not faster by the clock, of all together."""
