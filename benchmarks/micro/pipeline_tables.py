@@ -13,7 +13,7 @@ from published_partitions import MICROBATCHES, TABLE_3, Row, Timed
 from loongplug.bench.pipeline import measure
 from loongplug.bench.pipeline_clock import predicted
 from loongplug.bench.pipeline_figures import CaseFigures, print_cases
-from loongplug.bench.pipeline_work import OWN_RANKS, Case, PacedEncoder
+from loongplug.bench.pipeline_work import Case, PacedEncoder
 from loongplug.consoles import table_console
 from loongplug.partition.clock import StageTime
 
@@ -47,7 +47,7 @@ class Setting:
         }
         for mode in ("encoder_hetero_dp", "full_hetero_dp"):
             found[mode] = self._case(mode, stages=even.stages)
-        found[OWN_RANKS] = min(map(self._apart, range(1, self.pp)), key=_clocked)
+        found["own_ranks"] = min(map(self._apart, range(1, self.pp)), key=_clocked)
         return {name: _slowed(case) for name, case in found.items()}
 
     def _split(self, first: int) -> Case:
@@ -60,7 +60,7 @@ class Setting:
         """The encoder has the ranks of so many stages, and replicas of one rank each."""
         stages = self.pp - without
         return self._case(
-            OWN_RANKS, stages=(_stage(self.pp / stages),) * stages, replicas=_TP * without
+            "own_ranks", stages=(_stage(self.pp / stages),) * stages, replicas=_TP * without
         )
 
     def _case(self, mode: str, *, stages: tuple[StageTime, ...], replicas: int = 1) -> Case:
@@ -213,7 +213,7 @@ def figure_4a_table(*, steps: int, json_path: Path | None) -> None:
     )
     cases = [
         Case(
-            mode=OWN_RANKS,
+            mode="own_ranks",
             stages=(_stage(unit),) * 3,
             encoders=encoders,
             microbatches=MICROBATCHES,

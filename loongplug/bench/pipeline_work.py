@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite, lcm, prod
 from typing import Any, Final
 
-from loongplug.hetero.modes import NAMED, SCHEDULED, Mode, mode_of
+from loongplug.hetero.modes import IN_A_WORD, Mode, mode_of
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.pipeline_clock import PassCosts, PieceCost, Step, decoder_passes, simulate
 from loongplug.hetero.streamed_pieces import StreamedCosts
@@ -16,10 +16,8 @@ from loongplug.parallel.layout import Layout
 from loongplug.parallel.states import TEXT_DECODER
 from loongplug.partition.clock import StageTime
 
-OWN_RANKS: Final = "own_ranks"  # the mode that rank_offset asks for, which has no name in a YAML
-MODES: Final = (*NAMED, OWN_RANKS)
-# Full separation whose encoders fill the pipeline's bubbles, which a schedule's flag asks for.
-STREAMED: Final = "streamed"
+# The modes that every case can have; those that fill bubbles want some.
+MODES: Final = tuple(name for name, mode in IN_A_WORD.items() if not mode.fills_bubbles)
 _PIECES: Final = 4  # that a microbatch's media are cut into there
 _MEDIUM: Final = (1, 1, 1)  # a piece has one of these
 _MICROSECONDS: Final = 1000  # in a millisecond; plans want integers
@@ -47,7 +45,7 @@ class PacedEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step: its mode, by one of ``MODES`` or ``STREAMED``, and times in ms of a microbatch.
+    """A step: its mode in a word, and times in ms of a microbatch.
 
     ``stages`` are the decoder's, by stage, of each of the ``tp`` ranks of one; with ``chunks``
     virtual stages, a rank's time is divided among its own evenly.
@@ -64,10 +62,8 @@ class Case:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.mode not in (*MODES, STREAMED):
-            raise ValueError(
-                f"--mode {self.mode}: expected one of {', '.join((*MODES, STREAMED))}."
-            )
+        if self.mode not in IN_A_WORD:
+            raise ValueError(f"--mode {self.mode}: expected one of {', '.join(IN_A_WORD)}.")
         checked([*(each.entry for each in self.encoders), _DECODER])
         numbers = {
             "--microbatches": self.microbatches,
@@ -86,14 +82,14 @@ class Case:
 
         if self.streams and not (len(self.encoders) == self.tp == 1 < len(self.stages)):
             raise ValueError(
-                f"--mode {STREAMED} with {len(self.encoders)} encoders, --tp {self.tp} and --pp "
+                f"--mode {self.mode} with {len(self.encoders)} encoders, --tp {self.tp} and --pp "
                 f"{len(self.stages)}: expected one encoder, --tp 1 and two stages or more."
             )
 
     @property
     def streams(self) -> bool:
         """Whether the encoder works between the passes of the decoder."""
-        return self.mode == STREAMED
+        return IN_A_WORD[self.mode].fills_bubbles
 
     @property
     def pieces(self) -> int:
@@ -108,7 +104,7 @@ class Case:
     @property
     def apart(self) -> bool:
         """Whether encoders have ranks of their own, behind the decoder's and one another's."""
-        return self.mode == OWN_RANKS
+        return IN_A_WORD[self.mode].apart
 
     @property
     def ranks(self) -> int:
@@ -132,7 +128,7 @@ class Case:
     def mode_of(self, encoder: PacedEncoder) -> Mode:
         """The product's, for one of the case's encoders."""
         if not self.apart:
-            return SCHEDULED[STREAMED] if self.streams else NAMED[self.mode]
+            return IN_A_WORD[self.mode]
         before = self.encoders[: self.encoders.index(encoder)]
         offset = self.decoder.world_size + sum((each.tp or 1) * each.replicas for each in before)
         yaml: Any = Namespace(

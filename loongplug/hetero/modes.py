@@ -81,7 +81,11 @@ NAMED = {
     "full_hetero_dp": FULL_HETERO_DP,
 }
 # Full separation, by its schedule.
-SCHEDULED = {"separated": FULL_HETERO_DP, "streamed": STREAMED}
+SCHEDULED = {"streamed": STREAMED, "separated": FULL_HETERO_DP}
+# What the schedule's flag may say; with the last, the run chooses among the others.
+SCHEDULES = (*SCHEDULED, "auto")
+# All modes in a word, also those that no YAML names.
+IN_A_WORD = {**NAMED, "own_ranks": APART, "streamed": STREAMED}
 
 
 def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode:
@@ -106,11 +110,28 @@ def mode_of(args: Namespace, encoder: EncoderArchitecture | None = None) -> Mode
     else:
         found = UNIFORM
     if found is FULL_HETERO_DP:
-        found = SCHEDULED.get(args.full_hetero_dp_schedule, FULL_HETERO_DP)  # "auto": not yet known
+        found = SCHEDULED.get(args.full_hetero_dp_schedule, FULL_HETERO_DP)  # still open: the usual
     if not found.outside_schedule:  # nothing of it can be away in between
         return found
     on_host = frozenset(what for flag, what in _OFFLOADS.items() if getattr(args, flag))
     return replace(found, on_host=on_host)
+
+
+def is_schedule_open(args: Namespace) -> bool:
+    """Whether the flags leave it to the run when encoders work in full separation."""
+    return args.full_hetero_dp_schedule not in SCHEDULED
+
+
+def may_fill_bubbles(args: Namespace) -> bool:
+    """Whether the flags let full separation fill bubbles, or leave that to the run."""
+    return is_schedule_open(args) or SCHEDULED[args.full_hetero_dp_schedule].fills_bubbles
+
+
+def settle_bubbles(args: Namespace, *, filled: bool) -> None:
+    """Say in ``args`` whether full separation fills bubbles."""
+    (args.full_hetero_dp_schedule,) = (
+        name for name, mode in SCHEDULED.items() if mode.fills_bubbles == filled
+    )
 
 
 def balance_of(args: Namespace, encoder: EncoderArchitecture) -> Balance:

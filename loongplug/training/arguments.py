@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from loongplug.hetero.modes import is_schedule_open, may_fill_bubbles, settle_bubbles
 from loongplug.models.lora.settings import adapts_experts
 from loongplug.models.parts import ArchitectureArgument
 from loongplug.models.registry import Family
@@ -141,24 +142,25 @@ def settle_epochs(args: Namespace, model: Any) -> None:
 
 def settle_schedule(args: Namespace, model: Any) -> None:
     """Say of full separation's schedule whether it is streamed; the first rank says why not."""
-    asked = args.full_hetero_dp_schedule
-    args.full_hetero_dp_schedule = "separated"
-    if asked == "separated" or not full_separation(args, model):
+    wanted, asked = may_fill_bubbles(args), not is_schedule_open(args)
+    settle_bubbles(args, filled=False)
+    if not wanted or not full_separation(args, model):
         return
     why, silent = _why_separated(args, model, asked=asked)
     if not why:
-        args.full_hetero_dp_schedule = "streamed"
+        settle_bubbles(args, filled=True)
     elif args.rank == 0 and not silent:
         print(f"Encoders work before the decoder's schedule and behind it: {why}.", flush=True)
 
 
-def _why_separated(args: Namespace, model: Any, *, asked: str) -> tuple[str, bool]:
+def _why_separated(args: Namespace, model: Any, *, asked: bool) -> tuple[str, bool]:
     """What stands against streaming, and whether to be silent: nobody asked, or nothing is lost."""
     if args.pipeline_model_parallel_size == 1:
-        return "a pipeline of one stage has no bubble", asked == "auto"
-    if asked == "auto" and args.device == "cuda":
+        return "a pipeline of one stage has no bubble", not asked
+    if not asked and args.device == "cuda":
         return "streaming has not been measured on GPUs, and waits to be asked for", True
-    tried = Namespace(**{**vars(args), "full_hetero_dp_schedule": "streamed"})
+    tried = Namespace(**vars(args))
+    settle_bubbles(tried, filled=True)
     found = ((each, each.check(tried, model)) for each in rules_of(streaming))
     return next((f"{wrong}: {each.reason}" for each, wrong in found if wrong), ""), False
 

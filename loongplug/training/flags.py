@@ -12,13 +12,12 @@ from loongplug.context.row_parts import BALANCES
 from loongplug.data.bad_samples import BAD_SAMPLE_POLICIES
 from loongplug.data.packing import LOOK_AHEAD
 from loongplug.data.rows import MAX_ROW_MIB
+from loongplug.hetero.modes import SCHEDULES
 from loongplug.platform.device_flag import add_device_flag
 from loongplug.schedule.tensor_names import NAMES
 from loongplug.training.typed import closest
 
 PHASES = ("pretrain", "sft")
-# When encoders work in full separation; "auto" is settled to one of the others.
-SCHEDULES = ("streamed", "separated", "auto")
 
 # An override's key has no slash, as a path would have.
 _OVERRIDE = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)

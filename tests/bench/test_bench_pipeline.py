@@ -20,8 +20,6 @@ from loongplug.bench.pipeline_figures import (
 from loongplug.bench.pipeline_ranks import RankFigures
 from loongplug.bench.pipeline_work import (
     MODES,
-    OWN_RANKS,
-    STREAMED,
     Case,
     PacedEncoder,
     parse_encoder,
@@ -33,6 +31,7 @@ from loongplug.observe.trace_file import TraceEvent
 from loongplug.partition.clock import StageTime, step_time
 from loongplug.verify.runs import preload
 
+OWN_RANKS, STREAMED = "own_ranks", "streamed"
 MS = 1_000_000
 STAGE = StageTime(forward=10, backward=20)
 SEEING = PacedEncoder(name="eyes", time=StageTime(forward=6, backward=12))

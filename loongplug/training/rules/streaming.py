@@ -7,10 +7,10 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from loongplug.hetero.modes import mode_of
+from loongplug.hetero.modes import may_fill_bubbles, mode_of
 from loongplug.training.rules.hetero import encoder_tp, full_separation
 from loongplug.training.rules.pipeline import wants_virtual
-from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule
+from loongplug.training.rules.rule import Choice, any_of, excludes, flag, rule, value_of
 
 _STREAMED = flag("--full-hetero-dp-schedule streamed")
 _SEPARATED = "use --full-hetero-dp-schedule separated"
@@ -34,11 +34,11 @@ def streamed_speed(args: Namespace, model: Any) -> str | None:
     """`--full-hetero-dp-encoder-speed` of 0 or less, with `--full-hetero-dp-schedule separated`,
     or without full separation of an encoder
     """
-    speed, schedule = args.full_hetero_dp_encoder_speed, args.full_hetero_dp_schedule
-    plans = schedule != "separated" and full_separation(args, model)
+    speed, schedule = args.full_hetero_dp_encoder_speed, "--full-hetero-dp-schedule"
+    plans = may_fill_bubbles(args) and full_separation(args, model)
     if speed is None or (speed > 0 and plans):
         return None
-    with_schedule = f" with --full-hetero-dp-schedule {schedule}" if speed > 0 else ""
+    with_schedule = f" with {schedule} {value_of(args, schedule)}" if speed > 0 else ""
     return f"--full-hetero-dp-encoder-speed {speed}{with_schedule}"
 
 
