@@ -1,194 +1,42 @@
 """Plans of all ranks of a model replica, walked in the order of their schedules."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from walked_plans import walk
 
 from loongplug.hetero.operations import (
     BEGIN,
-    END,
-    Await,
     Encode,
     EncodeInForward,
+    EncodePieces,
     EncoderBackward,
     GatherFeatures,
+    GatherWeights,
     KeepGradient,
     Kept,
-    Offload,
     Operation,
-    Release,
-    Reload,
+    PiecesBackward,
+    ReduceGradients,
     ScatterGradients,
     StepPlan,
     TakeFeatures,
     When,
-    backward,
+    before_pass,
     forward,
     gradient,
 )
-from loongplug.hetero.pass_order import Pipeline, turns
-from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated
+from loongplug.hetero.pass_order import Pipeline
+from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated, streamed
+from loongplug.hetero.stream import PieceWork, Stream
 
 pytestmark = pytest.mark.quick
 
 MOVABLE = (Kept.FEATURES, Kept.ACTIVATIONS, Kept.STATE)
-
-
-def in_order(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> Iterator[Operation]:
-    """A rank's operations as its schedule comes to them."""
-    count, passed = len(step.encoder_replicas), {BEGIN, END}
-    yield from plan.get(BEGIN, ())
-    for turn in turns(pipeline, count):
-        events = []
-        if turn.forward is not None and turn.forward.chunk == 0:
-            events.append(forward(turn.forward.microbatch))
-        if turn.backward is not None and turn.backward.chunk == 0 and step.training:
-            events.append(backward(turn.backward.microbatch))
-            if step.consumes:
-                events.append(gradient(turn.backward.microbatch))
-        for event in events:
-            passed.add(event)
-            yield from plan.get(event, ())
-    yield from plan.get(END, ())
-    assert plan.keys() <= passed, f"nobody comes to {plan.keys() - passed}"
-
-
-@dataclass
-class Walk:
-    """What one rank has at a moment of its step; each operation says what it needs."""
-
-    step: EncoderStep
-    encoded: list[int | None] = field(default_factory=list)
-    passes: list[tuple[int | None, ...]] = field(default_factory=list)
-    collectives: list[Operation] = field(default_factory=list)
-    payloads: set[int | None] = field(default_factory=set)
-    features: set[int] = field(default_factory=set)  # on the device
-    taken: list[int] = field(default_factory=list)
-    gradients: set[int] = field(default_factory=set)  # on the device
-    own: set[int | None] = field(default_factory=set)  # may go backward
-    backward: list[int | None] = field(default_factory=list)
-    last_more: bool = False
-    movable: set[int | None] = field(default_factory=set)  # what their backward needs may leave
-    away: dict[tuple[Kept, int | None], str] = field(default_factory=dict)
-
-    def here(self, what: Kept, unit: int | None = None) -> bool:
-        return (what, unit) not in self.away
-
-    def do(self, operation: Operation) -> None:
-        step = self.step
-        match operation:
-            case Encode(unit=unit, movable=movable, joined=joined):
-                assert self.here(Kept.STATE)
-                if movable:
-                    assert not joined, "they would be on the device together"
-                    self.movable.add(unit)
-                for each in (unit, *joined):
-                    assert each is None or step.replica in step.encoder_replicas[each]
-                    assert each not in self.encoded
-                    self.encoded.append(each)
-                    self.payloads.add(each)
-                self.passes.append((unit, *joined))
-                self.own |= {unit} & {None}  # nobody has a gradient for it
-            case GatherFeatures(units=units, to_host=to_host):
-                self.collectives.append(operation)
-                own = {unit for unit in units if step.replica in step.encoder_replicas[unit]}
-                assert own <= self.payloads, "a unit is sent that was not encoded"
-                self.payloads -= own
-                if step.consumes and to_host:
-                    self.away |= {(Kept.FEATURES, unit): "away" for unit in units}
-                elif step.consumes:
-                    self.features |= set(units)
-            case TakeFeatures(unit=unit):
-                assert unit in self.features
-                self.features.remove(unit)
-                self.taken.append(unit)
-            case KeepGradient(unit=unit):
-                assert unit in self.taken
-                self.gradients.add(unit)
-            case ScatterGradients(units=units):
-                self.collectives.append(operation)
-                if step.consumes:
-                    assert set(units) <= self.gradients
-                self.gradients -= set(units)
-                self.own |= {unit for unit in units if unit in self.encoded}
-            case EncoderBackward(unit=unit, more=more, joined=joined):
-                assert (unit, *joined) in self.passes, "a graph goes backward as a whole"
-                for each in (unit, *joined):
-                    assert each in self.own
-                    assert each not in self.backward
-                    assert self.here(Kept.ACTIVATIONS, each)
-                    self.backward.append(each)
-                assert self.here(Kept.STATE)
-                self.last_more = more
-            case Offload() | Release() | Reload() | Await():
-                for unit in operation.units or (None,):
-                    self._move(operation, unit)
-            case EncodeInForward():
-                raise AssertionError("the executor has nothing to do with it")
-
-    def _move(self, operation: Offload | Release | Reload | Await, unit: int | None) -> None:
-        what, name = operation.what, (operation.what, unit)
-        match operation:
-            case Offload():
-                assert name not in self.away
-                if what is Kept.GRADIENTS:
-                    assert unit in self.gradients
-                    self.gradients.discard(unit or 0)
-                if what is Kept.ACTIVATIONS:
-                    assert unit in self.movable
-                    self.movable.discard(unit)
-                self.away[name] = "leaving"
-            case Release():
-                assert self.away[name] == "leaving"
-                self.away[name] = "away"
-            case Reload():
-                assert self.away[name] == "away"
-                self.away[name] = "coming"
-            case Await():
-                assert self.away.pop(name) == "coming"
-                arriving = {Kept.FEATURES: self.features, Kept.GRADIENTS: self.gradients}
-                if what in arriving and unit is not None:
-                    arriving[what].add(unit)
-
-    def done(self, plan: StepPlan) -> None:
-        step = self.step
-        assert sorted(u for u in self.encoded if u is not None) == step.mine(step.units)
-        assert not self.payloads - {None}
-        assert not self.features
-        assert not self.gradients
-        assert not self.away, "something stays on the host"
-        assert not self.movable, "something was to leave"
-        if self.step.consumes:
-            assert self.taken == list(step.units)
-        if step.trains and step.replica is not None:
-            assert self.encoded, "a rank whose parameters have no gradient holds up the others"
-            assert self.backward == self.encoded
-            assert not self.last_more, "nobody starts the reduction"
-        else:
-            assert not self.backward
-        for what in step.on_host - ({Kept.ACTIVATIONS} if not step.trains else set()):
-            leaves = [
-                each
-                for operations in plan.values()
-                for each in operations
-                if (isinstance(each, Offload) and each.what is what)
-                or (isinstance(each, GatherFeatures) and each.to_host and what is Kept.FEATURES)
-            ]
-            owns = what is not Kept.ACTIVATIONS or step.mine(step.units)
-            assert leaves or not owns, f"{what} was to leave"
-
-
-def walk(plan: StepPlan, step: EncoderStep, pipeline: Pipeline) -> list[Operation]:
-    """The rank's collectives; AssertionError or KeyError for a plan that cannot be."""
-    state = Walk(step)
-    for operation in in_order(plan, step, pipeline):
-        state.do(operation)
-    state.done(plan)
-    return state.collectives
 
 
 @st.composite
@@ -250,6 +98,110 @@ def test_group_ahead(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
             assert not plan
             continue
         assert walk(plan, step, pipeline) == walk(group_ahead(ranks[0][0]), *ranks[0])
+
+
+@st.composite
+def steps_streamed(draw: st.DrawFn) -> list[tuple[EncoderStep, Pipeline]]:
+    """One step that streams; pieces are encoded, and go backward, whenever it comes."""
+    stages, lanes = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    chunks = draw(st.integers(1, 2)) if stages > 1 else 1
+    count = draw(st.integers(1, 5)) if chunks == 1 else stages * draw(st.integers(1, 2))
+    owners = draw(
+        st.lists(
+            st.lists(st.integers(0, stages * lanes - 1), max_size=3),
+            min_size=count,
+            max_size=count,
+        )
+    )
+    ends = [*accumulate(map(len, owners), initial=0)]
+    trains, on_host = draw(st.booleans()), draw(st.sampled_from([(), (Kept.ACTIVATIONS,)]))
+    found = []
+    for replica in range(stages * lanes):
+        mine = [n for n, owner in enumerate(x for unit in owners for x in unit) if owner == replica]
+        stream = Stream(
+            work=draw(works(mine, passes=2 * count * chunks, trains=trains)),
+            pieces=tuple(range(first, stop) for first, stop in pairwise(ends)),
+        )
+        stage = replica // lanes
+        step = EncoderStep(
+            encoder_replicas=tuple(tuple(sorted({*unit})) or (0,) for unit in owners),
+            replicas=stages * lanes,
+            replica=replica,
+            consumes=stage == 0,
+            training=True,
+            trains=trains,
+            last_stage=stage == stages - 1,
+            on_host=frozenset(on_host),
+            stream=stream,
+        )
+        found.append((step, Pipeline(stages=stages, stage=stage, chunks=chunks, group=stages)))
+    return found
+
+
+@st.composite
+def works(
+    draw: st.DrawFn, pieces: list[int], *, passes: int, trains: bool
+) -> tuple[PieceWork, ...]:
+    """Of one replica: each of its pieces goes forward, alone or with the next, and later back."""
+    moments = []
+    while pieces:
+        size = draw(st.integers(1, 2))
+        together, pieces = tuple(pieces[:size]), pieces[size:]
+        begin = draw(st.integers(0, passes))
+        moments.append((begin, True, together))
+        if trains:
+            moments.append((draw(st.integers(begin, passes)), False, together))
+    moments.sort(key=lambda each: (each[0], not each[1]))
+    of_others = draw(st.booleans())  # whose turns are between
+    found: list[PieceWork] = []
+    for before, forwards, together in moments:
+        again = found and found[-1].before == before
+        turn = found[-1].turn + of_others * draw(st.integers(0, 2)) if again else 0
+        found.append(PieceWork(before, forwards, together, turn))
+    return tuple(found)
+
+
+def at_once(ranks: list[tuple[EncoderStep, Pipeline]]) -> list[tuple[EncoderStep, Pipeline]]:
+    """A step that could stream and does not; state and features stay where such steps may be."""
+    return [
+        (replace(step, on_host=step.on_host & {Kept.ACTIVATIONS}), pipeline)
+        for step, pipeline in ranks
+    ]
+
+
+@given(st.one_of(steps_streamed(), steps(everywhere=True).map(at_once)))
+def test_streamed(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
+    """Whatever a rank does meanwhile, all enter the same collectives around it."""
+    entered = [walk(streamed(step), step, pipeline) for step, pipeline in ranks]
+    assert all(each == entered[0] for each in entered)
+    step, _ = ranks[0]
+    around: list[Operation] = [GatherWeights(), ReduceGradients()] if step.trains else []
+    assert [each for each in entered[0] if each in around] == around
+    for step, _ in ranks:
+        if step.stream is not None:
+            assert entered[0] == around
+            assert worked(streamed(step)) == in_turn(step.stream)
+
+
+Worked = dict[When, list[tuple[bool, tuple[int, ...]]]]  # forwards and backwards of pieces
+
+
+def worked(plan: StepPlan) -> Worked:
+    found: Worked = {}
+    for when, operations in plan.items():
+        for each in operations:
+            if isinstance(each, EncodePieces | PiecesBackward):
+                found.setdefault(when, []).append((isinstance(each, EncodePieces), each.pieces))
+    return found
+
+
+def in_turn(stream: Stream) -> Worked:
+    """Among the encoders' work before a pass, each has the turn that all ranks know of."""
+    found: Worked = {}
+    for each in stream.work:
+        when = before_pass(each.before, each.turn)
+        found.setdefault(when, []).append((each.forward, each.pieces))
+    return found
 
 
 @given(steps(everywhere=True))
@@ -386,25 +338,31 @@ def without(plan: StepPlan, when: When, number: int) -> Mapping[When, tuple[Oper
     return {**plan, when: left}
 
 
-@given(st.data())
-def test_a_plan_that_lacks_any_operation_is_found(data: st.DataObject) -> None:
-    """Also by ranks that then enter other exchanges than the rest."""
-    ranks_of = {
-        separated: steps(everywhere=True),
-        group_ahead: steps(everywhere=False),
-        apart: steps_apart(),
-    }
-    policy = data.draw(st.sampled_from([*ranks_of]))
-    planned = [(policy(step), step, pipeline) for step, pipeline in data.draw(ranks_of[policy])]
-    plan, step, pipeline = data.draw(st.sampled_from([each for each in planned if each[0]]))
-    expected = walk(plan, step, pipeline)
-    when = data.draw(st.sampled_from(sorted(plan, key=str)))
-    number = data.draw(st.integers(0, len(plan[when]) - 1))
-    try:
-        found = walk(without(plan, when, number), step, pipeline)
-    except (AssertionError, KeyError):
-        return
-    assert found != expected, plan[when][number]
+RANKS_OF = {
+    "separated": (separated, steps(everywhere=True)),
+    "group ahead": (group_ahead, steps(everywhere=False)),
+    "apart": (apart, steps_apart()),
+    "streamed": (streamed, steps_streamed()),
+    "streamed at once": (streamed, steps(everywhere=True).map(at_once)),
+}
+
+
+@pytest.mark.parametrize("name", RANKS_OF)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_a_plan_that_lacks_any_operation_is_found(name: str, data: st.DataObject) -> None:
+    """Also by ranks that then enter other collectives than the rest."""
+    policy, ranks = RANKS_OF[name]
+    planned = [(policy(step), step, pipeline) for step, pipeline in data.draw(ranks)]
+    for plan, step, pipeline in planned:
+        expected = walk(plan, step, pipeline)
+        for when, operations in plan.items():
+            for number, operation in enumerate(operations):
+                try:
+                    found = walk(without(plan, when, number), step, pipeline)
+                except (AssertionError, KeyError):
+                    continue
+                assert found != expected, operation
 
 
 def test_inline_is_of_the_stages_that_consume() -> None:
