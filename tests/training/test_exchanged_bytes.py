@@ -1,7 +1,11 @@
 """What whole runs send of features and gradients: what is needed, and no byte more."""
 
+from math import prod
+
 import pytest
+import torch
 import torch.distributed as dist
+from free_passes import free_passes
 from ranks import run_ranks
 
 from loongplug.data.loader import MicrobatchLoader
@@ -9,6 +13,7 @@ from loongplug.training.run import run
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 TP, HIDDEN, STREAMS, BYTES = 2, 128, 3, 4  # of the tiny model: two deepstack features, fp32
+MERGED = 4  # patches to a token
 STAGES = ("model.image_encoder.rank_offset=1", "model.image_encoder.pipeline_model_parallel_size=2")
 STATES, STATE_HIDDEN = 4, 64  # of a token; both taps are behind layers of the first stage
 
@@ -72,6 +77,77 @@ def test_what_is_sent_is_what_is_needed(flags, split):
             rows += features + (features if split else 0)
         if not split and owner >= TP:
             rows += sum(tokens)  # one of the two, which have the same, sends it
+    assert sum(sent for sent, _ in counted) == rows * HIDDEN * STREAMS * BYTES
+
+
+def count_streamed(rank: int, *, flags: list[str]) -> tuple[int, list[list[tuple[int, list[int]]]]]:
+    """Bytes of features and gradients that this rank sent to others, and the text's media.
+
+    Of each microbatch, by medium: the encoder replica that it is assigned to, and its tokens by
+    part of the sequence.
+    """
+    sent = 0
+    media: list[list[tuple[int, list[int]]]] = []
+    isend, following = dist.isend, MicrobatchLoader.__next__
+
+    def counting(rows, **to):
+        nonlocal sent
+        if rows.dim() == 2:  # what stages send is [sequence, batch, hidden], or a shape
+            assert to["dst"] != rank
+            sent += rows.nbytes
+        return isend(rows, **to)
+
+    def noted(self):
+        microbatch = following(self)
+        if microbatch.input_ids is not None:
+            (row,) = visual(self, microbatch)
+            part = torch.arange(len(row))[row] * TP // len(row)  # of each visual token
+            unit = microbatch.units["image_encoder"]
+            owners = {
+                medium: share.encoder_replica
+                for share in unit.shares
+                for medium in (range(len(unit.grids)) if share.media is None else share.media)
+            }
+            of_media = part.split([prod(grid) // MERGED for grid in unit.grids])
+            media.append(
+                [
+                    (owners[medium], torch.bincount(tokens, minlength=TP).tolist())
+                    for medium, tokens in enumerate(of_media)
+                ]
+            )
+        return microbatch
+
+    def separated(*args, **options):
+        raise AssertionError("a step does not stream")
+
+    dist.isend, MicrobatchLoader.__next__ = counting, noted
+    dist.all_to_all_single = separated
+    free_passes(rank)
+    run(flags)
+    return sent, media
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence-parallel"])
+def test_what_is_sent_between_passes_is_what_is_needed(flags, split):
+    """A medium at a time: it is one replica's, as the assignment says, whenever it encodes it."""
+    more = [
+        *("--enable-full-hetero-dp", "--full-hetero-dp-schedule", "streamed"),
+        *("--micro-batch-size", "1", "--eval-iters", "0", "--train-iters", "2"),
+        *("--seq-length", "44"),
+        *(["--sequence-parallel"] if split else []),
+    ]
+    counted = run_ranks(count_streamed, 4, flags=[*flags, *TP2_PP2, *more], timeout=120.0)
+    units = counted[0][1]
+    assert {owner for media in units for owner, _ in media} == {0, 1, 2, 3}
+    assert any(len({owner for owner, _ in media}) > 1 for media in units), "none has two shares"
+    rows = 0
+    for owner, tokens in (medium for media in units for medium in media):
+        for consumer in range(TP):
+            if consumer != owner:
+                rows += 2 * tokens[consumer] if split else sum(tokens)
+        if not split and owner >= TP:
+            rows += sum(tokens)  # the consumers have the same gradient, and one of them sends it
     assert sum(sent for sent, _ in counted) == rows * HIDDEN * STREAMS * BYTES
 
 
