@@ -32,6 +32,7 @@ from loongplug.hetero.operations import (
     before_pass,
     forward,
     gradient,
+    turns_of,
 )
 from loongplug.hetero.pass_order import Pass, Pipeline, Turn, enough, stands_for, turns
 from loongplug.hetero.routes import Rows, size
@@ -189,7 +190,7 @@ class TracedStep:
             else streaming.get(name) or self._side(name, rank)
             for name, engine in self._rank.engine.encoders.items()
         ]
-        turns_of_all = max((each.turns for each in streaming.values()), default=0)
+        turns_of_all = max((turns_of(each.plan) for each in streaming.values()), default=0)
 
         def at(when: When) -> None:
             for side in sides:

@@ -65,12 +65,6 @@ class StreamedSide:
     _features: "_Posted" = field(init=False)
     _gradients: "_Posted" = field(init=False)
 
-    @property
-    def turns(self) -> int:
-        """So many moments there are before a pass at most."""
-        moments = (when.turn for when in self.plan if when.event is Event.PASS)
-        return 1 + max(moments, default=0)
-
     def at(self, ledger: Ledger, when: When) -> None:
         """Enter what the operations at ``when`` make and free."""
         if when == BEGIN:

@@ -39,7 +39,7 @@ class BubbleSchedule:
             streaming = [each.pieces for each in self._executors if each.pieces is not None]
             if not streaming:
                 return schedule(model=model, **options)
-            self._turns = max(each.stream.turns for each in streaming)
+            self._turns = max(each.turns for each in self._executors)
             communicator = BubbleCommunicator(
                 parallel_state.get_pipeline_model_parallel_group(),
                 get_model_config(model[0] if isinstance(model, list) else model),

@@ -284,3 +284,8 @@ Operation = (
     | Await
 )
 StepPlan = Mapping[When, tuple[Operation, ...]]
+
+
+def turns_of(plan: StepPlan) -> int:
+    """How many moments there are before a pass, at most."""
+    return 1 + max((when.turn for when in plan), default=0)

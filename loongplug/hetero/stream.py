@@ -31,11 +31,6 @@ class Stream:
     work: tuple[PieceWork, ...]
     pieces: tuple[range, ...]
 
-    @property
-    def turns(self) -> int:
-        """So many may come before a pass."""
-        return 1 + max((each.turn for each in self.work), default=0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:

@@ -29,6 +29,7 @@ from loongplug.hetero.operations import (
     before_pass,
     forward,
     gradient,
+    turns_of,
 )
 from loongplug.hetero.pass_order import Pipeline
 from loongplug.hetero.policies import EncoderStep, apart, group_ahead, inline, separated, streamed
@@ -181,6 +182,8 @@ def test_streamed(ranks: list[tuple[EncoderStep, Pipeline]]) -> None:
         if step.stream is not None:
             assert entered[0] == around
             assert worked(streamed(step)) == in_turn(step.stream)
+            last = max((each.turn for each in step.stream.work), default=0)
+            assert turns_of(streamed(step)) == last + 1
 
 
 Worked = dict[When, list[tuple[bool, tuple[int, ...]]]]  # forwards and backwards of pieces
