@@ -88,7 +88,6 @@ class EncoderEngine:
         )
         self.recorder: Recorder = NOTHING
         self._trains_before = False  # in a stage of an encoder apart: whether one before it does
-        self.engine: Engine | None = None  # of the run, which this is one of
         self._place: EncoderPlace | None = None
         self._executor: Executor | None = None
 
@@ -221,7 +220,6 @@ class EncoderEngine:
                 outside_schedule=self._mode.outside_schedule,
                 platform=current_platform(),
                 links=self._links(),
-                streaming=self._streaming(),
                 recorder=self.recorder,
             )
         return self._executor
@@ -259,17 +257,16 @@ class EncoderEngine:
             recorder=self.recorder,
         )
 
-    def _streaming(self) -> Streaming | None:
+    def streaming(self, planner: StepPlanner) -> Executor:
+        """The executor, which from now on streams as ``planner`` has planned for all encoders."""
         place, rank = self.place, dist.get_rank()
-        if not self.fills_bubbles:
-            return None
-        assert self.engine is not None, "encoders are planned together"
         assert place.edge is not None
         assert place.piece_groups is not None
         replica = place.edge.replica_of(rank)
         assert replica is not None, "the encoder lies on all ranks"
-        return Streaming(
-            self.engine.step_planner,
+        executor = self.executor()
+        executor.streaming = Streaming(
+            planner,
             PieceEdges(
                 place.edge,
                 place.piece_groups,
@@ -281,6 +278,7 @@ class EncoderEngine:
             replica=replica,
             stage=decoder_layout().coordinates(rank).pp,
         )
+        return executor
 
     def _exchange(self, *, training: bool) -> Exchange | Edges:
         place, device = self.place, current_platform().device
@@ -302,8 +300,6 @@ class Engine:
 
     def __init__(self, encoders: Mapping[str, EncoderEngine]) -> None:
         self.encoders = encoders
-        for each in encoders.values():
-            each.engine = self
         self._recorder: Recorder = NOTHING
 
     def report_to(self, recorder: Recorder) -> None:
@@ -328,7 +324,7 @@ class Engine:
         streaming = [each for each in self.encoders.values() if each.fills_bubbles]
         if not streaming:
             return None
-        executors = [each.executor() for each in streaming]
+        executors = [each.streaming(self.step_planner) for each in streaming]
         groups = streaming[0].pipeline_groups()
         return BubbleSchedule(executors, groups, recorder=self._recorder)
 

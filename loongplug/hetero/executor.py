@@ -82,7 +82,6 @@ class Executor:
         platform: Platform,
         evaluating: Exchange | Edges | None = None,
         links: StageLinks | None = None,
-        streaming: Streaming | None = None,
         recorder: Recorder = NOTHING,
     ) -> None:
         """``planned`` is called with a step's ``encoder_replicas``, ``training`` and ``trains``.
@@ -91,7 +90,7 @@ class Executor:
         ``entry`` is the encoder's, ``taps`` are how many features of a token it has for the
         decoder's first layers. ``outside_schedule``: the schedule has nothing to gather or to
         reduce for it, in any step and on any rank. ``links`` are to the encoder's other stages,
-        None where it has one. ``streaming``: where steps of training may stream.
+        None where it has one.
         """
         self._planned = planned
         self._exchange = exchange
@@ -101,8 +100,8 @@ class Executor:
         self._outside_schedule = outside_schedule
         self._platform = platform
         self._links = links
-        self._streaming = streaming
         self._recorder = recorder
+        self.streaming: Streaming | None = None  # where steps of training may stream
         self.host = HostMoves(platform)
         # Whether an encoder on ranks of its own does; None for one whose ranks see it. On ranks of
         # a stage, whether anything in it or before it does, and whether anything before it does.
@@ -194,8 +193,8 @@ class Executor:
         units = [each.units[self._entry.name] for each in microbatches]
         spec = units_of(microbatches, model=model, entry=self._entry, taps=self._taps)
         pieces = None
-        if self._streaming is not None and training:
-            pieces = self._streaming.pieces(microbatches, spec=spec, encoder=encoder)
+        if self.streaming is not None and training:
+            pieces = self.streaming.pieces(microbatches, spec=spec, encoder=encoder)
         plan = self._planned(
             encoder_replicas=spec.encoder_replicas,
             training=training,
