@@ -115,9 +115,18 @@ def lose_the_taps_between_stages(original: Any, cls: type, payload: Tensor, **of
 
 
 @fault("a later stage has the weights of the first one's layers", spec="placement.md P3, offsets")
-@at("loongplug.checkpoint.owned:_layer_offsets", where=lambda modules: len(modules) > 0)
-def count_the_layers_of_a_stage(original: Any, modules: Any) -> Any:
-    return {name: 0 if "encoder" in name else each for name, each in original(modules).items()}
+def count_the_layers_of_a_stage(rank: int) -> None:
+    def behind_the_first(modules: Any) -> bool:
+        return any(
+            "encoder." in name and name.endswith(".layers.0") and module.layer_number > 1
+            for name, module in modules.items()
+        )
+
+    def from_zero(original: Any, modules: Any) -> dict[str, int]:
+        found: dict[str, int] = original(modules)
+        return {name: 0 if "encoder." in name else each for name, each in found.items()}
+
+    around("loongplug.checkpoint.owned:_layer_offsets", from_zero, where=behind_the_first)
 
 
 # Of several encoders, and of the ranks of one.

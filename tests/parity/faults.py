@@ -2,7 +2,7 @@
 
 A few cheap tests are run under each fault whose place their ranks come by. What was run before
 stays in runs/faults/cells.jsonl, so that a run that was ended goes on where it was; after a change
-of a test or a fault, take its lines out.
+of a test or a fault, take its lines out, and for a new fault those of all tests without a fault.
 
     PYTHONPATH=tests python -m parity.faults [--fault NAME]... [--test PART]... [--page-only]
 """
