@@ -67,16 +67,6 @@ def turn_the_tiles_of_an_image(original: Any, frames: Tensor, **size: int) -> An
     return original(frames.flip(0), **size)
 
 
-@fault("a row of bytes is frame by frame, not channel by channel", spec="planner-data.md S3, bytes")
-@at(
-    "loongplug.data.pixel_bytes:PixelBytes.decoded",
-    where=lambda self, _: self.frames > 1,
-)
-def order_frames_before_channels(original: Any, self: Any, rows: Tensor) -> Tensor:
-    found: Tensor = original(self, rows)
-    return found.unflatten(1, (len(self.values), self.frames, -1)).transpose(1, 2).flatten(1)
-
-
 # Between the stages of an encoder.
 
 

@@ -22,6 +22,11 @@ NOT_HERE: tuple[tuple[str, str, str], ...] = (
         "One field of the microbatch says both, and a unit that was not loaded ends the rank.",
     ),
     (
+        "a row of pixels as bytes becomes one of values frame by frame, not channel by channel",
+        "planner-data.md S3",
+        "The runs' images are gray, so no run shows it: `tests/data/test_pixel_bytes.py` does.",
+    ),
+    (
         "replicas plan by a time limit, or each by costs of its own",
         "planner-data.md S3",
         "The assignment is counted, without a clock; which replica encodes changes no number.",
