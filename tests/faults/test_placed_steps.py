@@ -9,7 +9,8 @@ import pytest
 from drawn_placements import DrawnEncoder, DrawnPlacement, drawn_placements, placement_drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity.mutations import FAULTS, around
+from parity.built_in import around
+from parity.mutations import FAULTS
 from placed_steps import play
 from ranks import RankError, run_ranks
 

@@ -2,7 +2,7 @@
 
 A few cheap tests are run under each fault whose place their ranks come by. What was run before
 stays in runs/faults/cells.jsonl, so that a run that was ended goes on where it was; after a change
-of a test or a fault, take its lines out.
+of a test or a fault, take its lines out, and for a new fault those of all tests without a fault.
 
     PYTHONPATH=tests python -m parity.faults [--fault NAME]... [--test PART]... [--page-only]
 """
@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from parity.mutations import FAULTS, NOT_HERE
+from parity.mutations import FAULTS
+from parity.not_built_in import NOT_HERE
 
 PLAN = "LOONGPLUG_BUILT_IN_FAULTS"  # for the plugin: which cells, and where the results go
 TESTS = Path(__file__).resolve().parents[1]
@@ -40,6 +41,8 @@ class Found:
 
 _TRAINING, _HF = "training/test_hetero", "test_step_agrees_with_transformers"
 _LAYOUT = "test_losses_do_not_depend_on_the_layout"
+_TOWER = "test_features_and_gradients_are_those_of_transformers"
+_BALANCED = "test_balanced_packs_on_three_ranks_agree_with_a_single_rank"
 # By what they are kept for: the way to fail that is a test's own.
 CORE: dict[str, str] = {
     "hetero/test_exchange.py::test_units_come_and_gradients_return[tp2-split]": (
@@ -119,6 +122,31 @@ CORE: dict[str, str] = {
     "hetero/test_exchange.py::test_units_come_and_gradients_return[tp2-cp2-whole]": (
         "parts of a row that several ranks have"
     ),
+    "models/layers/test_real_tokens.py::test_experts_get_real_tokens_alone[2-alltoall-plain]": (
+        "how many tokens come to experts, which no other number shows"
+    ),
+    f"models/test_audio_transformer.py::{_TOWER}[omni-tp2]": (
+        "transformers says what a tower of sounds makes of them, in pieces; bits of keys' bias"
+    ),
+    f"models/test_audio_transformer.py::{_TOWER}[qwen2_audio-tp2]": (
+        "the same with what stands behind a sound"
+    ),
+    "models/test_patch_transformer.py::test_layouts_change_nothing[layout0-clip]": (
+        "transformers says which layer's states are the features"
+    ),
+    "verify/test_verify_one_size.py::test_they_agree_without_a_fault": (
+        "images of one size and tiles, whose units have one length"
+    ),
+    "verify/test_verify_encoder_stages.py::test_they_agree_without_a_fault": (
+        "what goes from stage to stage of an encoder, and back"
+    ),
+    "verify/test_verify_two_encoders.py::test_they_agree_without_a_fault": (
+        "two encoders beside each other"
+    ),
+    "verify/test_verify_context.py::test_it_agrees_with_a_single_rank[cp2-experts-packed]": (
+        "parts of rows within the decoder, and what routers know of whole rows"
+    ),
+    f"verify/test_verify_balanced_packs.py::{_BALANCED}": "parts that are no zigzag's",
 }
 
 
@@ -195,8 +223,9 @@ def page(results: Mapping[tuple[str, str], Found]) -> str:
         "Made by `PYTHONPATH=tests python -m parity.faults`, which runs what was not run yet. A",
         "fault is put into every rank of a run of several; the single rank, transformers or a",
         "formula say what is right. `fails`: numbers differ. `ends`: a rank ends with an error.",
-        "`.`: the test passes. Empty: its ranks do not come by the fault's place, or it can change",
-        "nothing there. `?`: not run. `told in` is where notes on the design tell of the trap.",
+        "`times out`: ranks wait for each other until the test's time is up. `.`: the test passes.",
+        "Empty: its ranks do not come by the fault's place, or it can change nothing there.",
+        "`?`: not run. `told in` is where notes on the design tell of the trap.",
         "",
         f"| fault | what goes wrong | told in | {' | '.join(map(str, numbers.values()))} |",
         f"| --- | --- | --- |{' --- |' * len(numbers)}",
@@ -204,7 +233,12 @@ def page(results: Mapping[tuple[str, str], Found]) -> str:
     for name, trap in FAULTS.items():
         cells = " | ".join(_word(results, test, name) for test in CORE)
         lines.append(f"| `{name}` | {trap.trap} | {trap.spec} | {cells} |")
-    asked = {(test, fault) for test in seconds for fault in results[test, ""].reached}
+    asked = {
+        (test, fault)
+        for test in seconds
+        for fault in results[test, ""].reached
+        if fault in FAULTS  # others were there once
+    }
     total = sum(seconds[test] for test in chosen)
     lines += [
         "",

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +16,9 @@ from unittest.mock import patch
 import pytest
 
 from loongplug.verify import ranks
-from parity import mutations
+from parity import built_in
 from parity.faults import PLAN, Found, by_test, known
+from parity.mutations import FAULTS
 
 PARAMETER = "built_in_fault"
 RANKS_SECONDS = 60.0  # longer than any test of these few needs
@@ -92,7 +93,7 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
     fault = _cell(item)[1]
     reached = item.config.rootpath / _plan()["folder"] / "reached"
     if fault:
-        _HERE[:] = [mutations.FAULTS[fault].put_in]
+        _HERE[:] = [FAULTS[fault].put_in]
     else:
         reached.mkdir(exist_ok=True)
         for each in reached.iterdir():
@@ -106,18 +107,17 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
 
 def watch(rank: int, *, folder: Path) -> None:
     """Leave a file of a fault's name when a rank comes by one of its places."""
-    around = mutations.around
+    instead = built_in.instead
 
-    def noting(name: str, place: str, call: Callable[..., Any], **where: Any) -> None:
-        @wraps(call)
+    def noting(name: str, place: str, original: Any, _: Any, **where: Any) -> Callable[..., Any]:
         def passing(original: Any, *args: Any, **of: Any) -> Any:
             (folder / name).touch()
             return original(*args, **of)
 
-        around(place, passing, **where)
+        return instead(place, original, passing, **where)
 
-    for name, trap in mutations.FAULTS.items():
-        with patch.object(mutations, "around", partial(noting, name)):
+    for name, trap in FAULTS.items():
+        with patch.object(built_in, "instead", partial(noting, name)):
             trap.put_in(rank)
 
 

@@ -2,14 +2,16 @@
 
 import json
 import re
+from unittest.mock import patch
 
 import pytest
 from pages.commands import ROOT
 from ranks import run_ranks
 
-from parity import mutations, put_in
+from parity import built_in, put_in
 from parity.faults import CORE, TESTS, Found, by_test, cover, known, page
-from parity.mutations import FAULTS, NOT_HERE
+from parity.mutations import FAULTS
+from parity.not_built_in import NOT_HERE
 
 pytestmark = pytest.mark.quick
 
@@ -17,16 +19,15 @@ pytestmark = pytest.mark.quick
 def put_in_all(rank: int, *, folder) -> dict[str, list[str]]:
     """The places of each fault, which is put in."""
     places: dict[str, list[str]] = {}
-    around = mutations.around
+    instead = built_in.instead
     for name, trap in FAULTS.items():
 
-        def noted(place, call, *, name=name, **where):
+        def noted(place, *args, name=name, **where):
             places.setdefault(name, []).append(place)
-            around(place, call, **where)
+            return instead(place, *args, **where)
 
-        mutations.around = noted
-        trap.put_in(rank)
-    mutations.around = around
+        with patch.object(built_in, "instead", noted):
+            trap.put_in(rank)
     put_in.watch(rank, folder=folder)
     return places
 

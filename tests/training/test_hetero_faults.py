@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from compared_runs import same, steps, train
+from parity.gradient_faults import divide_by_the_replicas
 from parity.mutations import (
-    divide_by_the_replicas,
     drop_deepstack_gradients,
     finalize_too_early,
     no_padding,

@@ -1,14 +1,12 @@
 """Packs that are split by their own samples, against a single rank that holds them whole."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from parity.mutations import around
+from parity.encoder_faults import place_features_by_a_zigzag
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
-from loongplug.context.token_split import zigzag
 from loongplug.verify.report import report
 
 BALANCED = ("--packing", "--cp-balance", "lpt")
@@ -69,17 +67,7 @@ def test_balanced_packs_on_three_ranks_agree_with_a_single_rank(three: Pair) -> 
     assert comparison.agrees, report(three.plan, comparison)
 
 
-def features_of_a_zigzag(rank: int) -> None:
-    """Features go where their tokens would lie if all rows were split alike."""
-
-    def placed(original: Any, places: Any, *, held: Any, **options: Any) -> Any:
-        part = zigzag(3 * held.tokens, cp=3).parts[rank]
-        return original(places, held=part, **options)
-
-    around("loongplug.models.decoder:token_places", placed)
-
-
 def test_features_of_another_part_of_the_row(three: Pair) -> None:
-    comparison = three.compared(features_of_a_zigzag)
+    comparison = three.compared(place_features_by_a_zigzag)
     assert any(each.fails for each in comparison.losses)
     assert "image_projector" in failing(comparison, "gradients")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine_stand_in import engine_attention
+from parity.encoder_faults import average_the_parts
+from parity.gradient_faults import count_a_parts_tokens
 from parity.mutations import around
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
@@ -195,31 +197,8 @@ def experts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return pair_of(tmp_path_factory.mktemp("experts"), demo, "cp2-experts-packed")
 
 
-def average_parts(rank: int) -> None:
-    """An encoder's gradients on context parallel ranks as if each had the whole."""
-
-    def averaged(original: Any, self: Any, name: str) -> float:
-        factor: float = original(self, name)
-        return factor / self._consumer_of(name).layout.cp
-
-    around("loongplug.hetero.placement:Placement.gradient_factor", averaged)
-
-
-def count_own_part(rank: int) -> None:
-    """Routers weigh their balancing losses by the tokens of a rank's part."""
-
-    def counted(original: Any, kinds: Any, *, group: Any) -> Any:
-        padding, counts = original(kinds, group=group).chunk(2, dim=1)
-        for part, held in enumerate(counts.chunk(group.size(), dim=1)):
-            if part != group.rank():
-                held.fill_(False)
-        return torch.cat([padding, counts], dim=1)
-
-    around("loongplug.models.decoder:of_whole_rows", counted)
-
-
 def test_parts_of_an_encoder_s_gradient_that_are_averaged(experts: Pair) -> None:
-    comparison = experts.compared(average_parts)
+    comparison = experts.compared(average_the_parts)
     wrong = [each for each in comparison.tensors if each.what == "gradients" and each.fails]
     assert {each.module for each in wrong} == SEES
     assert all(each.ratio == pytest.approx(0.5, rel=1e-3) for each in wrong)
@@ -227,6 +206,6 @@ def test_parts_of_an_encoder_s_gradient_that_are_averaged(experts: Pair) -> None
 
 
 def test_routers_that_weigh_by_their_part_of_a_row(experts: Pair) -> None:
-    comparison = experts.compared(count_own_part)
+    comparison = experts.compared(count_a_parts_tokens)
     assert "text_decoder layers" in failing(comparison, "gradients")
     assert not any(each.fails for each in comparison.losses)

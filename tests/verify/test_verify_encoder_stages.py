@@ -4,17 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from parity.mutations import around
+from parity.encoder_faults import (
+    lose_the_taps_between_stages,
+    take_back_the_unit_before,
+    take_states_of_the_unit_before,
+)
 from sweeps import sweep
-from torch import Tensor
 from verify_cases import Pair, failing, made_plan
 
 from loongplug.verify.plan import Request
 from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
 
-LINKS = "loongplug.hetero.stage_links:StageLinks"
 SEES, HEARS = {"image_encoder", "image_projector"}, {"audio_encoder", "audio_projector"}
 
 
@@ -111,33 +112,7 @@ def test_they_agree_without_a_fault(staged: Pair) -> None:
     assert comparison.agrees, report(staged.plan, comparison)
 
 
-def without_taps(rank: int) -> None:
-    """What goes back to a stage is the gradient of its last layer's states alone."""
-
-    def give_back(original: Any, self: Any, unit: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            gradient = gradient.clone()
-            gradient[:, gradient.shape[1] // 3 :] = 0.0  # the states, and two taps behind them
-        original(self, unit, gradient)
-
-    around(f"{LINKS}.give_back", give_back)
-
-
-def of_the_unit_before(rank: int) -> None:
-    """A stage gets the gradient of another unit, as far as it has the rows."""
-    kept: list[Tensor] = []
-
-    def take_back(original: Any, self: Any, unit: int) -> Tensor:
-        gradient: Tensor = original(self, unit)
-        kept.append(gradient.clone())
-        before = kept[max(0, len(kept) - 2)]
-        rows = min(len(before), len(gradient))
-        return torch.cat([before[:rows], gradient[rows:]])
-
-    around(f"{LINKS}.take_back", take_back)
-
-
-@pytest.mark.parametrize("fault", [without_taps, of_the_unit_before])
+@pytest.mark.parametrize("fault", [lose_the_taps_between_stages, take_back_the_unit_before])
 def test_wrong_gradients_between_stages(staged: Pair, fault: Any) -> None:
     comparison = staged.compared(fault)
     assert failing(comparison, "gradients") == {"image_encoder"}
@@ -145,3 +120,9 @@ def test_wrong_gradients_between_stages(staged: Pair, fault: Any) -> None:
     wrong = {each.name for each in comparison.tensors if each.what == "gradients" and each.fails}
     assert any(".blocks.1." in name for name in wrong)
     assert not any(".blocks.2." in name for name in wrong), "the last stage's are right"
+
+
+def test_states_of_another_unit_between_stages(staged: Pair) -> None:
+    comparison = staged.compared(take_states_of_the_unit_before)
+    assert any(each.fails for each in comparison.losses)
+    assert failing(comparison, "gradients") >= SEES

@@ -1,17 +1,16 @@
 """Every fault that is built into a layout is seen, and named in the right place."""
 
 import pytest
-from parity.mutations import (
+from parity.gradient_faults import (
     count_replicas_twice,
     count_units_twice,
     double_encoder,
-    drop_deepstack_gradient,
     miss_tied_reduction,
     norm_by_the_decoders_group,
     start_apart,
     sum_norms_over_tp,
-    swap_units,
 )
+from parity.mutations import drop_deepstack_gradient, swap_units
 from verify_cases import TIED, Pair, failing, made_plan
 
 from loongplug.verify.report import report

@@ -4,15 +4,13 @@ What could go wrong there keeps all shapes: units are often of one length, and s
 """
 
 import pytest
-from parity.mutations import around, swap_two_units
-from torch import Tensor
+from parity.encoder_faults import turn_the_patches_of_a_token, turn_the_tiles_of_an_image
+from parity.mutations import swap_two_units
 from verify_cases import Pair, failing
 
 from loongplug.verify.plan import Request
 from loongplug.verify.report import report
 from loongplug.verify.runs import plan_runs
-
-CUT = "loongplug.data.image_patches:cut"
 
 
 def pair_of(model, folder):
@@ -58,21 +56,6 @@ def test_an_encoder_of_transformers_agrees(tmp_path):
     assert comparison.agrees, report(pair.plan, comparison)
 
 
-def turn_tiles(rank: int) -> None:
-    """The last tile of an image comes first."""
-    around(CUT, lambda original, frames, **size: original(frames.flip(0), **size))
-
-
-def turn_blocks(rank: int) -> None:
-    """Within what becomes one token, the last patch comes first."""
-
-    def turned(original, frames: Tensor, *, patch: int, merge: int) -> Tensor:
-        rows = original(frames, patch=patch, merge=merge)
-        return rows.unflatten(0, (-1, merge**2)).flip(1).flatten(0, 1)
-
-    around(CUT, turned)
-
-
 def test_they_agree_without_a_fault(llava, internvl):
     for pair in (llava, internvl):
         comparison = pair.compared()
@@ -86,7 +69,7 @@ def test_images_of_two_units_that_change_places(llava):
     }
 
 
-@pytest.mark.parametrize("fault", [turn_tiles, turn_blocks])
+@pytest.mark.parametrize("fault", [turn_the_tiles_of_an_image, turn_the_patches_of_a_token])
 def test_pixels_in_another_order(internvl, fault):
     assert failing(internvl.compared(fault), "gradients") >= {
         *("image_encoder", "image_projector", "text_decoder layers")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from free_passes import free_passes
+from parity.built_in import around
 from parity.mutations import (
-    around,
     give_a_gradient_to_the_wrong_owner,
     swap_two_microbatches_gradients,
 )

@@ -7,7 +7,7 @@ import torch
 from layer_configs import decoder_config
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
-from parity import mutations
+from parity.gradient_faults import send_padding_to_experts
 from ranks import model_parallel, run_ranks
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def test_experts_get_real_tokens_alone(ep: int, dispatcher: str, settings: dict[
 
 
 def passed_at_fault(rank: int, **settings: Any) -> dict[str, Any]:
-    mutations.send_padding_to_experts(rank)
+    send_padding_to_experts(rank)
     return passed(rank, **settings)
 
 

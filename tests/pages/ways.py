@@ -1,0 +1,229 @@
+"""The files that a microbatch and a feature pass, found by tiny runs, as the docs show them.
+
+``PYTHONPATH=tests python -m pages.ways docs/architecture.md`` writes drawings and tables there;
+without a file they are printed.
+"""
+
+import ast
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from types import CodeType
+
+from loongplug.data.demo import make_demo_data
+from loongplug.verify.ranks import OnEvent, join, run_ranks
+from loongplug.verify.runs import preload
+from pages.commands import ROOT
+
+Files = tuple[str, ...]  # below loongplug, in the order in which they are first passed
+
+_PACKAGE = ROOT / "loongplug"
+_BEGINNING = f"{_PACKAGE}/"  # of a path within it
+_IN_A_LINE = 4  # files in a line of a box
+_MINUTES = 2.0
+_TINY = (
+    *("--model-name", "qwen3_vl_tiny", "--training-phase", "sft", "--device", "cpu"),
+    *("--seq-length", "160", "--micro-batch-size", "1", "--global-batch-size", "2"),
+    *("--lr", "1e-3", "--train-iters", "1", "--log-interval", "1", "--eval-iters", "0"),
+)
+_PLANNED = ("--enable-full-hetero-dp",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What ``runs``, by column with their flags, pass between two functions of loongplug.
+
+    From the first call of ``begin`` to the first end of ``end``, each ``file:function``.
+    """
+
+    name: str
+    begin: str
+    end: str
+    runs: Mapping[str, tuple[str, ...]]
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What stands before and behind it on the page."""
+        return f"<!-- {self.name}: begin -->\n", f"\n<!-- {self.name}: end -->"
+
+
+MICROBATCH = Way(
+    name="way of a microbatch",
+    begin="data/loader.py:MicrobatchLoader.__next__",
+    end="training/forward_step.py:token_loss",
+    runs={"padded rows": (), "packs": ("--packing", "--bad-sample", "skip")},
+)
+FEATURE = Way(
+    name="way of a feature",
+    begin="models/multimodal.py:MultimodalModel._encoded",
+    end="models/features.py:place",
+    runs={"uniform": (), "full separation": _PLANNED},
+)
+WAYS = (MICROBATCH, FEATURE)
+
+
+class _Trace:
+    """Looks on at calls of functions of loongplug, in all threads, between a way's ends."""
+
+    def __init__(self, way: Way) -> None:
+        self.files: list[str] = []
+        self._begin, self._end = way.begin, way.end
+        self._begun = False
+
+    def start(self) -> None:
+        """From now on, until the way's end."""
+        tool, events = sys.monitoring.PROFILER_ID, sys.monitoring.events
+        sys.monitoring.use_tool_id(tool, "pages.ways")
+        sys.monitoring.register_callback(tool, events.PY_START, self._entered)
+        sys.monitoring.register_callback(tool, events.PY_RETURN, self._left)
+        sys.monitoring.set_events(tool, events.PY_START | events.PY_RETURN)
+
+    def _entered(self, code: CodeType, _: int) -> object:
+        file = _below_package(code)
+        if file is None or code.co_name == "<module>":
+            return sys.monitoring.DISABLE  # an import is no use
+        self._begun |= f"{file}:{code.co_qualname}" == self._begin
+        if self._begun and file not in self.files:
+            self.files.append(file)
+        return None
+
+    def _left(self, code: CodeType, *_: object) -> object:
+        file = _below_package(code)
+        if f"{file}:{code.co_qualname}" != self._end:
+            return sys.monitoring.DISABLE
+        if self._begun:
+            sys.monitoring.set_events(sys.monitoring.PROFILER_ID, 0)
+        return None
+
+
+def _below_package(code: CodeType) -> str | None:
+    """Where in loongplug a function is from; None for another package's. Asked at every call."""
+    file = code.co_filename
+    return file[len(_BEGINNING) :] if file.startswith(_BEGINNING) else None
+
+
+def _traced(rank: int, _: OnEvent, *, flags: Sequence[str], way: Way, folder: Path) -> Files:
+    """A run of one rank, in its own process."""
+    join(rank, folder=folder, device="cpu", minutes=_MINUTES)
+    from loongplug.training.run import run
+
+    trace = _Trace(way)
+    trace.start()
+    run(flags)
+    return tuple(trace.files)
+
+
+def passed(way: Way, *, demo: Path) -> dict[str, Files]:
+    """By column, what each of a way's runs passes, on the demo data of a folder."""
+    data = (
+        *("--tokenizer-model", str(demo / "processor")),
+        *("--train-data-path", str(demo / "train.jsonl")),
+    )
+    found = {}
+    for column, flags in way.runs.items():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            run = partial(_traced, flags=(*_TINY, *data, *flags), way=way, folder=folder)
+            (found[column],) = run_ranks(run, 1, folder=folder, timeout=60 * _MINUTES)
+    return found
+
+
+def markdown(found: Mapping[str, Files]) -> str:
+    """How many files each run passes; a drawing of the first one's; a table of all."""
+    first, *_ = found.values()
+    return "\n".join([*_counts(found), "", *_drawing(first), "", *_table(found)])
+
+
+def with_ways(text: str, found: Mapping[str, Mapping[str, Files]]) -> str:
+    """``text``, a file's content, with each way of ``found``, by its name, between its marks.
+
+    Raises:
+        ValueError: the marks of one are not there once each.
+    """
+    for way in WAYS:
+        begin, end = way.marks
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"the file needs one line {begin.strip()} and one line {end.strip()}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{markdown(found[way.name])}{end}{rest.partition(end)[2]}"
+    return text
+
+
+def in_one_order(runs: Sequence[Files]) -> list[str]:
+    """All files: the first run's, and each that is another's alone behind the one before it."""
+    ordered: list[str] = []
+    for files in runs:
+        at = 0
+        for file in files:
+            if file not in ordered:
+                ordered.insert(at, file)
+            at = ordered.index(file) + 1
+    return ordered
+
+
+def first_sentence(source: str) -> str:
+    """Of a module's docstring, in one line."""
+    said = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
+    return said.split(". ")[0].rstrip(".")
+
+
+def _counts(found: Mapping[str, Files]) -> Iterator[str]:
+    yield "| run | files outside `models` | within |"
+    yield "| --- | ---: | ---: |"
+    for column, files in found.items():
+        within = sum(file.startswith("models/") for file in files)
+        yield f"| {column} | {len(files) - within} | {within} |"
+
+
+def _drawing(files: Files) -> Iterator[str]:
+    """Boxes of files that follow each other in one folder."""
+    yield "```mermaid"
+    yield "flowchart TB"
+    boxes = [
+        (folder, [PurePosixPath(file).name for file in group])
+        for folder, group in groupby(files, lambda file: PurePosixPath(file).parent.as_posix())
+    ]
+    for number, (folder, names) in enumerate(boxes):
+        lines = [
+            ", ".join(names[start : start + _IN_A_LINE])
+            for start in range(0, len(names), _IN_A_LINE)
+        ]
+        arrow = f"box{number - 1} --> " if number else ""
+        yield f'    {arrow}box{number}["<b>{folder}</b><br/>{"<br/>".join(lines)}"]'
+    yield "```"
+
+
+def _table(found: Mapping[str, Files]) -> Iterator[str]:
+    """Every file, what it is, and as which one each run passes it."""
+    yield f"| file | what it is | {' | '.join(found)} |"
+    yield f"| --- | --- |{' ---: |' * len(found)}"
+    for file in in_one_order([*found.values()]):
+        said = first_sentence((_PACKAGE / file).read_text(encoding="utf-8"))
+        numbers = (str(each.index(file) + 1) if file in each else "" for each in found.values())
+        yield f"| `{file}` | {said} | {' | '.join(numbers)} |"
+
+
+def all_ways(demo: Path) -> dict[str, dict[str, Files]]:
+    """What the runs of all ways pass, by the way's name."""
+    return {way.name: passed(way, demo=demo) for way in WAYS}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the Markdown, or write it between the marks of the file that is given."""
+    preload("cpu")
+    with tempfile.TemporaryDirectory() as name:
+        make_demo_data(Path(name), train=16, test=4)
+        found = all_ways(Path(name))
+    if not arguments:
+        print(*(markdown(each) for each in found.values()), sep="\n\n")
+        return
+    file = Path(arguments[0])
+    file.write_text(with_ways(file.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
