@@ -95,6 +95,18 @@ def bench_joined(
         run(units=units, side=side, rounds=rounds, json_path=json_path)
 
 
+@bench.command("experts", context_settings=HANDS_ON)
+def bench_experts(context: typer.Context, steps: Steps = 30, json_path: Json = None) -> None:
+    """Measure steps of a tiny model with experts one by one and grouped, on two CPU ranks.
+
+    Everything that is no option of this command goes to the run, such as its layout.
+    """
+    with user_errors():
+        from micro.experts import run
+
+        run(flags=context.args, steps=steps, json_path=json_path)
+
+
 @bench.command("switch")
 def bench_switch(
     switches: Annotated[int, typer.Option(help="Measured calls.")] = 20_000,

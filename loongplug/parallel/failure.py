@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from loongplug.parallel.programs import FAILED_VARIABLE
+from loongplug.parallel import endings
 from loongplug.parallel.store_keys import comes
 from loongplug.parallel.verdict import (
     Failure,
@@ -187,6 +187,7 @@ def failure_board(store_factory: StoreFactory | None = None) -> Iterator[AtEnd]:
     finally:
         if board is not None:
             board.stop()
+        endings.ended()
 
 
 def nothing_at_end(tidy: Callable[[], None]) -> None:
@@ -215,7 +216,7 @@ def _fail(
 ) -> NoReturn:
     if board is not None:
         board.fail(report, message=message, code=code, knows=knows)
-    _tell_launcher(code)
+    endings.failed(code)
     _print(report)
     raise SystemExit(code)
 
@@ -253,7 +254,7 @@ def _print(text: str) -> None:
 
 def _exit(verdict: Verdict) -> NoReturn:
     _tell_torchrun(verdict)
-    _tell_launcher(verdict.code)
+    endings.failed(verdict.code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -268,13 +269,8 @@ def _tell_torchrun(verdict: Verdict) -> None:
     who = ", ".join(map(str, verdict.speakers))
     text = f"see the message of rank {who}"
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with suppress(OSError), open(path, "w") as file:
-        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-
-
-def _tell_launcher(code: int) -> None:
-    """Torchrun has no code of ranks that end because it was told to end."""
-    path = os.environ.get(FAILED_VARIABLE)
-    if path is not None:
-        with suppress(OSError), open(path, "w") as file:
-            file.write(str(code))
+    whole = f"{path}.whole"  # torchrun ends this process in any moment, and fails by half a file
+    with suppress(OSError):
+        with open(whole, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        os.replace(whole, path)

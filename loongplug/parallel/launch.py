@@ -9,11 +9,14 @@ import logging
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from multiprocessing import forkserver
+from pathlib import Path
 
-from loongplug.parallel.programs import ALONE, FAILED_VARIABLE, program_of
+from loongplug.parallel import endings
+from loongplug.parallel.programs import ALONE, program_of
 
 # What the process that ranks are forked from imports for them.
 _PRELOADED = "loongplug.preloaded"
@@ -33,11 +36,18 @@ def main() -> None:
         sys.argv = [program.path, *program.flags]
         runpy.run_path(program.path, run_name="__main__")
         return
-    if program is not None and program.can_be_forked:
-        sys.argv[1:] = program.forked()
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, but before torch is there
-        multiprocessing.set_forkserver_preload([_PRELOADED])
-        forkserver.ensure_running()  # imports beside us
+    with tempfile.TemporaryDirectory(prefix="loongplug-endings-") as folder:
+        os.environ[endings.FOLDER_VARIABLE] = folder  # before there is what ranks are forked from
+        if program is not None and program.can_be_forked:
+            sys.argv[1:] = program.forked()
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, but before torch is there
+            multiprocessing.set_forkserver_preload([_PRELOADED])
+            forkserver.ensure_running()  # imports beside us
+        sys.exit(_torchrun(endings_in=Path(folder)))
+
+
+def _torchrun(*, endings_in: Path) -> int:
+    """Torchrun by the command line; the code to end with."""
     # Here, and not above: the import of this module alone takes no torch.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,20 +57,32 @@ def main() -> None:
     # without one.
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.devnull
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_one_line)
-    with tempfile.NamedTemporaryFile(prefix="loongplug-failed-") as failed:
-        os.environ[FAILED_VARIABLE] = failed.name
-        try:
-            torchrun()
-        except ChildFailedError as error:
-            for rank, failure in error.failures.items():
-                name = failure.signal_name()
-                if failure.exitcode < 0 and name != "SIGTERM":  # which torchrun sends itself
-                    print(f"loongplug: rank {rank} was ended by {name}", file=sys.stderr)
-            _, first = error.get_first_failure()
-            sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
-        except SignalException as ended:
-            # Ranks that are told to end save first. Torchrun does not say whether one could not.
-            sys.exit(int(failed.read() or 128 + ended.sigval))
+    try:
+        torchrun()
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            name = failure.signal_name()
+            if failure.exitcode < 0 and name != "SIGTERM":  # which torchrun sends itself
+                print(f"loongplug: rank {rank} was ended by {name}", file=sys.stderr)
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as ended:
+        return _told_to_end(endings_in, by=ended.sigval)
+    return 0
+
+
+def _told_to_end(folder: Path, *, by: int) -> int:
+    """The code of a launcher that a signal has ended, once no rank is left.
+
+    Ranks save first; the signal's code says that all have.
+    """
+    killed = endings.killed_ranks(folder)
+    for rank in killed:
+        print(f"loongplug: rank {rank} was killed before it had saved", file=sys.stderr)
+    code = endings.failed_code(folder)
+    if code is not None:
+        return code
+    return 128 + (signal.SIGKILL if killed else by)
 
 
 if __name__ == "__main__":

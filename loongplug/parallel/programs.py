@@ -8,8 +8,6 @@ from pathlib import Path
 from loongplug.platform import requested_device
 
 _OURS = ("loongplug.train", "loongplug.convert.worker", "loongplug.bench.step")
-# Names a file of our launcher's, into which a rank that fails writes its code.
-FAILED_VARIABLE = "LOONGPLUG_FAILED_FILE"
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What torchrun tells a rank. Port 0: the rank takes one that is free.
 ALONE = {

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loongplug.consoles import table_console
+from loongplug.platform import grouped_product, varlen
 from loongplug.platform.machine import MachineFacts, collect
 
 GIB = 1024**3
@@ -90,6 +91,8 @@ def _use(facts: MachineFacts, *, on_gpu: bool) -> dict[str, str]:
         "attention": _attention(facts, on_gpu=on_gpu),
         "attention over parts of rows": "LoongPlug's own, on torch's kernels",
         "experts": _experts(facts, on_gpu=on_gpu),
+        "encoder's passes": "in full separation several microbatches' media, up to joined_rows "
+        "rows; what has more by itself",
         "optimizer": "torch's Adam, fused",
         "precision": "fp32" if on_gpu and _old_gpus(facts) else "fp32, or bf16 with --bf16",
     }
@@ -113,7 +116,10 @@ def _attention(facts: MachineFacts, *, on_gpu: bool) -> str:
         return plain
     if _old_gpus(facts) or not facts.has_varlen:
         return f"{plain}, a call for each length of a pack's samples or an image's frames"
-    return f"{plain}, with --bf16 torch varlen_attn for packs and images"
+    return (
+        f"{plain}, with --bf16 torch varlen_attn for packs and images if a head's channels are a "
+        f"multiple of {varlen.ALIGNMENT}, up to {varlen.WIDEST}"
+    )
 
 
 def _experts(facts: MachineFacts, *, on_gpu: bool) -> str:
@@ -123,10 +129,13 @@ def _experts(facts: MachineFacts, *, on_gpu: bool) -> str:
         return loop
     if _old_gpus(facts):
         return f"{loop}: the GPUs are too old for torch's grouped product"
-    torch_version = facts.packages.get("torch")
-    if torch_version is None or not _fits(torch_version, SpecifierSet(">=2.10")):
-        return f"{loop}: torch has a grouped product from 2.10 on"
-    return "LoongPlug's own, with --bf16 by torch's grouped product"
+    torch_version, first = facts.packages.get("torch"), grouped_product.TORCH
+    if torch_version is None or not _fits(torch_version, SpecifierSet(f">={first}")):
+        return f"{loop}: torch has a grouped product from {first} on"
+    return (
+        "LoongPlug's own, with --bf16 by torch's grouped product; a product for each expert if "
+        f"hidden size or a rank's part of an expert is no multiple of {grouped_product.ALIGNMENT}"
+    )
 
 
 # Whether it is in the way; what it is; its cure.

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+# Of a head's channels: a multiple of the one, and no more than the other.
+ALIGNMENT, WIDEST = 8, 256
 _CAPABILITY = (8, 0)  # from which on GPUs have such kernels
 _ASKED = ("scale", "window_size", "enable_gqa")  # that the first versions did not have
 

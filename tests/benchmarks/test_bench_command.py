@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 def test_each_measurement_has_a_command() -> None:
     printed = CliRunner().invoke(bench, ["--help"]).output
-    for name in ("attention", "convert", "data", "memory", "packing", "switch", "trace"):
+    for name in ("attention", "convert", "data", "experts", "memory", "packing", "switch", "trace"):
         assert name in printed
 
 

@@ -7,11 +7,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
+from eventually import eventually
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import loongplug
-from loongplug.parallel import launch
+from loongplug.parallel import endings, launch
+from loongplug.parallel.programs import ranks_command
 
 ROOT = str(Path(loongplug.__file__).parents[1])
 
@@ -89,15 +92,21 @@ def test_our_launcher_tells_of_what_cannot_speak(
         raise ChildFailedError("train.py", failures)
 
     monkeypatch.setattr("torch.distributed.run.main", torchrun)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    for name in ("TORCHELASTIC_ERROR_FILE", endings.FOLDER_VARIABLE):
+        monkeypatch.setenv(name, "")  # main sets them
     with pytest.raises(SystemExit) as ended:
         launch.main()
     assert ended.value.code == code
     assert capsys.readouterr().err == said
 
 
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("then", "code"), [("raise ValueError('full')", 1), ("pass", 143)])
+@pytest.mark.parametrize(
+    ("then", "code"), [("raise ValueError('full')", 1), ("pass", 143), (KILLED, 137)]
+)
 def test_told_to_end_our_launcher_says_whether_ranks_could_save(
     then: str, code: int, tmp_path: Path
 ) -> None:
@@ -107,10 +116,12 @@ def test_told_to_end_our_launcher_says_whether_ranks_could_save(
         textwrap.dedent(
             f"""
             import os, signal, time
+            from loongplug.parallel.endings import saves_when_told
             from loongplug.parallel.failure import failure_board
             told = []
             signal.signal(signal.SIGTERM, lambda *_: told.append(1))
             with failure_board():
+                saves_when_told()
                 print("ready", flush=True)
                 while not told:
                     time.sleep(0.05)
@@ -132,3 +143,44 @@ def test_told_to_end_our_launcher_says_whether_ranks_could_save(
         _, said = process.communicate(timeout=100)
     assert process.returncode == code, said
     assert ("loongplug: error [rank 1]: full" in said) == (code == 1)
+    assert ("loongplug: rank 1 was killed before it had saved" in said) == (code == 137)
+    assert "rank 0" not in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_a_run_saves_is_no_good_end(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """Ranks that are forked know of the launcher's folder, too, and the other one's code counts."""
+    more = ["--train-iters", "1000", "--save", str(tmp_path / "save"), "--save-interval", "1000"]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as to,
+        subprocess.Popen(
+            ranks_command("-m", "loongplug.train", *flags, *more, ranks=2),
+            stdout=to,
+            stderr=to,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+        ) as process,
+    ):
+        eventually(lambda: "iteration 2/" in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        rank = a_rank_of(process.pid)
+        rank.suspend()  # nothing can be saved without it
+        process.send_signal(signal.SIGTERM)
+        eventually(lambda: f"Closing process {rank.pid} via signal SIGTERM" in log.read_text())
+        rank.kill()
+    said = log.read_text()
+    assert process.returncode == 1, said
+    assert said.count("was killed before it had saved") == 1
+    assert said.count("loongplug: error [rank") == 1
+    assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+
+
+def a_rank_of(launcher: int) -> psutil.Process:
+    """One of the two that the launcher's child with the imports has forked."""
+    for child in psutil.Process(launcher).children():
+        ranks = child.children()
+        if len(ranks) == 2:
+            return ranks[0]
+    raise AssertionError("no ranks")

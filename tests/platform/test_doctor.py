@@ -187,10 +187,18 @@ def test_attention_without_transformer_engine() -> None:
         return diagnose(facts, device="auto").use["attention"]
 
     assert attention(CPU, has_varlen=True) == "torch scaled_dot_product_attention"
-    assert "varlen_attn for packs" in attention(GPU, has_varlen=True)
+    kernel = attention(GPU, has_varlen=True)
+    assert "varlen_attn for packs" in kernel
+    assert "a multiple of 8, up to 256" in kernel
     loop = "a call for each length"
     assert loop in attention(GPU, has_varlen=False)
     assert loop in attention(GPU, gpus=(H100, V100), has_varlen=True)
+
+
+def test_units_above_the_budget_of_a_pass_are_named() -> None:
+    for facts in (CPU, GPU):
+        named = diagnose(facts, device="auto").use["encoder's passes"]
+        assert "up to joined_rows rows; what has more by itself" in named
 
 
 def test_experts_without_transformer_engine() -> None:
@@ -200,7 +208,9 @@ def test_experts_without_transformer_engine() -> None:
 
     alone = "LoongPlug's own, a product for each expert"
     assert experts(CPU) == alone
-    assert experts(GPU) == "LoongPlug's own, with --bf16 by torch's grouped product"
+    grouped = "LoongPlug's own, with --bf16 by torch's grouped product"
+    assert experts(GPU).startswith(f"{grouped}; a product for each expert if hidden size")
+    assert experts(GPU).endswith("no multiple of 8")
     assert experts(GPU, gpus=(H100, V100)).startswith(f"{alone}: the GPUs are too old")
     assert experts(GPU, packages={"torch": "2.9.1+cu128"}).startswith(f"{alone}: torch has")
 

@@ -16,13 +16,11 @@ from loongplug.models.layers.by_heads import by_heads
 from loongplug.models.layers.packed import PackedLayout, layout_of
 from loongplug.models.layers.recompute import own_draws
 from loongplug.platform.active import is_host
-from loongplug.platform.varlen import varlen_attention
+from loongplug.platform.varlen import ALIGNMENT, WIDEST, varlen_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
-# What torch's kernel for segments of any lengths takes: dtypes, and channels of a head.
-_HALF = (torch.bfloat16, torch.float16)
-_ALIGNMENT, _WIDEST = 8, 256
+_HALF = (torch.bfloat16, torch.float16)  # what torch's kernel for segments of any lengths takes
 
 
 class SDPAttention(MegatronModule):
@@ -129,8 +127,8 @@ class SDPAttention(MegatronModule):
             self._varlen is not None
             and query.is_cuda
             and query.dtype in _HALF
-            and query.size(-1) % _ALIGNMENT == 0
-            and query.size(-1) <= _WIDEST
+            and query.size(-1) % ALIGNMENT == 0
+            and query.size(-1) <= WIDEST
             and not (self.dropout and self.training)
             and bool(layout.groups)
         )

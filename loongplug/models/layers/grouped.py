@@ -14,12 +14,11 @@ from loongplug.models.layers.linear import (
     LocalColumnParallelLinear,
     LocalRowParallelLinear,
 )
+from loongplug.platform.grouped_product import ALIGNMENT, CAPABILITY
 from loongplug.platform.transfers import to_device
 
 # What data parallelism hangs in front of every module waits for its weights, and takes no input.
 _DATA_PARALLEL = "megatron.core.distributed."
-_ALIGNMENT = 8  # bf16 values in the 16 bytes that a row of the kernel's operands is a multiple of
-_CAPABILITY = (8, 0)  # of the first GPUs with such a kernel
 
 
 def joinable(experts: Sequence[MLP]) -> bool:
@@ -60,11 +59,11 @@ def kernel_takes(experts: Sequence[MLP], tokens: Tensor) -> bool:
         tokens.is_cuda
         and tokens.dtype == torch.bfloat16
         and all(
-            weight.dtype == tokens.dtype and all(size % _ALIGNMENT == 0 for size in weight.shape)
+            weight.dtype == tokens.dtype and all(size % ALIGNMENT == 0 for size in weight.shape)
             for weight in (linear.weight for linear in _linears(experts[:1]))
         )
-        and hasattr(F, "grouped_mm")  # torch 2.10
-        and torch.cuda.get_device_capability(tokens.device) >= _CAPABILITY
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(tokens.device) >= CAPABILITY
     )
 
 

@@ -8,6 +8,7 @@ OVERRIDES: OverrideCases = {
             (1, ["image_encoder.patch_size=0"]),
             (1, ["foundation.layernorm_epsilon=0"]),
             (1, ["image_projector.layernorm_epsilon=0"]),
+            (1, ["image_encoder.joined_rows=0"]),
         ],
         [],
     ),

@@ -1,0 +1,65 @@
+"""``benchmarks/bench.py experts``: who takes a turn when, and that all ways are the same step."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from micro.experts import (
+    JOINED,
+    KERNEL,
+    ONE_BY_ONE,
+    WAYS,
+    WORK,
+    ExpertsFigures,
+    Steps,
+    _Ways,
+    order,
+    run,
+)
+
+from loongplug.models.layers import mlp
+
+
+@pytest.mark.quick
+def test_every_way_has_as_many_first_turns_as_last_ones() -> None:
+    ways = order(4)
+    assert Counter(ways) == dict.fromkeys(WAYS, 4)
+    assert ways[:3] == ways[5:2:-1] == ways[6:9]
+
+
+@pytest.mark.quick
+def test_a_way_is_how_layers_compute_from_then_on() -> None:
+    layer = SimpleNamespace(joined=True)
+    before = mlp.kernel_takes
+    with _Ways() as ways:
+        ways._layers = [layer]
+        for way, joined, kernel in (
+            (ONE_BY_ONE, False, False),
+            (KERNEL, True, True),
+            (JOINED, True, False),
+        ):
+            ways.take(way)
+            assert (layer.joined, mlp.kernel_takes([], None)) == (joined, kernel)
+    assert mlp.kernel_takes is before
+
+
+@pytest.mark.quick
+def test_ratios_are_of_medians_over_experts_one_by_one() -> None:
+    slow = Steps(tokens_per_second=(100.0, 200.0, 900.0), processor=(4.0, 8.0, 9.0))
+    fast = Steps(tokens_per_second=(300.0, 100.0, 500.0), processor=(6.0, 6.0, 1.0))
+    figures = ExpertsFigures(flags=(), ways={ONE_BY_ONE: slow, JOINED: fast}, apart=0.0)
+    assert (figures.ratio(JOINED), figures.of_processor(JOINED)) == (1.5, 0.75)
+
+
+@pytest.mark.slow
+def test_all_ways_are_the_same_step(tmp_path: Path) -> None:
+    path = tmp_path / "experts.json"
+    work = replace(WORK, micro_batch_size=1, microbatches=2)
+    figures = run(flags=(), steps=1, json_path=path, work=work)
+    assert figures.apart < 1e-5
+    written = json.loads(path.read_text())
+    assert list(written["ways"]) == list(WAYS)
+    assert all(len(each["processor"]) == 1 for each in written["ways"].values())
