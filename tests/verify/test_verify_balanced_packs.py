@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.mutations import around
+from parity.mutations import around, labels_shifted_after_the_split
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
@@ -83,3 +83,10 @@ def test_features_of_another_part_of_the_row(three: Pair) -> None:
     comparison = three.compared(features_of_a_zigzag)
     assert any(each.fails for each in comparison.losses)
     assert "image_projector" in failing(comparison, "gradients")
+
+
+def test_labels_that_are_shifted_after_the_split(three: Pair) -> None:
+    """Wrong at the ends of a part's stretches alone; of a zigzag's few, none may be trained."""
+    comparison = three.compared(labels_shifted_after_the_split)
+    assert any(each.fails for each in comparison.losses)
+    assert "text_decoder layers" in failing(comparison, "gradients")
