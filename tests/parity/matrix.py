@@ -343,7 +343,7 @@ def _run_jobs(
     """Each job is a process that takes the next cell when it has run one."""
     taken = multiprocessing.get_context("fork").Value("i", 0)
     # Those of many ranks first: what is left at the end is short.
-    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell.streams, cell))
+    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell.order))
 
     def work(job: int, tell: OnEvent) -> None:
         while True:

@@ -272,8 +272,8 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
     yield table_line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
     order = {mode: place for place, mode in enumerate(CONTEXT_MODES)}
 
-    def place(result: Result) -> tuple[int, bool, Cell]:
-        return order[result.cell.mode], result.cell.streams, result.cell
+    def place(result: Result) -> tuple[int, tuple[str, Cell]]:
+        return order[result.cell.mode], result.cell.order
 
     for each in sorted(results, key=place):
         figures = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
