@@ -9,7 +9,6 @@ import torch
 from compared_runs import Steps, same, train
 from parity.mutations import around
 from ranks import run_ranks
-from tensor_files import assert_same_weights
 from torch import Tensor
 
 from loongplug.observe.trace_file import read_folder
@@ -39,10 +38,7 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(
 
     expected = saving(3, "alone")
     goes_on = ("--load", str(tmp_path / "moved"))
-    found = saving(1, "moved", "--save-hf", str(tmp_path / "3"), ranks=3)
-    for ranks in (1, 2):  # nothing is left to train
-        saving(1, "moved", *goes_on, "--save-hf", str(tmp_path / f"{ranks}"), ranks=ranks)
-        assert_same_weights(tmp_path / "3", tmp_path / f"{ranks}")
+    found = saving(1, "moved", ranks=3)
     found += saving(2, "moved", *goes_on, ranks=1)
     full = ("--enable-full-hetero-dp", "--trace", str(tmp_path / "trace"))
     found += saving(3, "moved", *goes_on, *full, ranks=2)
