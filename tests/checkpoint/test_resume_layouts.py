@@ -19,7 +19,7 @@ from loongplug.convert.rank import convert
 pytestmark = pytest.mark.slow
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-EP = "--expert-model-parallel-size"
+EP, CP = "--expert-model-parallel-size", "--context-parallel-size"
 DP, FULL = "--enable-encoder-hetero-dp", "--enable-full-hetero-dp"
 ENCODER_TP = "model.image_encoder.tensor_model_parallel_size"
 APART = ("model.image_encoder.rank_offset=2",)
@@ -47,6 +47,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "model.image_encoder.pipeline_model_parallel_size=2",
         ),
     ),
+    "cp3": (3, (CP, "3")),
+    "cp2-full": (2, (CP, "2", FULL)),
     "ep4-pp2": (8, (EP, "4", PP, "2")),
 }
 
@@ -94,6 +96,10 @@ JOURNEYS = {
         ),
         flags=(*MODEL, DISTRIBUTED),
     ),
+    "parts of rows": Journey(
+        layouts=("cp3", "cp2-full", "single", "cp3"),
+        flags=(DISTRIBUTED, "--seq-length", "84"),
+    ),
     # The first stage of two has trained parameters of the encoder alone.
     "patterns": Journey(
         layouts=(
@@ -126,7 +132,7 @@ JOURNEYS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(JOURNEYS, but=("trained", "apart")))
+@pytest.mark.parametrize("name", sweep(JOURNEYS, but=("trained", "apart", "parts of rows")))
 def test_another_layout_has_the_same_state(run_flags, tmp_path, name):
     journey = JOURNEYS[name]
     flags = [*run_flags, *journey.flags, "--save-interval", "9"]  # saved at the end, once

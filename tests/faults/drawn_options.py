@@ -20,12 +20,14 @@ class Layout:
     """Of the decoder; data parallel is what is left of ``ranks``.
 
     ``own`` are TP/PP/DP of encoders on ranks of their own, which are the last of ``ranks``.
+    ``comm`` is how keys come to the ``cp`` ranks of a row, "" where nothing is given.
     """
 
     ranks: int = 1
     own: str = ""
     tp: int = 1
     cp: int = 1
+    comm: str = ""
     pp: int = 1
     vpp: int = 1
     ep: int = 1
@@ -48,6 +50,8 @@ class Layout:
             flags += ["--tensor-model-parallel-size", str(self.tp)]
         if self.cp > 1:
             flags += ["--context-parallel-size", str(self.cp)]
+        if self.comm:
+            flags += ["--cp-comm-type", self.comm]
         if self.pp > 1:
             flags += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.vpp > 1:
@@ -72,6 +76,7 @@ LAYOUTS = {
         Layout(ranks=2, ep=2),
         Layout(ranks=2, tp=2, ep=2),
     ),
+    3: (Layout(ranks=3, cp=3),),
     4: (
         Layout(ranks=4, tp=2),
         Layout(ranks=4, pp=2),
@@ -95,6 +100,20 @@ def layouts_of(model: str, ranks: int) -> tuple[Layout, ...]:
     return LAYOUTS[ranks] + tuple(layout for layout in LAYOUTS[ranks] if layout.ep > 1)
 
 
+def comm_types(layout: Layout) -> tuple[str, ...]:
+    """Ways in which keys can come to a row's ranks; a2a deals out the four heads that have some."""
+    if layout.cp == 1:
+        return ("",)
+    whole = 4 // layout.tp % layout.cp == 0
+    return ("", "a2a", "p2p") if whole else ("", "p2p")
+
+
+def packed_flags(layout: Layout) -> tuple[str, ...]:
+    """Of rows that are packs. Their samples say who holds what, but where keys go round."""
+    lpt = layout.cp > 1 and layout.comm != "p2p"
+    return ("--packing", "--micro-batch-size", "1", *(("--cp-balance", "lpt") if lpt else ()))
+
+
 # By the number of ranks, with encoders on ranks of their own.
 OWN_LAYOUTS = {
     2: (Layout(ranks=2, own="1/1/1"),),
@@ -115,6 +134,7 @@ OWN_LAYOUTS = {
         Layout(ranks=4, own="1/1/2", tp=2),
         Layout(ranks=4, own="1/1/2", cp=2),
         Layout(ranks=4, own="2/1/1", cp=2),
+        Layout(ranks=4, own="1/1/1", cp=3),
         Layout(ranks=4, own="2/1/1", pp=2),
         Layout(ranks=4, own="1/2/1", pp=2),
         Layout(ranks=4, own="1/1/2", pp=2, vpp=2),

@@ -6,7 +6,7 @@ tests, a seeded generator in ``fuzz_runs.py``. A draw is written and read as one
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from drawn_options import (
@@ -19,6 +19,7 @@ from drawn_options import (
     TRAINS,
     Layout,
     can_have,
+    comm_types,
     is_full,
     layouts_of,
     modes_of,
@@ -101,7 +102,7 @@ class Draw:
     """One fuzzed run. ``resume`` is the layout in which it goes on afterwards.
 
     ``restart``: the same command line goes on, as torchrun has it, from a checkpoint or without
-    one.
+    one. ``packed``: all rows are packs.
     """
 
     layout: Layout
@@ -116,6 +117,7 @@ class Draw:
     resume: Layout
     resume_mode: str
     restart: bool = False
+    packed: bool = False
 
     @property
     def where(self) -> str:
@@ -139,19 +141,26 @@ class Draw:
         return cls(**{**data, "extras": tuple(data["extras"])})
 
 
+_RANKS = (*(1,) * 4, *(2,) * 6, 3, 4, 4)
+_LARGE_RANKS = (1, 2, 3, 4)
+
+
 def drawn(choose: Choose, *, large: bool = False) -> Draw:
-    """A draw; ``large``: four ranks as often as one or two. The simplest options come first."""
+    """A draw; ``large``: each number of ranks as often. The simplest options come first."""
     model = choose((*["dense"] * 5, *MODELS))
     if choose((False, False, False, True)):
         layout = choose(own_layouts_of(model, large=large))
     else:
-        layout = choose(layouts_of(model, choose((1, 2, 4) if large else (1, 1, 2, 2, 2, 4))))
+        layout = choose(layouts_of(model, choose(_LARGE_RANKS if large else _RANKS)))
+    layout = replace(layout, comm=choose(comm_types(layout)))
     mode = choose(modes_of(layout))
     trains = choose((*COMMON, *COMMON, *TRAINS))
     fault = _fault(choose, layout, mode, trains=trains)
     rows, damage = _data(choose, fault, common=model == "dense" and trains in COMMON)
     restart = fault.kind in RESTARTED and choose((False, False, False, True))
     resume, resume_mode = (layout, mode) if restart else _resume(choose, model, layout)
+    # Which step meets a damaged row is known of rows of one sample.
+    packed = layout.cp > 1 and not damage and choose((False, True))
     return Draw(
         layout=layout,
         mode=mode,
@@ -165,6 +174,7 @@ def drawn(choose: Choose, *, large: bool = False) -> Draw:
         resume=resume,
         resume_mode=resume_mode,
         restart=restart,
+        packed=packed,
     )
 
 

@@ -15,6 +15,7 @@ from loongplug.data.demo_processor import FixedImages, write_processor
 from loongplug.data.order import epoch_permutation
 
 ROWS = 40
+LENGTH = 72  # tokens of a row, which 2 and 3 ranks, each with two chunks, and TP 4 divide
 SEED = 1234  # Megatron's default
 SIZES = ((32, 32), (32, 32), (64, 32), (64, 64))
 # Two heads for TP 2 and four for TP 4, in as few numbers as that takes.
@@ -90,7 +91,7 @@ def base_flags(folder: Path, *, model: str = "qwen3_vl_tiny") -> list[str]:
     return [
         *("--model-name", model, "--training-phase", "sft", "--device", "cpu", *MODEL),
         *OF_MODEL[model],
-        *("--tokenizer-model", str(processor), "--seq-length", "64"),
+        *("--tokenizer-model", str(processor), "--seq-length", str(LENGTH)),
         *("--micro-batch-size", "2", "--global-batch-size", str(GLOBAL_BATCH)),
         *("--lr", "1e-2", "--lr-decay-style", "constant", "--train-iters", str(STEPS)),
         *("--save-interval", str(SAVE_INTERVAL), "--log-interval", "1", "--eval-iters", "0"),

@@ -91,6 +91,8 @@ _CHOICES = {
     "trains": TRAINS,
     "extra": EXTRAS,
     "resume": ("alone", "elsewhere", "restart"),
+    "ranks of a row": ("2", "3", "2, packs", "3, packs"),
+    "keys by": ("all_gather", "a2a", "p2p"),
 }
 OPTIONS = tuple((what, option) for what, options in _CHOICES.items() for option in options)
 
@@ -105,6 +107,8 @@ def options_of(draw: Draw) -> list[tuple[str, str]]:
         ("trains", draw.trains),
         *(("extra", extra) for extra in draw.extras),
         ("resume", "restart" if draw.restart else resume),
+        ("ranks of a row", f"{draw.layout.cp}{', packs' if draw.packed else ''}"),
+        *((("keys by", draw.layout.comm or "all_gather"),) if draw.layout.cp > 1 else ()),
     ]
 
 

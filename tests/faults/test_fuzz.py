@@ -75,7 +75,7 @@ def test_a_run_is_right_or_all_ranks_end_with_one_error(world, draw):
 @pytest.mark.parametrize("model", MODELS)
 def test_encoders_on_ranks_of_their_own_leave_the_decoder_whole_replicas(model):
     for layout in own_layouts_of(model, large=True):
-        replicas, left = divmod(layout.decoder_ranks, layout.tp * layout.pp)
+        replicas, left = divmod(layout.decoder_ranks, layout.tp * layout.cp * layout.pp)
         assert (left, GLOBAL_BATCH % (2 * replicas)) == (0, 0), layout
         assert layout.decoder_ranks % (layout.pp * layout.ep) == 0, layout
         assert len(layout.encoders) == 1 or model == "two encoders"

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from attempts import FAILED, WHOLE, Agent, Ending, Losses, attempt
-from drawn_options import ALONE, MODELS, TRAINS, VISION, Layout, extra_flags, mode_flags
+from drawn_options import (
+    ALONE,
+    MODELS,
+    TRAINS,
+    VISION,
+    Layout,
+    extra_flags,
+    mode_flags,
+    packed_flags,
+)
 from draws import STEPS, Draw, Fault
 from fuzz_data import HEARS, base_flags, write_rows
 from fuzzed_run import (
@@ -93,7 +102,9 @@ class World:
 
     def reference(self, draw: Draw) -> Losses:
         """Of the single rank on the same data that trains the same; made once."""
-        name = "-".join((draw.model, draw.rows, draw.damage, draw.trains)).replace(" ", "-")
+        packed = "packed" if draw.packed else "rows"
+        name = "-".join((draw.model, draw.rows, packed, draw.damage, draw.trains))
+        name = name.replace(" ", "-")
         plain = Draw(
             layout=ALONE,
             mode="uniform",
@@ -106,6 +117,7 @@ class World:
             fault=Fault(),
             resume=ALONE,
             resume_mode="uniform",
+            packed=draw.packed,
         )
         found = self._alone(f"reference-{name}", lambda: self.flags(plain, ALONE, "uniform"))
         losses = {int(step): loss for step, loss in found.items()}
@@ -122,6 +134,7 @@ class World:
             *base_flags(self.folder, model=MODELS[draw.model]),
             *("--train-data-path", str(data), "--load-hf", str(self.weights(draw.model))),
             *("--micro-batch-size", str(draw.micro_batch), "--bad-sample", "skip"),
+            *(packed_flags(layout) if draw.packed else ()),
             *layout.flags(),
             *mode_flags(mode, layout),
             *extra_flags(draw.extras, model=draw.model, layout=layout, mode=mode),

@@ -102,6 +102,11 @@ class Cell:
         return False
 
     @property
+    def order(self) -> tuple[str, "Cell"]:
+        """To sort by: cells of one kind behind each other, since only these can be compared."""
+        return type(self).__name__, self
+
+    @property
     def microbatches(self) -> int:
         """Of a step, in one replica of the decoder."""
         return BATCH // self.dp
@@ -346,7 +351,7 @@ def sample(cells: Sequence[Cell], number: int, *, seed: int) -> list[Cell]:
         _modes_in_turn([cell for cell in cells if cell.model == model], generator, first=first)
         for first, model in enumerate((*MODELS, *MORE_MODELS, *HEARING_MODELS))
     ]
-    return sorted(_in_turn(by_model, number), key=lambda cell: (cell.streams, cell))
+    return sorted(_in_turn(by_model, number), key=lambda cell: cell.order)
 
 
 def _modes_in_turn(

@@ -5,6 +5,7 @@ from itertools import product
 from math import lcm, prod
 
 from parity.cells import (
+    ENCODER_DP,
     FULL,
     MODELS,
     MODES,
@@ -13,6 +14,7 @@ from parity.cells import (
     few_of,
     sequence_parallel_choices,
 )
+from parity.overlap_cells import KEPT
 from parity.placement_cells import TWO, own_flags, sizes_of
 from parity.saving_cells import AWAY, TrainedCell, one_word
 
@@ -136,6 +138,47 @@ class StreamedContextCell(ContextCell):
         return f"{super().name}-{self.schedule}"
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class OverlappedContextCell(ContextCell):
+    """The same with the experts' exchange overlapped.
+
+    It is also held, bit by bit, against its twin: the same layout with neither the overlap nor
+    what goes with it. ``kept`` is what stays of a layer's activations.
+    """
+
+    kept: str = "all"
+    delayed: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short one that tells cells apart."""
+        marks = [super().name, "overlap", f"kept-{one_word(self.kept)}"]
+        return "-".join([*marks, *(["delayed"] if self.delayed else [])])
+
+    def twin_flags(self) -> list[str]:
+        """The same layout without the overlap."""
+        return super().flags()
+
+    def flags(self) -> list[str]:
+        """The layout and its options as training's flags."""
+        delayed = ["--delay-wgrad-compute"] if self.delayed else []
+        overlap = "--overlap-moe-expert-parallel-comm"
+        return [*self.twin_flags(), overlap, *KEPT[self.kept], *delayed]
+
+
+_EXPERTS = OverlappedContextCell(model=MODELS[1], ep=2)
+_CHUNKS = replace(_EXPERTS, pp=2, vpp=2)  # stages without virtual ones are refused
+# Every mode, split, way to come by keys and thing that is kept; experts on the ranks of a row.
+OVERLAPPED = (
+    replace(_EXPERTS, cp=4, ep=4, rows="packs, zigzag", comm="a2a", trained="decoder's LoRA"),
+    replace(_EXPERTS, mode=FULL, cp=3, dp=2, rows="packs, lpt", kept="tensors away"),
+    replace(_CHUNKS, optimizer="overlapped", recompute="encoder"),
+    replace(_CHUNKS, mode=ENCODER_DP, rows="packs, zigzag", comm="p2p", kept="nodes recomputed"),
+    replace(_CHUNKS, mode=FULL, rows="packs, lpt", comm="a2a", kept="both", delayed=True),
+    replace(_CHUNKS, mode=APART, own=OWN[1][0], trained="all but the encoder", delayed=True),
+    replace(_CHUNKS, tp=2, ep=4, sequence_parallel=True, comm="p2p", delayed=True),
+)
+
 # Two stages of two ranks a row: rows and both splits of packs, each way to come by keys.
 STREAMED = (
     StreamedContextCell(model=MODELS[0], mode=FULL, pp=2),
@@ -154,13 +197,13 @@ STREAMED = (
 
 
 def context_cells() -> list[ContextCell]:
-    """All of them; of the model with two encoders, and of those that stream, few."""
+    """All of them; of the model with two encoders, and of those that stream or overlap, few."""
     whole = [
         cell
         for model in MODELS
         for cell in covering(possible_cells(model), seed=model, candidates=_CANDIDATES)
     ]
-    return [*whole, *few_of(possible_cells(TWO), seed=TWO), *STREAMED]
+    return [*whole, *few_of(possible_cells(TWO), seed=TWO), *STREAMED, *OVERLAPPED]
 
 
 def possible_cells(model: str) -> list[ContextCell]:

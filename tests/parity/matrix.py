@@ -27,7 +27,7 @@ from loongplug.verify.runs import preload, record
 from loongplug.verify.tiny import demo_length, up
 from parity.bits import bits_of, first_difference
 from parity.cells import BATCH, Cell, hearing_cells, layout_cells, sample
-from parity.context_cells import context_cells
+from parity.context_cells import OverlappedContextCell, context_cells
 from parity.overlap_cells import OverlapCell, overlap_cells
 from parity.parity_page import (
     context_page,
@@ -48,6 +48,7 @@ _BIT_STEPS = 3
 _DATA_SEED = 1234  # Megatron's default, which orders samples
 SAMPLES = 64
 _SECONDS = 300.0  # for one run
+_OVERLAPPING = (OverlapCell, OverlappedContextCell)  # which have a twin
 _LARGEST = 4  # any size of the axes divides it
 
 
@@ -112,7 +113,7 @@ class Matrix:
             expected = self._reference(cell, base)
             found = _recorded(folder / "layout", flags, ranks=cell.ranks, freely=cell.streams)
             comparison = compare(read_recording(found), read_recording(expected))
-            bits = self._bits(cell, base, folder) if isinstance(cell, OverlapCell) else ""
+            bits = self._bits(cell, base, folder) if isinstance(cell, _OVERLAPPING) else ""
         except (ValueError, RankError) as error:
             return Result(cell=cell, failed=str(error))
         worst = {what: comparison.worst(what) for what in ("gradients", "parameters")}
@@ -126,14 +127,17 @@ class Matrix:
             loss=max(loss.error for loss in comparison.losses),
         )
 
-    def _bits(self, cell: OverlapCell, base: Sequence[str], folder: Path) -> str:
+    def _bits(
+        self, cell: OverlapCell | OverlappedContextCell, base: Sequence[str], folder: Path
+    ) -> str:
         """Where the cell in bf16 parts from the same layout without the overlap."""
         shared = [*base, "--bf16", "--train-iters", str(_BIT_STEPS)]
         found, expected = (
             bits_of([*shared, *flags], ranks=cell.ranks, folder=folder / name, timeout=_SECONDS)
             for name, flags in (("bits", cell.flags()), ("twin", cell.twin_flags()))
         )
-        if not all(rank.nodes for rank in found) or any(rank.nodes for rank in expected):
+        decoding = found[: cell.decoder_ranks]
+        if not all(rank.nodes for rank in decoding) or any(rank.nodes for rank in expected):
             return "the overlapped schedule did not run, or ran in both"
         if all(image for rank in found for image in rank.images):
             return "no microbatch was without images"
@@ -339,7 +343,7 @@ def _run_jobs(
     """Each job is a process that takes the next cell when it has run one."""
     taken = multiprocessing.get_context("fork").Value("i", 0)
     # Those of many ranks first: what is left at the end is short.
-    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell.streams, cell))
+    ordered = sorted(cells, key=lambda cell: (-cell.ranks, cell.order))
 
     def work(job: int, tell: OnEvent) -> None:
         while True:

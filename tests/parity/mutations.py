@@ -357,6 +357,22 @@ def labels_unshifted(original: Any, self: Any, *args: Any, labels: Any = None, *
     return original(self, *args, labels=None if labels is None else labels.roll(1, 1), **of)
 
 
+@fault("labels are shifted within a part of a row", spec="context-parallel.md C1, labels")
+@at("loongplug.data.loader:collate", where=lambda *_, parts=None, **of: parts is not None)
+def labels_shifted_after_the_split(original: Any, samples: Any, *, parts: Any, **of: Any) -> Any:
+    """A token's label is the one that follows in the part, wrong where a stretch of it ends."""
+
+    def shifted(own: Any, row: Any) -> Any:
+        if own.labels is None:
+            return own
+        places = torch.from_numpy(own.own.part.places)
+        before_next = torch.cat([places[1:] - 1, places[-1:]])
+        return replace(own, labels=row.labels[:, before_next])
+
+    rows = original(samples, parts=None, **of)
+    return tuple(map(shifted, original(samples, parts=parts, **of), rows))
+
+
 @fault("all samples have the first one's positions", spec="context-parallel.md, [3, b, s]")
 @at(
     f"{DECODER}:TextDecoder.forward", where=lambda self, ids, positions, **_: positions.shape[1] > 1

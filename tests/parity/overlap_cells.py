@@ -68,6 +68,11 @@ class OverlapCell(TrainedCell):
         shared = {_SHARED_EXPERTS: 32} if self.shared_experts else {}
         return super().sizes() | shared
 
+    @property
+    def decoder_ranks(self) -> int:
+        """All of them: none is an encoder's alone."""
+        return self.ranks
+
     def twin_flags(self) -> list[str]:
         """The same layout without the overlap."""
         return super().flags()

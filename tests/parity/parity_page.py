@@ -10,6 +10,7 @@ from parity.context_cells import (
     CPS,
     ROWS,
     ContextCell,
+    OverlappedContextCell,
     StreamedContextCell,
 )
 from parity.overlap_cells import KEPT, OverlapCell
@@ -29,6 +30,7 @@ _MORE: dict[type[Cell], tuple[str, ...]] = {
     OverlapCell: ("trains", "kept", "delayed", "shared experts", "bits"),
     ContextCell: _PARTS,
     StreamedContextCell: _PARTS,
+    OverlappedContextCell: (*_PARTS, "kept", "delayed", "bits"),
     StreamedCell: ("trains", "away"),
 }
 
@@ -131,13 +133,15 @@ def overlap_page(results: Sequence[Result], whole: int, code: str) -> str:
 
 
 def context_page(results: Sequence[Result], whole: int, code: str) -> str:
-    """The page of cells whose rows lie on several ranks."""
+    """The page of cells whose rows lie on several ranks; a table of its own has the overlap's."""
+    overlapped = [each for each in results if isinstance(each.cell, OverlappedContextCell)]
+    plain = [each for each in results if each not in overlapped]
     by_ranks = {f"CP {cp}": [each for each in results if _context(each).cp == cp] for cp in CPS}
     rows = {name: [each for each in results if _context(each).rows == name] for name in ROWS}
     ways = {name: [each for each in results if _context(each).comm == name] for name in COMM_TYPES}
-    separated = [each for each in results if not each.cell.streams]
-    modes = _modes(separated, CONTEXT_MODES)
-    modes[_STREAMED_CONTEXT] = [each for each in results if each.cell.streams]
+    modes = _modes([each for each in plain if not each.cell.streams], CONTEXT_MODES)
+    modes[_STREAMED_CONTEXT] = [each for each in plain if each.cell.streams]
+    modes["any, experts' exchange overlapped"] = overlapped
     lines = [
         *page_head("Parity of context parallelism", results, whole=whole, code=code),
         "Each row's tokens lie on CP ranks ([context_parallelism.md](context_parallelism.md)). "
@@ -147,7 +151,9 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
         "2* is what leaves the device while the decoder works, in full separation. The "
         f"other columns are those of [parity.md](parity.md), over layouts of up to {MOST_RANKS} "
         "ranks with sizes of 1 and 2; every value of a column meets every value of every other "
-        "that it can be with. Few cells stream.",
+        "that it can be with. Few cells stream. Few overlap the experts' exchange; they have a "
+        "table at the end, whose last columns are those of [parity_overlap.md](parity_overlap.md), "
+        "with the same second comparison, bit by bit.",
         "",
         *by_group("", by_ranks | {"all": list(results)}),
         "",
@@ -156,7 +162,8 @@ def context_page(results: Sequence[Result], whole: int, code: str) -> str:
         *by_group("rows", rows),
         "",
         *by_group("keys come by", ways),
-        *_models(results),
+        *_models(plain),
+        *_models(overlapped, end=", experts' exchange overlapped"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -252,10 +259,10 @@ def _published_row(layout: PublishedLayout, results: Sequence[Result]) -> list[s
     ]
 
 
-def _models(results: Sequence[Result]) -> Iterable[str]:
+def _models(results: Sequence[Result], *, end: str = "") -> Iterable[str]:
     for model in dict.fromkeys(result.cell.model for result in results):
         mine = [result for result in results if result.cell.model == model]
-        yield from ("", f"## {model}", "", *_table(mine))
+        yield from ("", f"## {model}{end}", "", *_table(mine))
 
 
 def _table(results: Sequence[Result]) -> Iterable[str]:
@@ -265,8 +272,8 @@ def _table(results: Sequence[Result]) -> Iterable[str]:
     yield table_line(["---", *["---:"] * 6, *texts, *["---:"] * 4, "---"])
     order = {mode: place for place, mode in enumerate(CONTEXT_MODES)}
 
-    def place(result: Result) -> tuple[int, bool, Cell]:
-        return order[result.cell.mode], result.cell.streams, result.cell
+    def place(result: Result) -> tuple[int, tuple[str, Cell]]:
+        return order[result.cell.mode], result.cell.order
 
     for each in sorted(results, key=place):
         figures = ("" if each.loss is None else f"{figure:.1e}" for figure in figures_of(each))
@@ -288,10 +295,13 @@ def _columns(result: Result) -> Iterable[str]:
         yield from (str(cell.cp), cell.rows, cell.comm, cell.trained, cell.away, cell.own)
     if isinstance(cell, StreamedCell):
         yield from (cell.trained, cell.away)
+    bits = "" if result.failed else "**differ**" if result.bits else "same"
+    if isinstance(cell, OverlappedContextCell):
+        yield from (cell.kept, "yes" if cell.delayed else "", bits)
     if isinstance(cell, OverlapCell):
         yield from (cell.trained, cell.kept)
         yield from ("yes" if given else "" for given in (cell.delayed, cell.shared_experts))
-        yield "" if result.failed else "**differ**" if result.bits else "same"
+        yield bits
 
 
 def _saving(result: Result) -> SavingCell:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.cells import Cell
-from parity.context_cells import ContextCell, StreamedContextCell
+from parity.context_cells import ContextCell, OverlappedContextCell, StreamedContextCell
 from parity.overlap_cells import OverlapCell
 from parity.placement_cells import PlacementCell
 from parity.saving_cells import SavingCell
@@ -37,10 +37,11 @@ def as_result(line: dict[str, Any]) -> Result:
 
 def _kind(cell: Mapping[str, Any]) -> type[Cell]:
     """By a field that the others don't have."""
+    if "cp" in cell:
+        more = {"schedule": StreamedContextCell, "delayed": OverlappedContextCell}
+        return next((kind for field, kind in more.items() if field in cell), ContextCell)
     if "delayed" in cell:
         return OverlapCell
-    if "cp" in cell:
-        return StreamedContextCell if "schedule" in cell else ContextCell
     if "own" in cell:
         return PlacementCell
     if "schedule" in cell:

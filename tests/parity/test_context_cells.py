@@ -13,12 +13,15 @@ from parity.context_cells import (
     COMM_TYPES,
     CONTEXT_MODES,
     CPS,
+    OVERLAPPED,
     ROWS,
     ContextCell,
+    OverlappedContextCell,
     context_cells,
     possible_cells,
 )
 from parity.matrix import run_cells
+from parity.overlap_cells import KEPT
 from parity.parity_page import context_page
 from parity.placement_cells import TWO
 from parity.results import Result, as_result
@@ -41,7 +44,8 @@ class TestWithoutRuns:
     @pytest.mark.not_quick
     @pytest.mark.parametrize("model", MODELS)
     def test_every_two_values_of_two_axes_meet_where_they_can(self, model):
-        mine = [cell for cell in context_cells() if cell.model == model and not cell.streams]
+        every = [cell for cell in context_cells() if cell.model == model]
+        mine = [cell for cell in every if type(cell) is ContextCell]
         met = {pair for cell in mine for pair in pairs(cell)}
         assert met == {pair for cell in possible_cells(model) for pair in pairs(cell)}
         assert {(cell.cp, cell.rows) for cell in mine} == set(product(CPS, ROWS))
@@ -65,6 +69,33 @@ class TestWithoutRuns:
             assert as_result({"cell": {**vars(cell)}, "failed": "so"}) == result
             assert "| full-hetero-dp, streamed |" in context_page([result], 91, "c0de")
 
+    def test_some_overlap_the_experts_exchange(self):
+        """In every mode, with each split and way to come by keys, and each thing that is kept."""
+        assert {cell.mode for cell in OVERLAPPED} == {*CONTEXT_MODES}
+        assert {cell.rows for cell in OVERLAPPED} == {*ROWS}
+        assert {cell.comm for cell in OVERLAPPED} == {*COMM_TYPES}
+        assert {cell.kept for cell in OVERLAPPED} == {*KEPT}
+        assert {(cell.pp, cell.vpp) for cell in OVERLAPPED} == {(1, 1), (2, 2)}
+        assert {*OVERLAPPED} < {*context_cells()}
+        for cell in OVERLAPPED:
+            args, twin = (
+                read_command_line(each).args for each in (cell.flags(), cell.twin_flags())
+            )
+            assert (args.overlap_moe_expert_parallel_comm, args.context_parallel_size) == (
+                True,
+                twin.context_parallel_size,
+            )
+            assert not twin.overlap_moe_expert_parallel_comm
+            assert cell.possible
+            assert cell.can_communicate
+            line = {"cell": {**vars(cell)}, "bits": "losses of rank 0 differ", "loss": 0.0}
+            result = as_result(line)
+            assert type(result.cell) is OverlappedContextCell
+            page = context_page([result, Result(cell=CELL, failed="so")], 98, "c0de")
+            plain, table = page.split(f"## {cell.model}, experts' exchange overlapped")
+            assert "| **differ** |" in table
+            assert CELL.trained in plain
+
     def test_two_encoders_are_in_every_mode(self):
         mine = [cell for cell in context_cells() if cell.model == TWO]
         assert {(cell.mode, cell.cp) for cell in mine} == set(product(CONTEXT_MODES, CPS))
@@ -82,7 +113,7 @@ class TestWithoutRuns:
     def test_they_are_the_same_every_time_and_fit(self):
         cells = context_cells()
         assert cells == context_cells()
-        assert len({cell.name for cell in cells}) == len(cells) <= 93
+        assert len({cell.name for cell in cells}) == len(cells) <= 100
         assert all(cell.ranks <= MOST_RANKS for cell in cells)
         assert all(cell.vpp == 1 or BATCH // cell.dp % cell.pp == 0 for cell in cells)
 

@@ -22,6 +22,7 @@ from rule_cases import (
     QWEN2_5_OVERRIDES,
     WITH_EXPERTS,
 )
+from rule_cases.kinds import LAYOUT
 
 from loongplug.models.architecture import TextArchitecture
 from loongplug.models.lora.settings import LoraSettings
@@ -154,6 +155,23 @@ def test_adapter_rule_fires_alone_and_leaves_its_neighbours(prepared: Run, rule:
             model = dataclasses.replace(prepared[1], **{part: module})
             assert violated(prepared, model=model) == expected, settings
             assert violated(prepared, model=model, save_lora="adapters") == expected
+
+
+def test_a_decoder_s_adapters_drop_nothing_of_parts_of_rows(prepared: Run) -> None:
+    """An encoder's may: its ranks have the same media."""
+    rule = "context-parallel-adapters"
+    for key, cp, dropout, expected in (
+        ("foundation", 2, 0.1, [rule]),
+        ("foundation", 2, 0.0, []),
+        ("foundation", 1, 0.1, []),
+        ("image_encoder", 2, 0.1, []),
+        ("image_projector", 2, 0.1, []),
+    ):
+        lora = LoraSettings(rank=2, dropout=dropout)
+        module = dataclasses.replace(getattr(prepared[1], key), lora=lora)
+        model = dataclasses.replace(prepared[1], **{key: module})
+        layout = {**LAYOUT, "context_parallel_size": cp}
+        assert violated(prepared, model=model, **layout) == expected, (key, cp, dropout)
 
 
 def test_adapters_have_a_folder_of_their_own(prepared: Run, tmp_path: Path) -> None:
@@ -424,6 +442,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
     all_cases = [CASES, WITH_EXPERTS, OVERRIDES, QWEN2_5_OVERRIDES, OMNI_OVERRIDES, OWN_LAYOUT]
     with_bad_case = {name for cases in all_cases for name, (bad, _) in cases.items() if bad}
     with_bad_case |= {*ADAPTERS, "lr-mult-decoupled", "lora-own-folder", "lora-shared-experts"}
+    with_bad_case |= {"context-parallel-adapters"}
     with_bad_case |= {"rope-scaling", "sliding-window", "dynamic-rope"}
     with_bad_case |= {"streamed-encoders", "streamed-stages", "streamed-queues"}
     with_bad_case |= {*OWN_RANKS, "own-ranks-whole"}  # test_own_ranks_rules.py

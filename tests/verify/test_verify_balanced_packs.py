@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from parity.encoder_faults import place_features_by_a_zigzag
+from parity.mutations import labels_shifted_after_the_split
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
@@ -71,3 +72,10 @@ def test_features_of_another_part_of_the_row(three: Pair) -> None:
     comparison = three.compared(place_features_by_a_zigzag)
     assert any(each.fails for each in comparison.losses)
     assert "image_projector" in failing(comparison, "gradients")
+
+
+def test_labels_that_are_shifted_after_the_split(three: Pair) -> None:
+    """Wrong at the ends of a part's stretches alone; of a zigzag's few, none may be trained."""
+    comparison = three.compared(labels_shifted_after_the_split)
+    assert any(each.fails for each in comparison.losses)
+    assert "text_decoder layers" in failing(comparison, "gradients")

@@ -12,6 +12,7 @@ from engine_stand_in import engine_attention
 from parity.encoder_faults import average_the_parts
 from parity.gradient_faults import count_a_parts_tokens
 from parity.mutations import around
+from PIL import Image
 from sweeps import sweep
 from verify_cases import Pair, failing, made_plan
 
@@ -190,6 +191,51 @@ def test_padded_rows_by_the_engine_agree(name: str, demo: Path, tmp_path: Path) 
         comparison = pair.compared(partial(in_another_order, folder=tmp_path))
         assert "text_decoder layers" in failing(comparison, "gradients")
         assert any(each.fails for each in comparison.losses)
+
+
+def with_images_over(demo: Path, folder: Path) -> None:
+    """The demo's data in a folder: samples with a large image, with a small one, and with none."""
+    shutil.copytree(demo, folder)
+    rows = folder / "train.jsonl"
+    samples = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    for side, size in {"large": (128, 160), "small": (32, 32)}.items():  # of 20 tokens, and of one
+        Image.effect_noise(size, 80).convert("RGB").save(folder / f"{side}.png")
+    for number, sample in enumerate(samples):
+        shown = ({"image": "large.png"}, {"image": "small.png"}, None)[number % 3]
+        for message in sample["messages"]:
+            if not isinstance(message["content"], str):
+                texts = [part for part in message["content"] if part["type"] == "text"]
+                message["content"] = [*([{"type": "image", **shown}] if shown else []), *texts]
+                shown = None
+    rows.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+
+
+def note_features(rank: int, *, folder: Path) -> None:
+    """How many features each rank places in each microbatch."""
+
+    def noted(original: Any, *given: Any, **options: Any) -> Any:
+        places = original(*given, **options)
+        with (folder / f"features-{rank}").open("a", encoding="utf-8") as file:
+            print(len(places.rows), file=file)
+        return places
+
+    around("loongplug.models.decoder:token_places", noted)
+
+
+def test_images_over_all_parts_of_a_row_and_ranks_without_any(demo: Path, tmp_path: Path) -> None:
+    with_images_over(demo, tmp_path / "demo")
+    pair = Pair(made_plan(tmp_path, demo, *CP3, ranks=3, steps=1), tmp_path)
+    for more in ((), FULL):
+        comparison = pair.compared(partial(note_features, folder=tmp_path), more=more)
+        assert comparison.agrees, report(pair.plan, comparison)
+        files = [tmp_path / f"features-{rank}" for rank in range(3)]
+        counts = [[*map(int, file.read_text(encoding="utf-8").split())] for file in files]
+        rows = [*zip(*counts, strict=True)]
+        assert any(all(row) for row in rows), "an image lies on all ranks"
+        assert any(any(row) and not all(row) for row in rows), "some ranks have none of an image"
+        assert (0, 0, 0) in rows
+        for file in files:
+            file.unlink()
 
 
 @pytest.fixture(scope="module")

@@ -93,3 +93,16 @@ def context_parallel_dropout(args: Namespace, model: Any) -> str | None:
     rates = {name: getattr(args, name) for name in ("attention_dropout", "hidden_dropout")}
     above = [f"--{name.replace('_', '-')} {rate}" for name, rate in rates.items() if rate]
     return f"{' and '.join(above)} with {given}" if given and above else None
+
+
+@rule(
+    reason="ranks of a row draw the same random numbers, and would drop the same of their parts; "
+    "an encoder's adapters may drop, since these ranks then drop the same of the same media",
+    cure="give 0, which is the default",
+)
+def context_parallel_adapters(args: Namespace, model: Any) -> str | None:
+    """`model.foundation.lora.dropout` above 0 with `--context-parallel-size` above 1"""
+    given, lora = _RANKS.said(args), model.foundation.lora
+    if not given or lora is None or lora.dropout <= 0:
+        return None
+    return f"model.foundation.lora.dropout {lora.dropout:g} with {given}"

@@ -266,24 +266,43 @@ def test_a_heads_keys_are_gone_before_the_next_ones_are_put_in_order() -> None:
     assert not any(held)
 
 
-def _dies_within_a_row(rank: int, cp: int) -> None:
+# What a rank that dies in the forward or in the backward calls there, and in which of its calls.
+# The forward has a gather for each head, one at a time, and two passings between three ranks.
+DIES = {
+    "all_gather, forward": ("all_gather", "all_gather_into_tensor", 3),
+    "all_gather, backward": ("all_gather", "all_gather_into_tensor", GROUPS + 3),
+    "all_gather, gradients": ("all_gather", "all_to_all_single", 2),
+    "p2p, forward": ("p2p", "all_to_all_single", 2),
+    "p2p, backward": ("p2p", "all_to_all_single", 4),
+    "a2a, forward": ("a2a", "all_to_all_single", 2),
+    "a2a, backward": ("a2a", "all_to_all_single", 3),
+}
+
+
+def _dies_within_a_row(rank: int, cp: int, case: str) -> None:
+    comm_type, collective, last = DIES[case]
+    original = getattr(dist, collective)
     calls = 0
 
-    def gather(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if rank == 1 and calls == 3:
-            raise RuntimeError("no more keys")
-        return gathered_by(*args)
+        if rank == 1 and calls == last:
+            way = "backward" if torch._C._current_autograd_node() else "forward"
+            raise RuntimeError(f"no more keys in the {way}")
+        return original(*args, **options)
 
-    with at_once(1), patch.object(gathered, "_gather", gather):
-        of_this_rank("one row", "all_gather", rank=rank, cp=cp)
+    with at_once(1), patch.object(dist, collective, counted):
+        of_this_rank("one row", comm_type, rank=rank, cp=cp)
 
 
-def test_a_rank_that_dies_within_a_row_ends_the_others() -> None:
-    with pytest.raises(RankError, match="no more keys") as caught:
-        run_ranks(_dies_within_a_row, 2, cp=2)
+@pytest.mark.parametrize("case", DIES)
+def test_a_rank_that_dies_within_a_row_ends_the_others(case: str) -> None:
+    way = "forward" if "forward" in case else "backward"
+    with pytest.raises(RankError, match=f"no more keys in the {way}") as caught:
+        run_ranks(_dies_within_a_row, 3, cp=3, case=case, timeout=60.0)
     assert caught.value.rank == 1
+    assert caught.value.errors.keys() == {0, 1, 2}, "all end with an error"
     assert not any("was still running" in said for said in caught.value.errors.values())
 
 
