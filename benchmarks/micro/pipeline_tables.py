@@ -13,7 +13,7 @@ from published_partitions import MICROBATCHES, TABLE_3, Row, Timed
 from loongplug.bench.pipeline import measure
 from loongplug.bench.pipeline_clock import predicted
 from loongplug.bench.pipeline_figures import CaseFigures, print_cases
-from loongplug.bench.pipeline_work import OWN_RANKS, Case, PacedEncoder
+from loongplug.bench.pipeline_work import OWN_RANKS, STREAMED, Case, PacedEncoder
 from loongplug.consoles import table_console
 from loongplug.partition.clock import StageTime
 
@@ -45,7 +45,7 @@ class Setting:
             "uniform": even,
             _TUNED: min(map(self._split, range(1, _LAYERS + 1)), key=_clocked),
         }
-        for mode in ("encoder_hetero_dp", "full_hetero_dp"):
+        for mode in ("encoder_hetero_dp", "full_hetero_dp", STREAMED):
             found[mode] = self._case(mode, stages=even.stages)
         found[OWN_RANKS] = min(map(self._apart, range(1, self.pp)), key=_clocked)
         return {name: _slowed(case) for name, case in found.items()}
