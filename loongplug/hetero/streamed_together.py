@@ -41,7 +41,7 @@ _PIECES, _EACH = 4, 2
 # Steps whose plans are kept: who loads media is ahead of who encodes them.
 _KEPT = 32
 
-_Kept = tuple[tuple[tuple[Grid, ...], ...], ...]  # by encoder, units
+_OfStep = tuple[tuple[tuple[Grid, ...], ...], ...]  # by encoder, units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class StepPlanner:
         for name in costs:
             for ranks in replicas[name]:
                 assert len({lane[rank] for rank in ranks}) == 1, f"{name}: {ranks} of two lanes"
-        self._kept: OrderedDict[_Kept, dict[str, StreamedStep] | None] = OrderedDict()
+        self._kept: OrderedDict[_OfStep, dict[str, StreamedStep] | None] = OrderedDict()
 
     def shares(self, units: Mapping[str, Units]) -> dict[str, tuple[tuple[Share, ...], ...]] | None:
         """Who encodes what of each unit of a step, by encoder; None as :meth:`plan`."""
